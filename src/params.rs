@@ -1,0 +1,216 @@
+//! Every kernel parameter struct and enum, once, for Rust and CUDA: cxx turns this file into a C++ header that `csrc/` includes as
+//! `oxmoe/src/params.rs.h`. Pointers are device addresses in kernel launches and host addresses in the CPU backend.
+
+#[cxx::bridge(namespace = "oxmoe")]
+pub mod ffi {
+    /// Element type of a tensor.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum Dtype {
+        F32 = 0,
+        F16 = 1,
+        Bf16 = 2,
+    }
+
+    /// What GEMM1's epilogue does with its sums. Gated kinds take (gate, up) pairs, the others one value.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum ActivationKind {
+        /// Nothing: the sums go out as they are (GEMM2).
+        Identity = 0,
+        /// gated: `min(sigmoid(alpha g') g', silu_limit) * (u' + beta)`, `g' = min(g, gate_limit)`, `u' = clamp(u, up_limit)`.
+        /// Plain SwiGLU has alpha 1, beta 0 and all limits +inf; GPT-OSS, limit-only and DeepSeek-V4 clamps are other values.
+        Swiglu = 1,
+        /// gated: `gelu(g) * u`, exact (erf).
+        Geglu = 2,
+        /// gated: `gelu(g) * u`, tanh approximation.
+        GegluTanh = 3,
+        /// not gated: `max(x, 0)^2`.
+        Relu2 = 4,
+        /// not gated: `x sigmoid(x)`.
+        Silu = 5,
+        /// not gated: exact GELU.
+        Gelu = 6,
+        /// not gated: tanh-approximated GELU.
+        GeluTanh = 7,
+    }
+
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Activation {
+        kind: ActivationKind,
+        alpha: f32,
+        beta: f32,
+        /// Upper bound of the gate before the sigmoid; +inf: none.
+        gate_limit: f32,
+        /// Upper bound of the gate after the sigmoid; +inf: none.
+        silu_limit: f32,
+        /// Bound of |up|; +inf: none.
+        up_limit: f32,
+    }
+
+    /// How gate and up rows lie in w13 `[E, 2I, H]`.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum W13Layout {
+        /// Rows 0..I gate, I..2I up (SGLang).
+        GateUp = 0,
+        /// Rows 0..I up, I..2I gate (flashinfer).
+        UpGate = 1,
+        /// Row 2i gate, 2i + 1 up (GPT-OSS).
+        Interleaved = 2,
+    }
+
+    /// Score of an expert from its router logit, in fp32.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum Scoring {
+        /// `exp(x - max) / sum` over all experts of the token.
+        Softmax = 0,
+        /// `1 / (1 + exp(-x))`.
+        Sigmoid = 1,
+        /// `sqrt(log(1 + exp(x)))`.
+        SqrtSoftplus = 2,
+        /// Softmax over the chosen logits only (top-k first).
+        SoftmaxTopk = 3,
+        /// The logit itself.
+        Identity = 4,
+    }
+
+    /// How the score of a group of experts is made in grouped top-k.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum GroupScore {
+        /// No groups.
+        None = 0,
+        /// The best choice value of the group.
+        Max = 1,
+        /// The sum of the two best choice values of the group (DeepSeek-V3).
+        Top2 = 2,
+    }
+
+    /// Top-k: logits `[tokens, experts]` to ids and weights `[tokens, top_k]`.
+    ///
+    /// choice = score + bias; experts of groups that are not among the `topk_group` best are out; the `top_k` largest choices win,
+    /// best first, ties to the lower id. weight = score (without bias), optionally divided by the sum over the chosen
+    /// (`+ 1e-20` when scores may all vanish: every scoring but the softmaxes), times `scale`.
+    /// Without bias and groups the choice is the logit itself, which orders experts like every score does.
+    #[derive(Clone, Copy, Debug)]
+    struct SelectParams {
+        logits: *const u8,
+        logits_dtype: Dtype,
+        tokens: i32,
+        /// Experts with a logit, at most 512.
+        experts: i32,
+        /// Columns of `ids` and `weights`, shared experts included, at most 32.
+        top_k: i32,
+        /// fp32 `[experts]` or null.
+        correction_bias: *const f32,
+        scoring: Scoring,
+        renormalize: bool,
+        scale: f32,
+        group_score: GroupScore,
+        groups: i32,
+        topk_group: i32,
+        /// The last `shared_experts` columns are experts `experts + i`: SGLang's fused shared experts, always chosen.
+        shared_experts: i32,
+        /// Weight of a shared expert = sum of the token's routed weights before `scale` times this.
+        shared_scale: f32,
+        /// Device scalar or null: rows from this one on get id -1 and weight 0.
+        num_token_non_padded: *const i32,
+        /// i32 `[tokens, top_k]`.
+        ids: *mut i32,
+        /// f32 `[tokens, top_k]`.
+        weights: *mut f32,
+    }
+
+    /// Rows `[first, first + count)` of the expert-sorted order, all of one expert. `expert` -1 ends the schedule.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    struct Tile {
+        expert: i32,
+        first: i32,
+        count: i32,
+        reserved: i32,
+    }
+
+    /// Stable sort of the `tokens * top_k` slots by expert, and the grouped GEMM's tile schedule.
+    /// A slot is `t * top_k + j`; its place is its position in the sorted order.
+    #[derive(Clone, Copy, Debug)]
+    struct RouteParams {
+        /// i32 or i64 `[tokens, top_k]`, -1: no expert. Ids outside `[first_expert, first_expert + experts)` are skipped (EP).
+        ids: *const u8,
+        ids_are_i64: bool,
+        tokens: i32,
+        top_k: i32,
+        /// Local experts.
+        experts: i32,
+        first_expert: i32,
+        /// log2 of the schedule's largest `Tile::count`.
+        tile_log2: i32,
+        /// Length of `tiles`; the schedule ends with at least one -1 when shorter.
+        max_tiles: i32,
+        /// i32 `[experts]`: slots per expert.
+        histogram: *mut i32,
+        /// i32 `[experts + 1]`: first place of each expert; the last is the number of placed slots.
+        offsets: *mut i32,
+        /// i32 `[tokens * top_k]`: slot to place, -1 for skipped slots.
+        place_of_slot: *mut i32,
+        /// i32 `[tokens * top_k]`: place to slot, grouped by expert, stable in the slot number; -1 after the last place.
+        slot_of_place: *mut i32,
+        tiles: *mut Tile,
+        tile_count: *mut i32,
+        /// i32 `[blocks, experts]`: scratch of the two-launch form (slots per expert in each block of tokens).
+        block_histogram: *mut i32,
+    }
+
+    /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.
+    #[derive(Clone, Copy, Debug)]
+    struct GroupedGemmParams {
+        /// `[*, k]` row-major.
+        x: *const u8,
+        /// i32 or null: row of x = `slot_of_place[place] / row_divisor`, or the place itself.
+        slot_of_place: *const i32,
+        row_divisor: i32,
+        tiles: *const Tile,
+        tile_count: *const i32,
+        /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
+        weights: *const u8,
+        /// `[experts, rows]` in `bias_dtype`, or null.
+        bias: *const u8,
+        bias_dtype: Dtype,
+        /// fp32 `[slots]` or null: multiplies the sums (after the bias) before the activation (`apply_router_weight_on_input`).
+        slot_weights: *const f32,
+        /// `[places, out_columns]`.
+        out: *mut u8,
+        /// Weight rows of an expert: `2 * out_columns` when gated, else `out_columns`.
+        rows: i32,
+        k: i32,
+        out_columns: i32,
+        layout: W13Layout,
+        activation: Activation,
+    }
+
+    /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.
+    #[derive(Clone, Copy, Debug)]
+    struct CombineParams {
+        /// `[places, hidden]`.
+        y: *const u8,
+        place_of_slot: *const i32,
+        /// fp32 `[tokens, top_k]` or null (all ones).
+        weights: *const f32,
+        /// `[tokens, hidden]`, or `[tokens, top_k, hidden]` when `keep_slots`.
+        out: *mut u8,
+        tokens: i32,
+        top_k: i32,
+        hidden: i32,
+        scale: f32,
+        /// No sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
+        keep_slots: bool,
+    }
+}
+
+pub use ffi::*;
+
+// SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow.
+unsafe impl Send for GroupedGemmParams {}
+// SAFETY: as above.
+unsafe impl Sync for GroupedGemmParams {}
