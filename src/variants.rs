@@ -26,3 +26,165 @@ pub enum Variant {
     /// Weighted sum of a token's rows.
     Combine { element: Element },
 }
+
+/// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
+pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
+
+const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
+
+/// Every kernel in the wheel. A row that no plan chooses is removed (tests/plan.rs compares).
+pub fn all() -> Vec<Variant> {
+    let mut rows = Vec::new();
+    for element in ELEMENTS {
+        for gated in [true, false] {
+            rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
+            rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
+        }
+        rows.push(Variant::Combine { element });
+    }
+    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane }));
+    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane }));
+    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place]);
+    rows
+}
+
+impl Element {
+    fn device_type(self) -> &'static str {
+        match self {
+            Element::F16 => "__half",
+            Element::Bf16 => "__nv_bfloat16",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Element::F16 => "f16",
+            Element::Bf16 => "bf16",
+        }
+    }
+}
+
+fn gated_name(gated: bool) -> &'static str {
+    if gated {
+        "gated"
+    } else {
+        "plain"
+    }
+}
+
+impl Variant {
+    /// The kernel's name in the image.
+    pub fn symbol(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
+                "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
+                element.name(),
+                gated_name(gated)
+            ),
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
+                "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
+                element.name(),
+                gated_name(gated)
+            ),
+            Variant::Select { experts_per_lane } => format!("select_e{experts_per_lane}"),
+            Variant::Route { experts_per_lane } => format!("route_e{experts_per_lane}"),
+            Variant::Histogram => "histogram".into(),
+            Variant::Place => "place".into(),
+            Variant::Combine { element } => format!("combine_{}", element.name()),
+        }
+    }
+
+    /// The struct whose static `run` is the kernel's body.
+    pub fn device_type(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
+                "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
+                element.device_type()
+            ),
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
+                "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
+                element.device_type()
+            ),
+            Variant::Select { experts_per_lane } => format!("oxmoe::Select<{experts_per_lane}>"),
+            Variant::Route { experts_per_lane } => format!("oxmoe::Route<{experts_per_lane}>"),
+            Variant::Histogram => "oxmoe::Histogram".into(),
+            Variant::Place => "oxmoe::Place".into(),
+            Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
+        }
+    }
+
+    /// The header under csrc/ that defines it.
+    pub fn header(&self) -> &'static str {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
+            Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
+            Variant::Select { .. } => "moe/select.cuh",
+            Variant::Route { .. } => "moe/route.cuh",
+            Variant::Histogram | Variant::Place => "moe/place.cuh",
+            Variant::Combine { .. } => "moe/combine.cuh",
+        }
+    }
+
+    /// (parameter list of the kernel, arguments of `run`).
+    pub fn signature(&self) -> (&'static str, &'static str) {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => (
+                "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
+                "weights, p",
+            ),
+            Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Variant::Select { .. } => ("const __grid_constant__ oxmoe::SelectParams p", "p"),
+            Variant::Route { .. } => {
+                ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
+            }
+            Variant::Histogram | Variant::Place => ("const __grid_constant__ oxmoe::RouteParams p", "p"),
+            Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
+        }
+    }
+
+    /// Variants of one unit are compiled into one image.
+    pub fn unit(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, .. } => {
+                format!("grouped_gemm_sm90_{}_{}", element.name(), gated_name(gated))
+            }
+            Variant::GroupedGemmPortable { element, gated, .. } => {
+                format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
+            }
+            Variant::Select { .. } => "select".into(),
+            Variant::Route { .. } => "route".into(),
+            Variant::Histogram | Variant::Place => "place".into(),
+            Variant::Combine { .. } => "combine".into(),
+        }
+    }
+
+    /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
+    pub fn runs_on(&self, arch: &str) -> bool {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => arch == "90a",
+            _ => true,
+        }
+    }
+}
+
+// TEMP
+pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
+pub struct T;
+impl T {
+    fn variant(&self, element: Element, gated: bool) -> Variant {
+        Variant::GroupedGemmSm90 { element, gated, tokens: 1, row_tiles: 1, consumers: 1, stages: 1 }
+    }
+}
+pub const SM90_TILES: [T; 1] = [T];
+pub const PORTABLE_TILES: [T; 1] = [T];
+impl Variant {
+    pub fn threads(&self) -> u32 {
+        128
+    }
+    pub fn ctas_per_multiprocessor(&self) -> u32 {
+        1
+    }
+    pub fn shared_bytes(&self) -> Option<u32> {
+        None
+    }
+}

@@ -1,0 +1,318 @@
+//! Routing as operations of its own: `topk`, `sort_by_expert`.
+
+use super::plan::{self, routing as routing_plan};
+use super::{routing, MAX_TOP_K};
+use crate::contract;
+use crate::cpu;
+use crate::device::gpu;
+use crate::error::{guard, Error, Result};
+use crate::kernel::{Args, Stream};
+use crate::params::{GroupScore, RouteParams, Scoring, SelectParams};
+use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use pyo3::prelude::*;
+
+/// The Python arguments that choose experts from logits.
+pub struct Selection<'a> {
+    /// Shared experts included.
+    pub top_k: i64,
+    pub scoring_func: &'a str,
+    pub renormalize: bool,
+    pub num_expert_group: i64,
+    pub topk_group: i64,
+    pub group_score: Option<&'a str>,
+    pub num_fused_shared_experts: i64,
+    pub scale: f32,
+    pub shared_scale: f32,
+}
+
+/// The tensors of a selection.
+pub struct Operands {
+    logits: TensorRef,
+    correction_bias: Option<TensorRef>,
+    num_token_non_padded: Option<TensorRef>,
+}
+
+impl Operands {
+    pub fn borrow(
+        logits: &Bound<'_, PyAny>,
+        correction_bias: Option<&Bound<'_, PyAny>>,
+        num_token_non_padded: Option<&Bound<'_, PyAny>>,
+    ) -> Result<Operands> {
+        Ok(Operands {
+            logits: TensorRef::borrow("router_logits", logits)?,
+            correction_bias: correction_bias.map(|t| TensorRef::borrow("correction_bias", t)).transpose()?,
+            num_token_non_padded: num_token_non_padded
+                .map(|t| TensorRef::borrow("num_token_non_padded", t))
+                .transpose()?,
+        })
+    }
+}
+
+const MAX_EXPERTS: i64 = 512;
+const SCORINGS: &str = "softmax, sigmoid, sqrtsoftplus, softmax_topk, identity";
+
+impl Selection<'_> {
+    /// Checks the operands; ids and weights of the result are still null.
+    pub fn params(&self, operands: &Operands, contract: &mut Contract) -> Result<SelectParams> {
+        let Operands { logits, correction_bias, num_token_non_padded } = operands;
+        contract.check(
+            "router_logits",
+            logits,
+            &[Dim::Named("tokens"), Dim::Named("experts")],
+            &[Elem::F32, Elem::Bf16, Elem::F16],
+        )?;
+        let experts = logits.shape()[1];
+        if let Some(bias) = correction_bias {
+            contract.check("correction_bias", bias, &[Dim::Named("experts")], &[Elem::F32])?;
+        }
+        if let Some(n) = num_token_non_padded {
+            let dims: &[Dim] = if n.shape().is_empty() { &[] } else { &[Dim::Is("one", 1)] };
+            contract.check("num_token_non_padded", n, dims, &[Elem::I32])?;
+        }
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
+        }
+        let routed = self.top_k - self.num_fused_shared_experts;
+        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts || self.top_k > MAX_TOP_K {
+            contract!(
+                "top_k: expected 1 to min(experts {experts} + shared {}, {MAX_TOP_K}), got {} of which {} shared",
+                self.num_fused_shared_experts,
+                self.top_k,
+                self.num_fused_shared_experts
+            );
+        }
+        let scoring = match self.scoring_func {
+            "softmax" => Scoring::Softmax,
+            "sigmoid" => Scoring::Sigmoid,
+            "sqrtsoftplus" => Scoring::SqrtSoftplus,
+            "softmax_topk" => Scoring::SoftmaxTopk,
+            "identity" => Scoring::Identity,
+            other => return Err(Error::Unsupported(format!("scoring_func {other:?}; supported: {SCORINGS}"))),
+        };
+        let groups = self.num_expert_group;
+        let group_score = if groups <= 1 {
+            GroupScore::None
+        } else {
+            if experts % groups != 0 || self.topk_group < 1 || self.topk_group > groups || groups > 32 {
+                contract!(
+                    "num_expert_group: expected a divisor of {experts} up to 32 and 1 <= topk_group <= it, got {groups} and {}",
+                    self.topk_group
+                );
+            }
+            if routed > experts / groups * self.topk_group {
+                contract!("top_k: {routed} experts do not fit in {} groups of {}", self.topk_group, experts / groups);
+            }
+            match self.group_score.unwrap_or(if correction_bias.is_some() { "top2" } else { "max" }) {
+                "max" => GroupScore::Max,
+                "top2" => GroupScore::Top2,
+                other => return Err(Error::Unsupported(format!("group_score {other:?}; supported: max, top2"))),
+            }
+        };
+        Ok(SelectParams {
+            logits: logits.data,
+            logits_dtype: logits.elem.dtype().unwrap_or(crate::params::Dtype::F32),
+            tokens: logits.shape()[0] as i32,
+            experts: experts as i32,
+            top_k: self.top_k as i32,
+            correction_bias: correction_bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast::<f32>().cast_const()),
+            scoring,
+            renormalize: self.renormalize,
+            scale: self.scale,
+            group_score,
+            groups: groups as i32,
+            topk_group: self.topk_group as i32,
+            shared_experts: self.num_fused_shared_experts as i32,
+            shared_scale: self.shared_scale,
+            num_token_non_padded: num_token_non_padded
+                .as_ref()
+                .map_or(std::ptr::null(), |n| n.data.cast::<i32>().cast_const()),
+            ids: std::ptr::null_mut(),
+            weights: std::ptr::null_mut(),
+        })
+    }
+}
+
+struct Shared<T>(T);
+// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
+unsafe impl<T> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Shared<T> {}
+
+/// An output tensor: the caller's, checked, or a new one.
+fn output<'py>(
+    operand: &'static str,
+    given: Option<&Bound<'py, PyAny>>,
+    like: (&Bound<'py, PyAny>, &TensorRef),
+    shape: &[(&'static str, i64)],
+    elem: Elem,
+    contract: &mut Contract,
+) -> Result<(Bound<'py, PyAny>, TensorRef)> {
+    let object = match given {
+        Some(object) => object.clone(),
+        None => {
+            let sizes: Vec<i64> = shape.iter().map(|s| s.1).collect();
+            tensor::empty(like.0, like.1, &sizes, elem)?
+        }
+    };
+    let borrowed = TensorRef::borrow(operand, &object)?;
+    let dims: Vec<Dim> = shape.iter().map(|&(name, size)| Dim::Is(name, size)).collect();
+    contract.check(operand, &borrowed, &dims, &[elem])?;
+    Ok((object, borrowed))
+}
+
+/// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first, ties to the lower id.
+///
+/// router_logits fp32, bf16 or f16 [T, E], E <= 512; top_k <= 32 includes num_fused_shared_experts, which take the last columns with
+/// ids E, E + 1, ... Semantics of SGLang's select_experts; see docs/architecture.md, "Top-k".
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (router_logits, top_k, *, scoring_func="softmax", renormalize=true, correction_bias=None, num_expert_group=0, topk_group=0,
+    group_score=None, num_fused_shared_experts=0, routed_scaling_factor=1.0, apply_routed_scaling_factor_on_output=false,
+    num_token_non_padded=None, topk_weights=None, topk_ids=None))]
+pub fn topk<'py>(
+    router_logits: &Bound<'py, PyAny>,
+    top_k: i64,
+    scoring_func: &str,
+    renormalize: bool,
+    correction_bias: Option<&Bound<'py, PyAny>>,
+    num_expert_group: i64,
+    topk_group: i64,
+    group_score: Option<&str>,
+    num_fused_shared_experts: i64,
+    routed_scaling_factor: f32,
+    apply_routed_scaling_factor_on_output: bool,
+    num_token_non_padded: Option<&Bound<'py, PyAny>>,
+    topk_weights: Option<&Bound<'py, PyAny>>,
+    topk_ids: Option<&Bound<'py, PyAny>>,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let py = router_logits.py();
+    guard(|| {
+        let selection = Selection {
+            top_k,
+            scoring_func,
+            renormalize,
+            num_expert_group,
+            topk_group,
+            group_score,
+            num_fused_shared_experts,
+            scale: if apply_routed_scaling_factor_on_output { routed_scaling_factor } else { 1.0 },
+            shared_scale: 1.0 / routed_scaling_factor,
+        };
+        let operands = Operands::borrow(router_logits, correction_bias, num_token_non_padded)?;
+        let mut contract = Contract::new();
+        let mut select = selection.params(&operands, &mut contract)?;
+        let logits = &operands.logits;
+        let shape = [("tokens", logits.shape()[0]), ("top_k", top_k)];
+        let like = (router_logits, logits);
+        let (weights_object, weights) = output("topk_weights", topk_weights, like, &shape, Elem::F32, &mut contract)?;
+        let (ids_object, ids) = output("topk_ids", topk_ids, like, &shape, Elem::I32, &mut contract)?;
+        if select.tokens > 0 {
+            (select.weights, select.ids) = (weights.data.cast(), ids.data.cast());
+            match logits.place {
+                Place::Cpu => {
+                    let select = Shared(select);
+                    py.detach(|| {
+                        let Shared(select) = &select;
+                        // SAFETY: shapes were checked against the parameters above.
+                        unsafe { cpu::select(select) }
+                    });
+                }
+                Place::Cuda(ordinal) => {
+                    let gpu = gpu(ordinal)?;
+                    let stream = Stream::new(gpu, logits.current_stream(py)?)?;
+                    let launch = routing_plan::select(
+                        select.tokens as u32,
+                        select.experts as u32,
+                        select.top_k as u32,
+                        &gpu.device,
+                    );
+                    stream.launch("topk", &launch, Args::Select(&select))?;
+                }
+            }
+        }
+        Ok((weights_object, ids_object))
+    })
+}
+
+/// Stable sort of the T k slots by expert: (histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32
+/// [T k]); -1 where there is none. Ids outside [first_expert, first_expert + num_experts) are skipped.
+#[pyfunction]
+#[pyo3(signature = (topk_ids, num_experts, *, first_expert=0))]
+#[allow(clippy::type_complexity)] // four tensors
+pub fn sort_by_expert<'py>(
+    topk_ids: &Bound<'py, PyAny>,
+    num_experts: i64,
+    first_expert: i64,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let py = topk_ids.py();
+    guard(|| {
+        let ids = TensorRef::borrow("topk_ids", topk_ids)?;
+        let mut contract = Contract::new();
+        contract.check("topk_ids", &ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
+        let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
+        if !(1..=MAX_EXPERTS).contains(&num_experts) || first_expert < 0 || first_expert > i32::MAX as i64 - MAX_EXPERTS
+        {
+            contract!(
+                "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
+            );
+        }
+        if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
+            contract!(
+                "topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}",
+                ids.shape()
+            );
+        }
+        let like = (topk_ids, &ids);
+        let mut int = |operand, size| output(operand, None, like, &[("length", size)], Elem::I32, &mut contract);
+        let (histogram_object, histogram) = int("histogram", num_experts)?;
+        let (offsets_object, offsets) = int("offsets", num_experts + 1)?;
+        let (place_object, place) = int("place_of_slot", tokens * top_k)?;
+        let (slot_object, slot) = int("slot_of_place", tokens * top_k)?;
+        // One tile an expert, in scratch memory: the schedule itself is not asked for.
+        let tile_log2 = 30;
+        let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_log2);
+        let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
+        let (_count_object, count) = int("tile_count", 1)?;
+        let blocks = routing_plan::block_histogram_bytes(tokens as u32, num_experts as u32) as i64 / 4;
+        let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
+        let route = RouteParams {
+            ids: ids.data,
+            ids_are_i64: ids.elem == Elem::I64,
+            tokens: tokens as i32,
+            top_k: top_k as i32,
+            experts: num_experts as i32,
+            first_expert: first_expert as i32,
+            tile_log2,
+            max_tiles,
+            histogram: histogram.data.cast(),
+            offsets: offsets.data.cast(),
+            place_of_slot: place.data.cast(),
+            slot_of_place: slot.data.cast(),
+            tiles: tiles.data.cast(),
+            tile_count: count.data.cast(),
+            block_histogram: block_histogram.data.cast(),
+        };
+        match ids.place {
+            Place::Cuda(ordinal) if tokens > 0 => {
+                let gpu = gpu(ordinal)?;
+                let plan = routing_plan::plan(tokens as u32, None, num_experts as u32, top_k as u32, &gpu.device);
+                let stream = Stream::new(gpu, ids.current_stream(py)?)?;
+                routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
+            }
+            Place::Cuda(_) => {
+                // No slot: nothing to launch a sort on. Zeroing is torch's business.
+                histogram_object.call_method0("zero_")?;
+                offsets_object.call_method0("zero_")?;
+            }
+            Place::Cpu => {
+                let route = Shared(route);
+                py.detach(|| {
+                    let Shared(route) = &route;
+                    // SAFETY: all tables were made above with the sizes that the parameters state.
+                    unsafe { cpu::route(route) }
+                });
+            }
+        }
+        Ok((histogram_object, offsets_object, place_object, slot_object))
+    })
+}
