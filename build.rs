@@ -65,16 +65,13 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
         for variant in members {
             let (parameters, arguments) = variant.signature();
             let (kernel, symbol) = (variant.device_type(), variant.symbol());
-            let _ = write!(
-                source,
-                "\nusing {symbol}_t = {kernel};\n\
-                 static_assert({symbol}_t::kThreads == {threads}, \"variants.rs and the kernel disagree on threads\");\n",
-                threads = variant.threads()
-            );
+            let _ = writeln!(source, "\nusing {symbol}_t = {kernel};");
+            // Routing kernels take what the launch gives them; for the others both sides must agree.
             if let Some(bytes) = variant.shared_bytes() {
+                let threads = variant.threads();
                 let _ = writeln!(
                     source,
-                    "static_assert({symbol}_t::kSharedBytes == {bytes}, \"variants.rs and the kernel disagree on shared memory\");"
+                    "static_assert({symbol}_t::kThreads == {threads} && {symbol}_t::kSharedBytes == {bytes}, \"variants.rs\");"
                 );
             }
             let _ = write!(

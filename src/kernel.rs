@@ -57,8 +57,9 @@ pub struct Launch {
 /// The parameters of each kernel family, so that a launch cannot be given another family's.
 #[derive(Clone, Copy)]
 pub enum Args<'a> {
-    Select(&'a SelectParams),
-    Route(&'a SelectParams, &'a RouteParams),
+    /// Top-k, alone or with the sort behind it.
+    Select(&'a SelectParams, &'a RouteParams),
+    /// The sort of given ids.
     Sort(&'a RouteParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
     GemmPortable(&'a GroupedGemmParams),
@@ -74,8 +75,7 @@ impl Args<'_> {
     fn pointers(&self) -> [*mut c_void; 2] {
         let none = std::ptr::null_mut();
         match *self {
-            Args::Select(p) => [address(p), none],
-            Args::Route(s, r) => [address(s), address(r)],
+            Args::Select(s, r) => [address(s), address(r)],
             Args::Sort(p) => [address(p), none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p)],
             Args::GemmPortable(p) => [address(p), none],
@@ -86,9 +86,8 @@ impl Args<'_> {
     fn fits(&self, variant: &Variant) -> bool {
         matches!(
             (self, variant),
-            (Args::Select(_), Variant::Select { .. })
-                | (Args::Route(..), Variant::Route { .. })
-                | (Args::Sort(_), Variant::Histogram | Variant::Place)
+            (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. })
+                | (Args::Sort(_), Variant::Route { experts_per_lane: 0 } | Variant::Histogram | Variant::Place)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
                 | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
                 | (Args::Combine(_), Variant::Combine { .. })

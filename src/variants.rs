@@ -133,11 +133,12 @@ impl Variant {
                 "weights, p",
             ),
             Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
-            Variant::Select { .. } => ("const __grid_constant__ oxmoe::SelectParams p", "p"),
-            Variant::Route { .. } => {
+            Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. } => {
                 ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
             }
-            Variant::Histogram | Variant::Place => ("const __grid_constant__ oxmoe::RouteParams p", "p"),
+            Variant::Route { .. } | Variant::Histogram | Variant::Place => {
+                ("const __grid_constant__ oxmoe::RouteParams p", "p")
+            }
             Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
         }
     }

@@ -230,7 +230,7 @@ impl<'py> Call<'_, 'py> {
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
-                let plan = MoePlan::new(desc, &gpu.device);
+                let plan = MoePlan::new(desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
                 stages((plan.tile_log2, plan.max_tiles)).run_cuda(&stream, &plan, layer)?;
             }
@@ -339,7 +339,8 @@ pub fn moe<'py>(
             contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
             let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
             let select = selection.params(&operands, &mut contract)?;
-            let desc = MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(experts) };
+            let desc =
+                MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(selection.logits(experts)) };
             return Call { layer, x: (x, x_ref), routing: Routing::Logits(select), desc, options, out, workspace }
                 .run(&mut contract);
         }
@@ -501,7 +502,12 @@ pub fn explain(
             gated,
             dtype: spec.compute,
         };
-        let desc = MoeDesc { layer, tokens: num_tokens, top_k, logits: Some(num_experts) };
+        let desc = MoeDesc {
+            layer,
+            tokens: num_tokens,
+            top_k,
+            logits: Some(plan::routing::Logits { experts: num_experts as u32, groups: 1 }),
+        };
         let device = match arch {
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
@@ -510,6 +516,6 @@ pub fn explain(
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };
-        Ok(plan::explain(&desc, device.as_ref()))
+        plan::explain(&desc, device.as_ref())
     })
 }

@@ -6,12 +6,14 @@ pub mod routing;
 pub mod sm90;
 
 use super::weights::LayerDesc;
-use crate::device::{Arch, Device};
+use crate::device::Device;
+use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant;
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
+use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
 
 /// One call of a layer.
@@ -20,8 +22,8 @@ pub struct MoeDesc {
     pub layer: LayerDesc,
     pub tokens: i64,
     pub top_k: i64,
-    /// Experts with a router logit; None: ids and weights are given.
-    pub logits: Option<i64>,
+    /// Experts with a router logit and their groups; None: ids and weights are given.
+    pub logits: Option<routing::Logits>,
 }
 
 /// Where everything lies in the workspace. The same for every arch; CPU uses the same ranges.
@@ -62,7 +64,7 @@ impl MoeWorkspace {
             tile_count: add("tile_count", 4),
             block_histogram: add(
                 "block_histogram",
-                routing::block_histogram_bytes(tokens as u32, layer.experts as u32),
+                routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
             ),
             hidden: add("hidden", slots * layer.intermediate as usize * element),
             rows: add("rows", slots * layer.hidden as usize * element),
@@ -107,7 +109,7 @@ pub struct MoePlan {
     pub desc: MoeDesc,
     pub tile_log2: i32,
     pub max_tiles: i32,
-    pub routing: routing::RoutingPlan,
+    pub routing: RoutingPlan,
     pub up: Launch,
     pub down: Launch,
     pub combine: Launch,
@@ -131,7 +133,7 @@ fn hopper(device: &Device, layer: &LayerDesc) -> bool {
 }
 
 impl MoePlan {
-    pub fn new(desc: &MoeDesc, device: &Device) -> MoePlan {
+    pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
         let slots = desc.tokens * desc.top_k;
         let element = element(layer.dtype);
@@ -153,23 +155,34 @@ impl MoePlan {
             let tile_log2 = portable::tile_log2(&up, &down, device);
             (tile_log2, portable::gemm(&up, tile_log2, device), portable::gemm(&down, tile_log2, device))
         };
-        MoePlan {
+        Ok(MoePlan {
             desc: *desc,
             tile_log2,
             max_tiles: max_tiles(slots, layer.experts, tile_log2),
-            routing: routing::plan(
-                desc.tokens as u32,
-                desc.logits.map(|e| e as u32),
-                layer.experts as u32,
-                desc.top_k as u32,
-                device,
-            ),
+            routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             up,
             down,
             combine: combine(desc, element, device),
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
-        }
+        })
     }
+}
+
+/// The routing launches of `tokens` tokens.
+pub fn routing(
+    tokens: i64,
+    top_k: i64,
+    experts: i64,
+    logits: Option<routing::Logits>,
+    device: &Device,
+) -> Result<RoutingPlan> {
+    let (tokens, top_k, experts) = (tokens as u32, top_k as u32, experts as u32);
+    RoutingPlan::new(&RoutingDesc { tokens, top_k, experts, logits, sm: device.arch.0 }).ok_or_else(|| {
+        Error::Unsupported(format!(
+            "routing {experts} experts with top-{top_k}, logits {logits:?}; supported on GPUs: up to {} experts held here, {} with a logit in up to 32 groups, top_k up to {}",
+            routing::MAX_EXPERTS + routing::MAX_TOP_K, routing::MAX_EXPERTS, routing::MAX_TOP_K
+        ))
+    })
 }
 
 /// One grouped GEMM as the tile choice sees it.
@@ -223,7 +236,7 @@ pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
 }
 
 /// The plan as text. `device` None: the CPU backend.
-pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> String {
+pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
     let layer = &desc.layer;
     let mut text = String::new();
     let form = if layer.gated { "gated" } else { "plain" };
@@ -249,7 +262,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> String {
         let (memory, compute) = floor(desc, device);
         let _ = writeln!(text, "floor: {memory:.1} us of memory traffic, {compute:.1} us of arithmetic");
         if desc.tokens > 0 && layer.dtype != Dtype::F32 {
-            let plan = MoePlan::new(desc, device);
+            let plan = MoePlan::new(desc, device)?;
             let _ = writeln!(
                 text,
                 "schedule: tiles of up to {} tokens, at most {} of them",
@@ -280,10 +293,17 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> String {
     for range in workspace.ranges() {
         let _ = writeln!(text, "  {:>12} + {:<12} {}", range.offset, range.bytes, range.name);
     }
-    text
+    Ok(text)
 }
 
-/// The device that a plan is shown for: an architecture by name, or a usual one of it.
-pub fn device_by_arch(arch: Arch) -> Device {
-    Device::typical(arch)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schedule_length() {
+        assert_eq!(max_tiles(3, 128, 3), 3);
+        assert_eq!(max_tiles(128 + 16, 128, 3), 130);
+        assert_eq!(max_tiles(0, 128, 7), 0);
+    }
 }

@@ -3,28 +3,26 @@
 use super::plan::routing::RoutingPlan;
 use crate::error::Result;
 use crate::kernel::{Args, Stream};
-use crate::params::{Dtype, GroupScore, RouteParams, Scoring, SelectParams};
+use crate::params::{RouteParams, SelectParams};
 use crate::variants::Variant;
 
-/// What the routing kernel gets as selection when ids are given.
-const NO_SELECTION: SelectParams = SelectParams {
-    logits: std::ptr::null(),
-    logits_dtype: Dtype::F32,
+/// What top-k gets when nothing is sorted.
+pub const NO_SORT: RouteParams = RouteParams {
+    ids: std::ptr::null(),
+    ids_are_i64: false,
     tokens: 0,
-    experts: 0,
     top_k: 0,
-    correction_bias: std::ptr::null(),
-    scoring: Scoring::Softmax,
-    renormalize: false,
-    scale: 1.0,
-    group_score: GroupScore::None,
-    groups: 0,
-    topk_group: 0,
-    shared_experts: 0,
-    shared_scale: 1.0,
-    num_token_non_padded: std::ptr::null(),
-    ids: std::ptr::null_mut(),
-    weights: std::ptr::null_mut(),
+    experts: 0,
+    first_expert: 0,
+    tile_log2: 0,
+    max_tiles: 0,
+    histogram: std::ptr::null_mut(),
+    offsets: std::ptr::null_mut(),
+    place_of_slot: std::ptr::null_mut(),
+    slot_of_place: std::ptr::null_mut(),
+    tiles: std::ptr::null_mut(),
+    tile_count: std::ptr::null_mut(),
+    block_histogram: std::ptr::null_mut(),
 };
 
 pub fn launch(
@@ -34,11 +32,11 @@ pub fn launch(
     select: Option<&SelectParams>,
     route: &RouteParams,
 ) -> Result<()> {
-    let select = select.unwrap_or(&NO_SELECTION);
     for launch in plan.launches() {
-        let args = match launch.variant {
-            Variant::Select { .. } => Args::Select(select),
-            Variant::Route { .. } => Args::Route(select, route),
+        let args = match (launch.variant, select) {
+            (Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. }, Some(select)) => {
+                Args::Select(select, route)
+            }
             _ => Args::Sort(route),
         };
         stream.launch(op, &launch, args)?;

@@ -1,6 +1,7 @@
 //! Routing as operations of its own: `topk`, `sort_by_expert`.
 
-use super::plan::{self, routing as routing_plan};
+use super::plan;
+use super::plan::routing::{block_histogram_bytes, select_alone, Logits};
 use super::{routing, MAX_TOP_K};
 use crate::contract;
 use crate::cpu;
@@ -52,6 +53,11 @@ const MAX_EXPERTS: i64 = 512;
 const SCORINGS: &str = "softmax, sigmoid, sqrtsoftplus, softmax_topk, identity";
 
 impl Selection<'_> {
+    /// As the routing plan sees it.
+    pub fn logits(&self, experts: i64) -> Logits {
+        Logits { experts: experts as u32, groups: self.num_expert_group.max(1) as u32 }
+    }
+
     /// Checks the operands; ids and weights of the result are still null.
     pub fn params(&self, operands: &Operands, contract: &mut Contract) -> Result<SelectParams> {
         let Operands { logits, correction_bias, num_token_non_padded } = operands;
@@ -220,13 +226,14 @@ pub fn topk<'py>(
                 Place::Cuda(ordinal) => {
                     let gpu = gpu(ordinal)?;
                     let stream = Stream::new(gpu, logits.current_stream(py)?)?;
-                    let launch = routing_plan::select(
-                        select.tokens as u32,
-                        select.experts as u32,
-                        select.top_k as u32,
-                        &gpu.device,
-                    );
-                    stream.launch("topk", &launch, Args::Select(&select))?;
+                    let Some(launch) = select_alone(select.tokens as u32, selection.logits(select.experts as i64))
+                    else {
+                        return Err(Error::Unsupported(format!(
+                            "topk of {} experts in {num_expert_group} groups on a GPU",
+                            select.experts
+                        )));
+                    };
+                    stream.launch("topk", &launch, Args::Select(&select, &routing::NO_SORT))?;
                 }
             }
         }
@@ -273,7 +280,7 @@ pub fn sort_by_expert<'py>(
         let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_log2);
         let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
         let (_count_object, count) = int("tile_count", 1)?;
-        let blocks = routing_plan::block_histogram_bytes(tokens as u32, num_experts as u32) as i64 / 4;
+        let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
         let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
         let route = RouteParams {
             ids: ids.data,
@@ -295,7 +302,7 @@ pub fn sort_by_expert<'py>(
         match ids.place {
             Place::Cuda(ordinal) if tokens > 0 => {
                 let gpu = gpu(ordinal)?;
-                let plan = routing_plan::plan(tokens as u32, None, num_experts as u32, top_k as u32, &gpu.device);
+                let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
                 let stream = Stream::new(gpu, ids.current_stream(py)?)?;
                 routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
             }
