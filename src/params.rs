@@ -164,6 +164,27 @@ pub mod ffi {
         block_histogram: *mut i32,
     }
 
+    /// triton_kernels' tables of a sorted batch, for blocks of 16, 32, 64 and 128 rows.
+    #[derive(Clone, Copy, Debug)]
+    struct RaggedParams {
+        /// i32 `[experts]`: rows of each expert.
+        histogram: *const i32,
+        /// i32 `[slots]`, -1: none.
+        slot_of_place: *const i32,
+        /// f32 `[slots]`.
+        slot_weights: *const f32,
+        /// `gate_dtype` `[slots]`: weight of each place's slot, 0 where there is none.
+        gate: *mut u8,
+        gate_dtype: Dtype,
+        experts: i32,
+        slots: i32,
+        /// i32 `[4, experts + 1]`: first block of each expert, then the number of blocks.
+        block_offsets: *mut i32,
+        /// i32 `[4, max_blocks]`: block << 16 | expert, expert by expert, then -1.
+        block_schedule: *mut i32,
+        max_blocks: i32,
+    }
+
     /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.
     #[derive(Clone, Copy, Debug)]
     struct GroupedGemmParams {

@@ -23,6 +23,8 @@ pub enum Variant {
     Histogram,
     /// ... sort and schedule, for token counts beyond one cluster.
     Place,
+    /// triton_kernels' block tables of a sorted batch.
+    Ragged,
     /// Weighted sum of a token's rows.
     Combine { element: Element },
 }
@@ -44,7 +46,7 @@ pub fn all() -> Vec<Variant> {
     }
     rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane }));
     rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane }));
-    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place]);
+    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged]);
     rows
 }
 
@@ -90,6 +92,7 @@ impl Variant {
             Variant::Route { experts_per_lane } => format!("route_e{experts_per_lane}"),
             Variant::Histogram => "histogram".into(),
             Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
             Variant::Combine { element } => format!("combine_{}", element.name()),
         }
     }
@@ -109,6 +112,7 @@ impl Variant {
             Variant::Route { experts_per_lane } => format!("oxmoe::Route<{experts_per_lane}>"),
             Variant::Histogram => "oxmoe::Histogram".into(),
             Variant::Place => "oxmoe::Place".into(),
+            Variant::Ragged => "oxmoe::Ragged".into(),
             Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
         }
     }
@@ -121,6 +125,7 @@ impl Variant {
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
             Variant::Histogram | Variant::Place => "moe/place.cuh",
+            Variant::Ragged => "moe/ragged.cuh",
             Variant::Combine { .. } => "moe/combine.cuh",
         }
     }
@@ -139,6 +144,7 @@ impl Variant {
             Variant::Route { .. } | Variant::Histogram | Variant::Place => {
                 ("const __grid_constant__ oxmoe::RouteParams p", "p")
             }
+            Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
             Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
         }
     }
@@ -155,6 +161,7 @@ impl Variant {
             Variant::Select { .. } => "select".into(),
             Variant::Route { .. } => "route".into(),
             Variant::Histogram | Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
             Variant::Combine { .. } => "combine".into(),
         }
     }
