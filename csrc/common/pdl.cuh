@@ -1,0 +1,22 @@
+// Programmatic dependent launch: nothing on GPUs before sm_90.
+#pragma once
+
+namespace oxmoe::pdl {
+
+// The next kernel of the stream may be scheduled once every CTA has said so. It promises nothing about data: say it first.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when the kernels before this one have ended and their writes are visible.
+// NOTE: every kernel executes it before its first read of their data and before its first global write, also when it needs no
+// data: else it could end before its predecessor, and its successor's wait would no longer cover that one.
+__device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace oxmoe::pdl
