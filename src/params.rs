@@ -195,6 +195,12 @@ pub mod ffi {
         row_divisor: i32,
         tiles: *const Tile,
         tile_count: *const i32,
+        /// i32, 0 before the launch, or null. With it the Hopper kernel hands out its work units one by one as CTAs become free,
+        /// without it in a fixed stride.
+        next_unit: *mut i32,
+        /// The kernel before this one in the stream neither writes the schedule, `slot_of_place` nor `next_unit`, and let this
+        /// one start only after its own wait: then weights may be fetched before this kernel waits (GEMM2 after GEMM1).
+        schedule_is_older: bool,
         /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
         weights: *const u8,
         /// `[experts, rows]` in `bias_dtype`, or null.
