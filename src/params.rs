@@ -216,8 +216,6 @@ pub mod ffi {
         out_columns: i32,
         layout: W13Layout,
         activation: Activation,
-        /// The schedule was complete before the previous kernel let this one start: weights may be loaded before its end.
-        schedule_is_old: bool,
     }
 
     /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.
