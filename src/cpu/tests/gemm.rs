@@ -87,6 +87,7 @@ impl Data {
             out_columns: c.out_columns as i32,
             layout: c.layout,
             activation: c.activation,
+            schedule_is_old: false,
         };
         // SAFETY: the buffers above have the documented shapes; `set` is available.
         unsafe { cpu::grouped_gemm_on(set, &p, c.dtype) };

@@ -72,6 +72,7 @@ fn layer_speed() {
                     silu_limit: f32::INFINITY,
                     up_limit: f32::INFINITY,
                 },
+                schedule_is_old: false,
             };
             let gemm2 = GroupedGemmParams {
                 x: middle.as_ptr().cast(),
