@@ -2,7 +2,7 @@
 
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
-use crate::params::{CombineParams, GroupedGemmParams, RouteParams, SelectParams};
+use crate::params::{CombineParams, GroupedGemmParams, RaggedParams, RouteParams, SelectParams};
 use crate::tma::TensorMap;
 use crate::variants::Variant;
 use cudarc::driver::{result, sys};
@@ -61,6 +61,7 @@ pub enum Args<'a> {
     Select(&'a SelectParams, &'a RouteParams),
     /// The sort of given ids.
     Sort(&'a RouteParams),
+    Ragged(&'a RaggedParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
     GemmPortable(&'a GroupedGemmParams),
     Combine(&'a CombineParams),
@@ -77,6 +78,7 @@ impl Args<'_> {
         match *self {
             Args::Select(s, r) => [address(s), address(r)],
             Args::Sort(p) => [address(p), none],
+            Args::Ragged(p) => [address(p), none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p)],
             Args::GemmPortable(p) => [address(p), none],
             Args::Combine(p) => [address(p), none],
@@ -88,6 +90,7 @@ impl Args<'_> {
             (self, variant),
             (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. })
                 | (Args::Sort(_), Variant::Route { experts_per_lane: 0 } | Variant::Histogram | Variant::Place)
+                | (Args::Ragged(_), Variant::Ragged)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
                 | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
                 | (Args::Combine(_), Variant::Combine { .. })

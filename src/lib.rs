@@ -20,7 +20,7 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::device_info;
     #[pymodule_export]
-    use crate::moe::topk::{sort_by_expert, topk};
+    use crate::moe::topk::{routing_tables, sort_by_expert, topk};
     #[pymodule_export]
     use crate::moe::weights::ExpertWeights;
     #[pymodule_export]

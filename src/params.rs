@@ -164,6 +164,27 @@ pub mod ffi {
         block_histogram: *mut i32,
     }
 
+    /// triton_kernels' tables of a sorted batch, for blocks of 16, 32, 64 and 128 rows.
+    #[derive(Clone, Copy, Debug)]
+    struct RaggedParams {
+        /// i32 `[experts]`: rows of each expert.
+        histogram: *const i32,
+        /// i32 `[slots]`, -1: none.
+        slot_of_place: *const i32,
+        /// f32 `[slots]`.
+        slot_weights: *const f32,
+        /// `gate_dtype` `[slots]`: weight of each place's slot, 0 where there is none.
+        gate: *mut u8,
+        gate_dtype: Dtype,
+        experts: i32,
+        slots: i32,
+        /// i32 `[4, experts + 1]`: first block of each expert, then the number of blocks.
+        block_offsets: *mut i32,
+        /// i32 `[4, max_blocks]`: block << 16 | expert, expert by expert, then -1.
+        block_schedule: *mut i32,
+        max_blocks: i32,
+    }
+
     /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.
     #[derive(Clone, Copy, Debug)]
     struct GroupedGemmParams {
@@ -174,6 +195,12 @@ pub mod ffi {
         row_divisor: i32,
         tiles: *const Tile,
         tile_count: *const i32,
+        /// i32, 0 before the launch, or null. With it the Hopper kernel hands out its work units one by one as CTAs become free,
+        /// without it in a fixed stride.
+        next_unit: *mut i32,
+        /// The kernel before this one in the stream neither writes the schedule, `slot_of_place` nor `next_unit`, and let this
+        /// one start only after its own wait: then weights may be fetched before this kernel waits (GEMM2 after GEMM1).
+        schedule_is_older: bool,
         /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
         weights: *const u8,
         /// `[experts, rows]` in `bias_dtype`, or null.
@@ -189,8 +216,6 @@ pub mod ffi {
         out_columns: i32,
         layout: W13Layout,
         activation: Activation,
-        /// The schedule was complete before the previous kernel let this one start: weights may be loaded before its end.
-        schedule_is_old: bool,
     }
 
     /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.

@@ -193,8 +193,8 @@ impl TensorRef {
         // SAFETY: the GIL is held, the object is of a type that publishes this table, the result is read only on success.
         let tensor = unsafe {
             if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
-                let error = PyErr::fetch(py);
-                contract!("{operand}: not a tensor that can be read: {error}");
+                let error = PyErr::fetch(py).value(py).to_string();
+                contract!("{operand}: cannot be read: {}", error.lines().next().unwrap_or_default());
             }
             tensor.assume_init()
         };

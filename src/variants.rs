@@ -23,6 +23,8 @@ pub enum Variant {
     Histogram,
     /// ... sort and schedule, for token counts beyond one cluster.
     Place,
+    /// triton_kernels' block tables of a sorted batch.
+    Ragged,
     /// Weighted sum of a token's rows.
     Combine { element: Element },
 }
@@ -44,7 +46,7 @@ pub fn all() -> Vec<Variant> {
     }
     rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane }));
     rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane }));
-    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place]);
+    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged]);
     rows
 }
 
@@ -90,6 +92,7 @@ impl Variant {
             Variant::Route { experts_per_lane } => format!("route_e{experts_per_lane}"),
             Variant::Histogram => "histogram".into(),
             Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
             Variant::Combine { element } => format!("combine_{}", element.name()),
         }
     }
@@ -109,6 +112,7 @@ impl Variant {
             Variant::Route { experts_per_lane } => format!("oxmoe::Route<{experts_per_lane}>"),
             Variant::Histogram => "oxmoe::Histogram".into(),
             Variant::Place => "oxmoe::Place".into(),
+            Variant::Ragged => "oxmoe::Ragged".into(),
             Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
         }
     }
@@ -121,6 +125,7 @@ impl Variant {
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
             Variant::Histogram | Variant::Place => "moe/place.cuh",
+            Variant::Ragged => "moe/ragged.cuh",
             Variant::Combine { .. } => "moe/combine.cuh",
         }
     }
@@ -139,6 +144,7 @@ impl Variant {
             Variant::Route { .. } | Variant::Histogram | Variant::Place => {
                 ("const __grid_constant__ oxmoe::RouteParams p", "p")
             }
+            Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
             Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
         }
     }
@@ -155,6 +161,7 @@ impl Variant {
             Variant::Select { .. } => "select".into(),
             Variant::Route { .. } => "route".into(),
             Variant::Histogram | Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
             Variant::Combine { .. } => "combine".into(),
         }
     }
@@ -168,24 +175,94 @@ impl Variant {
     }
 }
 
-// TEMP
+/// Experts a lane of a top-k warp can hold.
 pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
+
+/// Tile of the Hopper kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sm90Tile {
+    pub tokens: u32,
+    pub row_tiles: u32,
+    pub consumers: u32,
+    pub stages: u32,
+}
+
+impl Sm90Tile {
+    pub fn variant(self, element: Element, gated: bool) -> Variant {
+        let Sm90Tile { tokens, row_tiles, consumers, stages } = self;
+        Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages }
+    }
+}
+
+pub const SM90_TILES: [Sm90Tile; 4] = [
+    Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
+    Sm90Tile { tokens: 256, row_tiles: 1, consumers: 2, stages: 4 },
+];
+
+/// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.
+fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
+    let stage = t.tokens * 128 + t.row_tiles * t.consumers * 8192;
+    let staging = 2 * t.consumers * t.tokens.min(32) * if gated { 64 } else { 128 };
+    let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
+    (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
+}
+
+/// CTAs of the Hopper kernel on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
+fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
+    let by_registers = match t.tokens * t.row_tiles {
+        128.. => 1,
+        33.. => 768 / (128 * (1 + t.consumers)),
+        _ => 1152 / (128 * (1 + t.consumers)),
+    };
+    (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
+}
+
+impl Variant {
+    fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
+        match *self {
+            Variant::GroupedGemmSm90 { gated, tokens, row_tiles, consumers, stages, .. } => {
+                Some((gated, Sm90Tile { tokens, row_tiles, consumers, stages }))
+            }
+            _ => None,
+        }
+    }
+
+    /// Threads of a CTA; of routing kernels the most that a launch may ask for.
+    pub fn threads(&self) -> u32 {
+        match *self {
+            Variant::GroupedGemmSm90 { consumers, .. } => 128 * (1 + consumers),
+            Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
+            Variant::Combine { .. } => 128,
+            _ => 1024,
+        }
+    }
+
+    /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
+    pub fn ctas_per_multiprocessor(&self) -> u32 {
+        match (self.sm90_tile(), self) {
+            (Some((gated, tile)), _) => sm90_ctas(gated, tile),
+            (_, Variant::Combine { .. }) => 8,
+            _ => 1,
+        }
+    }
+
+    /// Dynamic shared memory of a CTA; None: the plan decides (routing).
+    pub fn shared_bytes(&self) -> Option<u32> {
+        match (self.sm90_tile(), self) {
+            (Some((gated, tile)), _) => Some(sm90_shared_bytes(gated, tile)),
+            (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
+            _ => None,
+        }
+    }
+}
+
+// TEMP
 pub struct T;
 impl T {
     fn variant(&self, element: Element, gated: bool) -> Variant {
-        Variant::GroupedGemmSm90 { element, gated, tokens: 1, row_tiles: 1, consumers: 1, stages: 1 }
+        Variant::GroupedGemmPortable { element, gated, tokens: 1, rows: 1, warps: 4, stages: 1, vector: 1 }
     }
 }
-pub const SM90_TILES: [T; 1] = [T];
-pub const PORTABLE_TILES: [T; 1] = [T];
-impl Variant {
-    pub fn threads(&self) -> u32 {
-        128
-    }
-    pub fn ctas_per_multiprocessor(&self) -> u32 {
-        1
-    }
-    pub fn shared_bytes(&self) -> Option<u32> {
-        None
-    }
-}
+pub const PORTABLE_TILES: [T; 0] = [];

@@ -6,12 +6,14 @@
 mod activation;
 mod combine;
 mod gemm;
+mod ragged;
 mod route;
 mod select;
 
 pub use activation::is_gated;
 pub use combine::combine;
 pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
+pub use ragged::ragged;
 pub use route::route;
 pub use select::select;
 

@@ -19,11 +19,10 @@ impl WeightMaps {
     }
 }
 
-/// Views of w [experts, rows, k] whose boxes are wgmma A tiles of `tile_rows` rows.
+/// Views of w [experts, rows, k] whose boxes are wgmma A tiles of `tile_rows` rows: slices of 16, each two halves of 8.
 ///
-/// Gated: every 16-row slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three
-/// layouts of w13 are three distances. [up; gate] is read as if it were [gate; up]; the epilogue swaps the halves.
-/// Plain: the row order of `csrc/moe/row_order.cuh`, which makes a lane's four results neighbours.
+/// Gated: a slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts of
+/// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
 pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout: W13Layout) -> Result<WeightMaps> {
     let (experts, rows, k) = (desc.experts as u64, w.rows as u64, w.k as u64);
     if !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
@@ -31,15 +30,13 @@ pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout
     }
     let map = |tile_rows: u32| -> Result<(u32, TensorMap)> {
         let slices = tile_rows / 16;
-        let dims = if gated {
-            let half = rows / 2;
-            match layout {
-                W13Layout::Interleaved => [(8, 2, 8), (2, 1, 2), (half / 8, 16, slices), (experts, rows, 1)],
-                _ => [(8, 1, 8), (2, half, 2), (half / 8, 8, slices), (experts, rows, 1)],
-            }
-        } else {
-            [(2, 1, 2), (4, 4, 4), (2, 2, 2), (experts * rows / 16, 16, slices)]
+        // Distances in rows: between the rows of a half, between the halves of a slice, between slices.
+        let (row, half, slice) = match (gated, layout) {
+            (false, _) => (1, 8, 16),
+            (true, W13Layout::Interleaved) => (2, 1, 16),
+            (true, _) => (1, rows / 2, 8),
         };
+        let dims = [(8, row, 8), (2, half, 2), (rows / 16, slice, slices), (experts, rows, 1)];
         Ok((tile_rows, tma::encode_16bit(w.data, desc.dtype == Dtype::Bf16, k, &dims)?))
     };
     sm90::tile_rows().into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)

@@ -107,7 +107,8 @@ impl Stages {
             out_columns: layer.desc.intermediate as i32,
             layout: layer.layout,
             activation: layer.activation,
-            schedule_is_old: false,
+            next_unit: std::ptr::null_mut(),
+            schedule_is_older: false,
         };
         let down = GroupedGemmParams {
             x: up.out,
@@ -123,7 +124,7 @@ impl Stages {
             out_columns: layer.desc.hidden as i32,
             activation: IDENTITY,
             // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
-            schedule_is_old: true,
+            schedule_is_older: true,
             ..up
         };
         let weighted = !options.apply_router_weight_on_input && (!options.no_combine || options.keep_router_weight);

@@ -1,14 +1,14 @@
-//! Routing as operations of its own: `topk`, `sort_by_expert`.
+//! Routing as operations of its own: `topk`, `sort_by_expert`, `routing_tables`.
 
 use super::plan;
-use super::plan::routing::{block_histogram_bytes, select_alone, Logits};
+use super::plan::routing::{block_histogram_bytes, ragged, select_alone, Logits};
 use super::{routing, MAX_TOP_K};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{GroupScore, RouteParams, Scoring, SelectParams};
+use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
 
@@ -116,7 +116,7 @@ impl Selection<'_> {
         };
         Ok(SelectParams {
             logits: logits.data,
-            logits_dtype: logits.elem.dtype().unwrap_or(crate::params::Dtype::F32),
+            logits_dtype: logits.elem.dtype().unwrap_or(Dtype::F32),
             tokens: logits.shape()[0] as i32,
             experts: experts as i32,
             top_k: self.top_k as i32,
@@ -241,85 +241,179 @@ pub fn topk<'py>(
     })
 }
 
+/// The tables of a stable sort of the slots by expert.
+struct Sorted<'py> {
+    histogram: (Bound<'py, PyAny>, TensorRef),
+    offsets: (Bound<'py, PyAny>, TensorRef),
+    place_of_slot: (Bound<'py, PyAny>, TensorRef),
+    slot_of_place: (Bound<'py, PyAny>, TensorRef),
+}
+
+/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns.
+fn sort<'py>(
+    topk_ids: &Bound<'py, PyAny>,
+    ids: &TensorRef,
+    num_experts: i64,
+    first_expert: i64,
+    contract: &mut Contract,
+) -> Result<Sorted<'py>> {
+    let py = topk_ids.py();
+    contract.check("topk_ids", ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
+    let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
+    if !(1..=MAX_EXPERTS).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
+        contract!(
+            "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
+        );
+    }
+    if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
+        contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}", ids.shape());
+    }
+    let like = (topk_ids, ids);
+    let mut int = |operand, size| output(operand, None, like, &[("length", size)], Elem::I32, contract);
+    let sorted = Sorted {
+        histogram: int("histogram", num_experts)?,
+        offsets: int("offsets", num_experts + 1)?,
+        place_of_slot: int("place_of_slot", tokens * top_k)?,
+        slot_of_place: int("slot_of_place", tokens * top_k)?,
+    };
+    // One tile an expert, in scratch memory: the schedule itself is not asked for.
+    let tile_log2 = 30;
+    let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_log2);
+    let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
+    let (_count_object, count) = int("tile_count", 1)?;
+    let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
+    let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
+    let route = RouteParams {
+        ids: ids.data,
+        ids_are_i64: ids.elem == Elem::I64,
+        tokens: tokens as i32,
+        top_k: top_k as i32,
+        experts: num_experts as i32,
+        first_expert: first_expert as i32,
+        tile_log2,
+        max_tiles,
+        histogram: sorted.histogram.1.data.cast(),
+        offsets: sorted.offsets.1.data.cast(),
+        place_of_slot: sorted.place_of_slot.1.data.cast(),
+        slot_of_place: sorted.slot_of_place.1.data.cast(),
+        tiles: tiles.data.cast(),
+        tile_count: count.data.cast(),
+        block_histogram: block_histogram.data.cast(),
+    };
+    match ids.place {
+        Place::Cuda(ordinal) if tokens > 0 => {
+            let gpu = gpu(ordinal)?;
+            let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
+            let stream = Stream::new(gpu, ids.current_stream(py)?)?;
+            routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
+        }
+        Place::Cuda(_) => {
+            sorted.histogram.0.call_method0("zero_")?;
+            sorted.offsets.0.call_method0("zero_")?;
+        }
+        Place::Cpu => {
+            let route = Shared(route);
+            py.detach(|| {
+                let Shared(route) = &route;
+                // SAFETY: all tables were made above with the sizes that the parameters state.
+                unsafe { cpu::route(route) }
+            });
+        }
+    }
+    Ok(sorted)
+}
+
+type Tensors4<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
 /// Stable sort of the T k slots by expert: (histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32
 /// [T k]); -1 where there is none. Ids outside [first_expert, first_expert + num_experts) are skipped.
 #[pyfunction]
 #[pyo3(signature = (topk_ids, num_experts, *, first_expert=0))]
-#[allow(clippy::type_complexity)] // four tensors
 pub fn sort_by_expert<'py>(
     topk_ids: &Bound<'py, PyAny>,
     num_experts: i64,
     first_expert: i64,
-) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-    let py = topk_ids.py();
+) -> PyResult<Tensors4<'py>> {
     guard(|| {
         let ids = TensorRef::borrow("topk_ids", topk_ids)?;
+        let sorted = sort(topk_ids, &ids, num_experts, first_expert, &mut Contract::new())?;
+        Ok((sorted.histogram.0, sorted.offsets.0, sorted.place_of_slot.0, sorted.slot_of_place.0))
+    })
+}
+
+type Tensors7<'py> = (
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+);
+
+/// triton_kernels' tables of a routed batch: (gate_scal [T k] of dtype gate_dtype, expt_hist int32 [E], slice_offs int32 [E + 1],
+/// combine_indx int32 [T k], dispatch_indx int32 [T k], block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]).
+///
+/// combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1 where there is none. gate_scal:
+/// weight of each place's slot, 0 where there is none. Row i of the block tables is for blocks of 16 << i rows.
+/// N = T k if T k <= E, else E - 1 - floor((E - T k - 1) / 16).
+#[pyfunction]
+#[pyo3(signature = (topk_weights, topk_ids, num_experts, *, gate_dtype="float32"))]
+pub fn routing_tables<'py>(
+    topk_weights: &Bound<'py, PyAny>,
+    topk_ids: &Bound<'py, PyAny>,
+    num_experts: i64,
+    gate_dtype: &str,
+) -> PyResult<Tensors7<'py>> {
+    let py = topk_ids.py();
+    guard(|| {
+        let gate_elem = match gate_dtype {
+            "float32" => Elem::F32,
+            "float16" => Elem::F16,
+            "bfloat16" => Elem::Bf16,
+            other => contract!("gate_dtype: expected \"float32\", \"float16\" or \"bfloat16\", got {other:?}"),
+        };
+        let (ids, weights) =
+            (TensorRef::borrow("topk_ids", topk_ids)?, TensorRef::borrow("topk_weights", topk_weights)?);
         let mut contract = Contract::new();
-        contract.check("topk_ids", &ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
-        let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
-        if !(1..=MAX_EXPERTS).contains(&num_experts) || first_expert < 0 || first_expert > i32::MAX as i64 - MAX_EXPERTS
-        {
-            contract!(
-                "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
-            );
-        }
-        if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
-            contract!(
-                "topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}",
-                ids.shape()
-            );
-        }
+        contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
+        let sorted = sort(topk_ids, &ids, num_experts, 0, &mut contract)?;
+        let slots = ids.numel();
+        let max_blocks =
+            if slots <= num_experts { slots } else { num_experts - 1 - (num_experts - slots - 1).div_euclid(16) };
         let like = (topk_ids, &ids);
-        let mut int = |operand, size| output(operand, None, like, &[("length", size)], Elem::I32, &mut contract);
-        let (histogram_object, histogram) = int("histogram", num_experts)?;
-        let (offsets_object, offsets) = int("offsets", num_experts + 1)?;
-        let (place_object, place) = int("place_of_slot", tokens * top_k)?;
-        let (slot_object, slot) = int("slot_of_place", tokens * top_k)?;
-        // One tile an expert, in scratch memory: the schedule itself is not asked for.
-        let tile_log2 = 30;
-        let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_log2);
-        let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
-        let (_count_object, count) = int("tile_count", 1)?;
-        let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
-        let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
-        let route = RouteParams {
-            ids: ids.data,
-            ids_are_i64: ids.elem == Elem::I64,
-            tokens: tokens as i32,
-            top_k: top_k as i32,
+        let gate = output("gate_scal", None, like, &[("slots", slots)], gate_elem, &mut contract)?;
+        let offsets_shape = [("sizes", 4), ("experts", num_experts + 1)];
+        let offsets = output("block_offs_data", None, like, &offsets_shape, Elem::I32, &mut contract)?;
+        let schedule_shape = [("sizes", 4), ("blocks", max_blocks)];
+        let schedule = output("block_schedule_data", None, like, &schedule_shape, Elem::I32, &mut contract)?;
+        let params = RaggedParams {
+            histogram: sorted.histogram.1.data.cast(),
+            slot_of_place: sorted.slot_of_place.1.data.cast(),
+            slot_weights: weights.data.cast(),
+            gate: gate.1.data,
+            gate_dtype: gate_elem.dtype().unwrap_or(Dtype::F32),
             experts: num_experts as i32,
-            first_expert: first_expert as i32,
-            tile_log2,
-            max_tiles,
-            histogram: histogram.data.cast(),
-            offsets: offsets.data.cast(),
-            place_of_slot: place.data.cast(),
-            slot_of_place: slot.data.cast(),
-            tiles: tiles.data.cast(),
-            tile_count: count.data.cast(),
-            block_histogram: block_histogram.data.cast(),
+            slots: slots as i32,
+            block_offsets: offsets.1.data.cast(),
+            block_schedule: schedule.1.data.cast(),
+            max_blocks: max_blocks as i32,
         };
         match ids.place {
-            Place::Cuda(ordinal) if tokens > 0 => {
-                let gpu = gpu(ordinal)?;
-                let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
-                let stream = Stream::new(gpu, ids.current_stream(py)?)?;
-                routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
-            }
-            Place::Cuda(_) => {
-                // No slot: nothing to launch a sort on. Zeroing is torch's business.
-                histogram_object.call_method0("zero_")?;
-                offsets_object.call_method0("zero_")?;
+            Place::Cuda(ordinal) => {
+                let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?)?;
+                stream.launch("routing_tables", &ragged(slots as u32), Args::Ragged(&params))?;
             }
             Place::Cpu => {
-                let route = Shared(route);
+                let params = Shared(params);
                 py.detach(|| {
-                    let Shared(route) = &route;
+                    let Shared(params) = &params;
                     // SAFETY: all tables were made above with the sizes that the parameters state.
-                    unsafe { cpu::route(route) }
+                    unsafe { cpu::ragged(params) }
                 });
             }
         }
-        Ok((histogram_object, offsets_object, place_object, slot_object))
+        let Sorted { histogram, offsets: slice_offsets, place_of_slot, slot_of_place } = sorted;
+        Ok((gate.0, histogram.0, slice_offsets.0, slot_of_place.0, place_of_slot.0, offsets.0, schedule.0))
     })
 }

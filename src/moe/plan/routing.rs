@@ -97,6 +97,12 @@ pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
     })
 }
 
+/// triton_kernels' tables: a CTA for 4096 slots.
+pub fn ragged(slots: u32) -> Launch {
+    let variant = Variant::Ragged;
+    Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
 /// Bytes of `RouteParams::block_histogram` that two launches need; never decreasing in tokens, the same on every architecture.
 pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
     (blocks(tokens, top_k) * experts.div_ceil(2)) as usize * 4
@@ -112,7 +118,9 @@ pub fn variants() -> Vec<Variant> {
     let selecting = EXPERTS_PER_LANE
         .into_iter()
         .flat_map(|experts_per_lane| [Variant::Select { experts_per_lane }, Variant::Route { experts_per_lane }]);
-    selecting.chain([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place]).collect()
+    selecting
+        .chain([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged])
+        .collect()
 }
 
 impl RoutingDesc {

@@ -1,0 +1,106 @@
+// The Hopper instructions that the kernels need, one thin wrapper each (PTX ISA 8.0+, sm_90a). None hides a wait, fence or
+// barrier.
+#pragma once
+#include <cstdint>
+#include <cuda.h>
+
+namespace oxmoe::sm90 {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier: a phase completes when pending arrivals and pending transaction bytes are both zero ----
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// After barrier_init, before any other thread or the copy engine uses the barrier; then __syncthreads().
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// NOTE: predicated instead of branched around: a branch between wgmmas in flight makes ptxas serialize them (C7513).
+__device__ __forceinline__ void barrier_arrive_if(uint64_t* barrier, bool condition) {
+    asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %1, 0;\n@now mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
+                     shared_address(barrier)),
+                 "r"(int(condition))
+                 : "memory");
+}
+
+// One arrival that also announces `bytes` which the copy engine will deliver in this phase.
+__device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Returns once the phase with this parity has completed. A fresh barrier is in phase 0: waiting for parity 1 returns at once.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// A barrier of some warps; id 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- copies ----
+
+// 16 bytes global to shared; `valid` false writes zeros and reads nothing.
+__device__ __forceinline__ void copy_16_async(uint32_t destination, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// The barrier gets this thread's arrival when all its earlier cp.async have landed; the arrival is part of barrier_init's count.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One box of a 5-D tensor map; coordinates in elements, innermost first.
+__device__ __forceinline__ void copy_tensor_5d(void* destination, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::
+            "r"(shared_address(destination)),
+        "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(shared_address(barrier))
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Makes st.shared and cp.async writes that this thread made or observed visible to wgmma and to the copy engine.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Stores 8 x 8 tiles of 16 bits transposed. Lane l holds rows l / 4, columns 2 (l % 4), + 1 of each tile; lanes 8 i ... 8 i + 7
+// give the addresses of tile i's columns, 16 bytes each.
+__device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tiles[0]),
+                 "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+                 : "memory");
+}
+__device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(tiles[0]), "r"(tiles[1])
+                 : "memory");
+}
+
+// ---- registers of a warpgroup ----
+
+template <int Registers>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+}  // namespace oxmoe::sm90

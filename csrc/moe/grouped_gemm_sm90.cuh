@@ -1,0 +1,395 @@
+// Grouped GEMM for Hopper: out[place] = activation(weights[expert(place)] x[row(place)] + bias[expert(place)]), 16-bit in and
+// out. Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for. Persistent and
+// warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers` warpgroups, each with
+// RowTiles x 64 weight rows.
+//
+// Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. Any other shape is the
+// portable kernel's. The weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements a box, the 128-byte swizzle, and orders
+// rows as slices of 16, each two halves of 8. Gated kinds want 8 gate rows and the 8 matching up rows in a slice, so that one
+// lane holds a gate and its up; the strides see to it (I = out_columns):
+//   dimension                k    row in half    half    slice        expert
+//   size                     k    8              2       rows / 16    experts
+//   stride in rows, plain         1              8       16           rows
+//   [gate; up], [up; gate]        1              I       8            2 I
+//   interleaved                   2              1       16           2 I
+#pragma once
+#include <cstdint>
+#include <cuda.h>
+
+#include "../common/activation.cuh"
+#include "../common/element.cuh"
+#include "../common/pdl.cuh"
+#include "../common/sm90.cuh"
+#include "../common/wgmma.cuh"
+#include "oxmoe/src/params.rs.h"
+
+namespace oxmoe {
+
+// Tokens [first, first + count) of one expert times kRows weight rows. `expert` -1: no more work.
+struct alignas(16) WorkUnit {
+    int expert, first, count, row_block;
+};
+
+// Position in a ring of `Slots` and the parity of its current use.
+template <int Slots>
+struct RingPosition {
+    int slot = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == Slots) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages, int TileGroup = 4, int Skew = 0>
+struct GroupedGemmSm90 {
+    static_assert(MaxTokens % 16 == 0 && MaxTokens <= 256, "a token tile is a wgmma N that the epilogue turns 16 at a time");
+    static_assert(MaxTokens * RowTiles <= 256, "the sums must fit in registers");
+    static_assert(Stages >= 2, "a stage is released while the next is multiplied");
+
+    static constexpr int kRows = 64 * RowTiles * Consumers;
+    static constexpr int kBlockK = 64;  // 128 bytes: a row of the swizzle
+    static constexpr int kWeightTileBytes = 64 * 128;
+    static constexpr int kTokenBytes = MaxTokens * 128;
+    static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
+    static constexpr int kUnitSlots = 2;
+    static constexpr int kGatherThreads = 64;
+    static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
+    // Tokens of an epilogue step, and what a warpgroup stages for them.
+    static constexpr int kChunk = MaxTokens < 32 ? MaxTokens : 32;
+    static constexpr int kOutputBytes = Gated ? 64 : 128;
+    static constexpr int kStagingBytes = kChunk * kOutputBytes;
+
+    struct alignas(128) Shared {
+        struct {
+            uint8_t tokens[kTokenBytes], weights[kWeightBytes];
+        } stage[Stages];
+        uint8_t staging[Consumers][2][kStagingBytes];
+        int source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        WorkUnit unit[kUnitSlots];
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], head_start;
+    };
+    static_assert(sizeof(Shared::stage[0]) % 1024 == 0, "stages start at a swizzle atom");
+
+    static constexpr int kThreads = 128 * (1 + Consumers);
+    static constexpr int kSharedBytes = sizeof(Shared);
+    // 228 KB an SM, 1 KB of it the system's for each CTA.
+    static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024);
+    static constexpr int kCtasByRegisters = MaxTokens * RowTiles >= 128 ? 1
+                                            : MaxTokens * RowTiles > 32 ? 768 / kThreads
+                                                                        : 1152 / kThreads;
+    static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+    // 3 warpgroups start with 168 registers a thread and end with 40 + 2 x 232 = 3 x 168.
+    static constexpr bool kMoveRegisters = Consumers == 2 && MaxTokens * RowTiles >= 128;
+
+    static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) {
+            for (int s = 0; s < Stages; ++s) {
+                sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
+                sm90::barrier_init(&shared.empty[s], 4 * Consumers);
+            }
+            for (int u = 0; u < kUnitSlots; ++u) {
+                sm90::barrier_init(&shared.unit_full[u], 32);
+                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
+            }
+            sm90::barrier_init(&shared.head_start, 4);
+            sm90::barrier_init_fence();
+            sm90::prefetch_tensor_map(&weights);
+        }
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            if constexpr (kMoveRegisters) sm90::give_registers<40>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy_weights(weights, p, shared);
+            else if (warp == 1)
+                schedule(p, shared);
+            else
+                gather(p, shared);
+        } else {
+            if constexpr (kMoveRegisters) sm90::take_registers<232>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
+
+    // ---- schedule: one warp turns the schedule's tiles into work units ----
+
+    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
+        const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
+        const int units = tile_count * row_blocks;
+        RingPosition<kUnitSlots> ring;
+        for (int unit = blockIdx.x;; ring.advance()) {
+            WorkUnit work{-1, 0, 0, 0};
+            if (unit < units) {
+                // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
+                const int group = unit / (TileGroup * row_blocks), place = unit % (TileGroup * row_blocks);
+                const int group_tiles = min(TileGroup, tile_count - group * TileGroup);
+                const Tile tile = p.tiles[group * TileGroup + place % group_tiles];
+                work = {tile.expert, tile.first, tile.count, place / group_tiles};
+            }
+            sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
+            for (int n = lane; n < work.count; n += 32) {
+                const int place = work.first + n;
+                const int row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+                shared.source[ring.slot][n] = row * (p.k / 8);
+            }
+            if (lane == 0) shared.unit[ring.slot] = work;
+            sm90::barrier_arrive(&shared.unit_full[ring.slot]);
+            if (work.expert < 0) break;
+            if (p.next_unit) {
+                if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
+                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+            } else {
+                unit += gridDim.x;
+            }
+        }
+    }
+
+    // ---- weights: one thread, one box a stage ----
+
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
+                sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
+                                     {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert},
+                                     &shared.full[ring.slot]);
+            }
+        }
+    }
+
+    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
+
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                const int column = block * 8 + chunk;
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + column;
+                // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+                const bool inside = column < chunks;
+                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+#pragma unroll 8
+                for (int n = first; n < work.count; n += kGatherThreads / 8) {
+                    sm90::copy_16_async(tokens + (n - first) * 128, inside ? x + shared.source[units.slot][n] : x - column,
+                                        inside);
+                }
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
+    // ---- consumers ----
+
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        const int consumer = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        uint32_t staging = 0;
+        int head_start = Skew > 0 && consumer == 0 ? min(Skew, k_blocks(p) - 1) : -1;
+        if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            __syncwarp();
+            if (lane == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            if (work.expert < 0) break;
+            // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
+            // asm, else every width gets its own copy of the zeroing.
+            float sums[RowTiles][MaxTokens / 2];
+#pragma unroll
+            for (int i = 0; i < RowTiles * MaxTokens / 2; ++i)
+                asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
+            multiply_at_width<16>(work.count, sums, p, shared, ring, head_start);
+            head_start = -1;
+            store(work, sums, p, shared, staging);
+        }
+    }
+
+    // The smallest width that holds the tile.
+    template <int Width>
+    static __device__ __forceinline__ void multiply_at_width(int count, float (&sums)[RowTiles][MaxTokens / 2],
+                                                             const GroupedGemmParams& p, Shared& shared,
+                                                             RingPosition<Stages>& ring, int head_start) {
+        if constexpr (Width < MaxTokens) {
+            if (count > Width) return multiply_at_width<Width + 16>(count, sums, p, shared, ring, head_start);
+        }
+        multiply<Width>(sums, p, shared, ring, head_start);
+    }
+
+    template <int Width>
+    static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][MaxTokens / 2], const GroupedGemmParams& p,
+                                                    Shared& shared, RingPosition<Stages>& ring, int head_start) {
+        const int consumer = threadIdx.x / 128 - 1, blocks = k_blocks(p);
+        const bool is_lane_0 = threadIdx.x % 32 == 0;
+        int previous = 0;
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block, ring.advance()) {
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::fence_async_proxy();
+            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens);
+            const uint32_t weights =
+                sm90::shared_address(shared.stage[ring.slot].weights) + consumer * RowTiles * kWeightTileBytes;
+            // NOTE: fence, commit and wait once a block: around the loop instead, ptxas serializes (C7519, C7520).
+            sm90::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kBlockK / 16; ++i) {
+#pragma unroll
+                for (int m = 0; m < RowTiles; ++m) {
+                    sm90::Wgmma<Element, Width>::multiply(sums[m], sm90::descriptor_128b(weights, m * kWeightTileBytes + i * 32),
+                                                          sm90::descriptor_128b(tokens, i * 32), true);
+                }
+            }
+            sm90::wgmma_commit();
+            sm90::wgmma_wait<1>();
+            sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0);
+            if constexpr (Skew > 0) sm90::barrier_arrive_if(&shared.head_start, block == head_start && is_lane_0);
+            previous = ring.slot;
+        }
+        sm90::wgmma_wait<0>();
+        sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
+    }
+
+    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned on the way through shared memory
+    // ----
+
+    static __device__ __forceinline__ float load_bias(const GroupedGemmParams& p, size_t index) {
+        if (p.bias_dtype == Dtype::F32) return reinterpret_cast<const float*>(p.bias)[index];
+        if (p.bias_dtype == Dtype::Bf16) return to_float(reinterpret_cast<const __nv_bfloat16*>(p.bias)[index]);
+        return to_float(reinterpret_cast<const __half*>(p.bias)[index]);
+    }
+
+    // Row of the expert's weights at `row` (0 to 7) of half `half` of a slice.
+    static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int slice, int half, int row) {
+        if (!Gated) return slice * 16 + half * 8 + row;
+        if (p.layout == W13Layout::Interleaved) return (slice * 8 + row) * 2 + half;
+        return half * p.out_columns + slice * 8 + row;
+    }
+
+    // Turns 16 tokens' sums, token pairs of a lane as in wgmma.cuh, into packed outputs: [0] tokens 0 to 7, [1] tokens 8 to 15,
+    // plain kinds with both halves of each.
+    static __device__ __forceinline__ void finish(const float* sums, uint32_t (&packed)[Gated ? 2 : 4],
+                                                  const GroupedGemmParams& p, const ActivationFunction& activation) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float* d = sums + 4 * j;
+            if constexpr (Gated) {
+                const bool swap = p.layout == W13Layout::UpGate;
+                float results[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float gate = swap ? d[2 + i] : d[i], up = swap ? d[i] : d[2 + i];
+                    results[i] = activation.exact ? gelu_exact(gate) * up : activation.gated(gate, up);
+                }
+                packed[j] = pack<Element>(results[0], results[1]);
+            } else if (p.activation.kind == ActivationKind::Identity) {
+                packed[2 * j] = pack<Element>(d[0], d[1]);
+                packed[2 * j + 1] = pack<Element>(d[2], d[3]);
+            } else {
+                packed[2 * j] = pack<Element>(activation.plain(d[0]), activation.plain(d[1]));
+                packed[2 * j + 1] = pack<Element>(activation.plain(d[2]), activation.plain(d[3]));
+            }
+        }
+    }
+
+    // Where this lane's address for stmatrix lies in a chunk, relative to token 0 of 16; chunks of 16 bytes are swizzled.
+    static __device__ __forceinline__ uint32_t staged_offset(int token, int chunk) {
+        return Gated ? token * 64 + ((chunk ^ token / 2 % 4) * 16) : token * 128 + ((chunk ^ token % 8) * 16);
+    }
+
+    static __device__ __forceinline__ void store(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
+                                                 const GroupedGemmParams& p, Shared& shared, uint32_t& staging) {
+        constexpr int kTokenThreads = kOutputBytes / 16, kPassTokens = 128 / kTokenThreads;
+        const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+        const ActivationFunction activation(p.activation);
+        const uint32_t buffers = sm90::shared_address(shared.staging[consumer]);
+        // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
+        const uint32_t turned =
+            Gated ? staged_offset(lane % 16, warp) : staged_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+        const int token = thread / kTokenThreads;
+        const uint32_t read = staged_offset(token, thread % kTokenThreads);
+#pragma unroll
+        for (int m = 0; m < RowTiles; ++m) {
+            const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
+            float bias[2] = {0.f, 0.f};
+            if (p.bias) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = weight_row(p, row_tile * 4 + warp, half, lane / 4);
+                    if (row_tile * 64 + warp * 16 < p.rows) bias[half] = load_bias(p, size_t(work.expert) * p.rows + row);
+                }
+            }
+            const int column = (row_tile * 4 << kOutputBits) + thread % kTokenThreads * 8;
+            Element* out = reinterpret_cast<Element*>(p.out) + size_t(work.first + token) * p.out_columns + column;
+#pragma unroll
+            for (int chunk = 0; chunk < MaxTokens / kChunk; ++chunk) {
+                if (chunk * kChunk >= work.count) break;
+#pragma unroll
+                for (int step = 0; step < kChunk; step += 16) {
+                    float* d = &sums[m][(chunk * kChunk + step) / 2];
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) d[i] += bias[i / 2 % 2];
+                    if (p.slot_weights) {
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) {
+                            const int n = chunk * kChunk + step + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                            if (n < work.count)
+                                d[i] *= p.slot_weights[p.slot_of_place ? p.slot_of_place[work.first + n] : work.first + n];
+                        }
+                    }
+                    uint32_t packed[Gated ? 2 : 4];
+                    finish(d, packed, p, activation);
+                    sm90::store_tiles_turned(buffers + staging + step * kOutputBytes + turned, packed);
+                }
+                // One barrier a chunk: the buffer before last is free when everybody is here again.
+                sm90::named_barrier(1 + consumer, 128);
+#pragma unroll
+                for (int n = 0; n < kChunk; n += kPassTokens) {
+                    const int place = chunk * kChunk + n;
+                    if ((kPassTokens <= kChunk || token < kChunk) && place + token < work.count && column < p.out_columns) {
+                        uint4 row;
+                        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                     : "=r"(row.x), "=r"(row.y), "=r"(row.z), "=r"(row.w)
+                                     : "r"(buffers + staging + n * kOutputBytes + read));
+                        *reinterpret_cast<uint4*>(out + size_t(place) * p.out_columns) = row;
+                    }
+                }
+                staging ^= kStagingBytes;
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe
