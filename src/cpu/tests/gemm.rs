@@ -77,6 +77,8 @@ impl Data {
             row_divisor: c.top_k as i32,
             tiles: routed.tiles.as_ptr(),
             tile_count: &routed.tile_count,
+            next_unit: std::ptr::null_mut(),
+            schedule_is_older: false,
             weights: self.weights.bytes.as_ptr(),
             bias: self.bias.as_ref().map_or(std::ptr::null(), |b| b.bytes.as_ptr()),
             bias_dtype: c.bias.unwrap_or(Dtype::F32),
@@ -87,7 +89,6 @@ impl Data {
             out_columns: c.out_columns as i32,
             layout: c.layout,
             activation: c.activation,
-            schedule_is_old: false,
         };
         // SAFETY: the buffers above have the documented shapes; `set` is available.
         unsafe { cpu::grouped_gemm_on(set, &p, c.dtype) };
