@@ -124,10 +124,7 @@ public:
             if (params_.renormalize) term /= sum_of_columns(term) + 1e-20f;
         }
         weight = term * params_.scale;
-        if (params_.shared_experts > 0) {
-            const float shared = sum_of_columns(term) * params_.shared_scale;
-            if (!mine) id = params_.experts + lane_ - routed_, weight = shared;
-        }
+        if (!mine) id = params_.experts + lane_ - routed_, weight = params_.shared_weight;
     }
 
 private:
