@@ -9,7 +9,7 @@ pub fn is_gated(kind: ActivationKind) -> bool {
     matches!(kind, ActivationKind::Swiglu | ActivationKind::Geglu | ActivationKind::GegluTanh)
 }
 
-/// Replaces `gate` by the activation of it and, for gated kinds, of `up` of the same length. NaN stays NaN through every limit.
+/// Replaces `gate` by the activation of it and, for gated kinds, of `up` of the same length. NaN passes every limit.
 pub(super) fn apply(a: &Activation, gate: &mut [f32], up: &[f32]) {
     match a.kind {
         ActivationKind::Swiglu => gated(gate, up, |g, u| {

@@ -10,12 +10,12 @@ const COLUMNS: usize = 1024;
 /// Elements of `y` below which threads cost more than they give.
 const ELEMENTS_PER_TASK: usize = 1 << 15;
 
-/// Sums in slot order in fp32 (products rounded before they are added), times `scale` at the end, rounded once. Skipped slots add nothing; a token
-/// without experts becomes zeros.
+/// Sums in slot order in fp32 (products rounded before they are added), times `scale` at the end, rounded once. Skipped
+/// slots add nothing; a token without experts becomes zeros.
 ///
 /// # Safety
-/// The pointers must be valid for the shapes in [`CombineParams`], every place below the rows of `y`, and `out` writable and
-/// apart from everything read.
+/// The pointers must be valid for the shapes in [`CombineParams`], every place below the rows of `y`, and `out`
+/// writable and apart from everything read.
 pub unsafe fn combine(p: &CombineParams, dtype: Dtype) {
     // SAFETY: the caller's contract, unchanged.
     for_dtype!(dtype, T => unsafe { combine_typed::<T>(p) })

@@ -1,7 +1,7 @@
 //! Grouped GEMM: every tile's token rows times its expert's weight rows, with the activation on the way out.
 //!
-//! Work items are (tile, panel of output columns), run by rayon. A panel's weight rows stay in the second-level cache while the tile's
-//! tokens pass in groups, so weights come from memory once a tile.
+//! Work items are (tile, panel of output columns), run by rayon. A panel's weight rows stay in the second-level cache
+//! while the tile's tokens pass in groups, so weights come from memory once a tile.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -25,7 +25,7 @@ const MAX_PANEL_COLUMNS: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionSet {
     /// bf16 products in pairs (`vdpbf16ps`); fp16 and fp32 as `Avx512`.
-    /// NOTE: `vdpbf16ps` takes denormal inputs as zero, flushes denormal results, and rounds to nearest even whatever the mode.
+    /// NOTE: `vdpbf16ps` takes denormal inputs as zero and flushes denormal results, whatever the mode.
     Avx512Bf16,
     /// fp16 and bf16 are converted to fp32 on their way from memory.
     Avx512,
@@ -90,7 +90,7 @@ struct Operands<'a> {
 /// Sums of four weight rows, for each token.
 type Sums = [[f32; BLOCK_ROWS]; BLOCK_TOKENS];
 
-/// NOTE: a sum's order may depend on `k` and the kernel only. How many tokens are in the block must not show in any bit.
+/// NOTE: a sum's order may depend on `k` and the kernel only. How many tokens a block has must not show in any bit.
 type Block = unsafe fn(&Operands) -> Sums;
 
 fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
@@ -127,8 +127,9 @@ impl<T: Element> BlockKernels for T {}
 /// Runs every tile of the schedule with the best instructions of this machine.
 ///
 /// # Safety
-/// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the schedule's rows; `x`, `weights` and `out` are of type `dtype`, `out`
-/// is writable and apart from everything read, tiles do not overlap, and `rows` and `out_columns` fit the activation.
+/// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the rows that the schedule names; `x`,
+/// `weights` and `out` are of type `dtype`, `out` is writable and apart from everything read, tiles do not overlap, and
+/// `rows` and `out_columns` fit the activation.
 pub unsafe fn grouped_gemm(p: &GroupedGemmParams, dtype: Dtype) {
     // SAFETY: the caller's contract; the set was found on this machine.
     unsafe { grouped_gemm_on(InstructionSet::detect(), p, dtype) }

@@ -1,7 +1,7 @@
 //! The kernels of `csrc/` on host memory: the same parameter structs, the same results up to rounding.
 //!
-//! A row's bits depend on that row, the weights and the instruction set only: never on the batch around it, the schedule
-//! or the number of threads.
+//! A row's bits depend on that row, the weights and the instruction set only: never on the batch around it, the
+//! schedule or the number of threads.
 
 mod activation;
 mod combine;

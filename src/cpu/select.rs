@@ -6,7 +6,7 @@ use super::{for_dtype, Element};
 use crate::params::{GroupScore, Scoring, SelectParams};
 
 const MAX_EXPERTS: usize = 512;
-/// Keeps a division by a sum of vanished scores from being 0 / 0.
+/// Keeps a division by a sum of vanished scores from being 0 / 0, as in SGLang.
 const SUM_EPSILON: f32 = 1e-20;
 /// torch's softplus is the identity above this.
 const SOFTPLUS_THRESHOLD: f32 = 20.0;
@@ -15,25 +15,26 @@ const TOKENS_PER_TASK: usize = 16;
 
 /// Chooses the experts of every token, all arithmetic in fp32.
 ///
-/// - Order: choices compare as numbers with `-0 == +0` and every NaN equal and above `+inf`; equal choices go to the lower id. Columns
-///   are best first.
-/// - The choice is the logit itself when there is neither a bias nor a group, and for `SoftmaxTopk` and `Identity`; else the score. The
-///   bias is added to it.
-/// - A group is `experts / groups` neighbours. Its score is its best choice (`Max`), or the sum of its two best (`Top2`; of its only one in
-///   groups of one). NaN wins as above, ties go to the lower group.
-/// - Experts outside the `topk_group` best groups are not removed but masked, as in SGLang: `Max` without a bias on scores that cannot be negative
-///   (softmax, sigmoid, sqrtsoftplus) masks choice and weight with 0; every other form masks the choice with -inf and leaves
-///   the weight the expert's score. It shows only when the kept groups hold fewer than `top_k` usable experts.
-/// - Softmax sums over experts in id order and divides by the sum: NaN or +inf among a token's logits makes all its weights NaN.
-///   `SoftmaxTopk` sums in column order over the chosen; `renormalize` changes nothing there.
-/// - Renormalising divides by the sum in column order, plus 1e-20 for sigmoid, sqrtsoftplus and identity.
-/// - A shared expert's weight is the sum in column order of the routed weights after renormalising and before `scale`, times
-///   `shared_scale`; `scale` does not touch it.
-/// - Padded rows get id -1 and weight 0 in every column, the shared ones included.
+/// - Order: choices compare as numbers, `-0 == +0`, every NaN equal and above `+inf`; equal choices go to the lower id.
+///   Columns are best first.
+/// - Groups count only when `topk_group < groups`. A group is `experts / groups` neighbours; its score is its best
+///   choice (`Max`) or the sum of its two best (`Top2`; its only one in groups of one), in the same order as above.
+/// - Without bias and groups the choice is the logit. Else it is the score plus the bias; `SoftmaxTopk` and `Identity`
+///   have the logit for a score here.
+/// - Experts outside the best groups are masked, not removed, as in SGLang: with 0 when the choice is a softmax,
+///   sigmoid or sqrtsoftplus without bias, else with -inf. One is chosen only when the best groups hold fewer than
+///   `top_k`.
+/// - weight = score; in the grouped form without bias it is the choice, mask included.
+/// - A softmax over all experts sums in id order: NaN or +inf among the logits makes all weights of the token NaN. A
+///   softmax over the chosen (`SoftmaxTopk`, or `Softmax` renormalized without bias and groups) sums in column order.
+/// - Any other renormalizing divides by the sum in column order plus 1e-20.
+/// - A shared expert's weight is the sum in column order of the weights before `scale`, times `shared_scale`, not
+///   `scale`.
+/// - Padded rows get id -1 and weight 0 in every column, shared ones included.
 ///
 /// # Safety
-/// The pointers must be valid for the shapes in [`SelectParams`], `ids` and `weights` must be writable and overlap nothing, and
-/// `experts <= 512`, `top_k - shared_experts <= experts`, `groups` must divide `experts`.
+/// The pointers must be valid for the shapes in [`SelectParams`], `ids` and `weights` must be writable and overlap
+/// nothing, and `experts <= 512`, `top_k - shared_experts <= experts`, `groups` must divide `experts`.
 pub unsafe fn select(p: &SelectParams) {
     if p.tokens > 0 && p.top_k > 0 {
         // SAFETY: the caller's contract, unchanged.
@@ -60,9 +61,11 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
         scoring: p.scoring,
         renormalize: p.renormalize,
         scale: p.scale,
-        group_score: p.group_score,
-        groups: p.groups as usize,
-        topk_group: p.topk_group as usize,
+        groups: (p.group_score != GroupScore::None && p.topk_group < p.groups).then_some(Groups {
+            score: p.group_score,
+            count: p.groups as usize,
+            kept: p.topk_group as usize,
+        }),
         routed: top_k - p.shared_experts as usize,
         shared_scale: p.shared_scale,
     };
@@ -88,74 +91,78 @@ struct Rules<'a> {
     scoring: Scoring,
     renormalize: bool,
     scale: f32,
-    group_score: GroupScore,
-    groups: usize,
-    topk_group: usize,
+    groups: Option<Groups>,
     routed: usize,
     shared_scale: f32,
 }
 
 impl Rules<'_> {
     fn select_token(&self, logits: &[f32], ids: &mut [i32], weights: &mut [f32]) {
-        let experts = logits.len();
-        let scorer = Scorer::new(self.scoring, logits);
-        let grouped = self.group_score != GroupScore::None;
+        let on_logit = self.bias.is_none() && self.groups.is_none();
+        let over_chosen =
+            self.scoring == Scoring::SoftmaxTopk || (self.scoring == Scoring::Softmax && self.renormalize && on_logit);
+        let scorer = Scorer::new(if over_chosen { Scoring::Identity } else { self.scoring }, logits);
 
-        // Choices, as integers that order like them.
         let mut choice = [0.0; MAX_EXPERTS];
-        let choice = &mut choice[..experts];
+        let choice = &mut choice[..logits.len()];
         choice.copy_from_slice(logits);
-        if self.bias.is_some() || grouped {
+        if !on_logit {
             choice.iter_mut().for_each(|x| *x = scorer.score(*x));
         }
         if let Some(bias) = self.bias {
             choice.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
         }
-        let masks_weight = self.group_score == GroupScore::Max && self.bias.is_none() && scorer.never_negative();
-        let mut masked = [false; MAX_EXPERTS];
-        if grouped {
-            self.mask_groups(choice, &mut masked[..experts]);
-            let mask = if masks_weight { 0.0 } else { f32::NEG_INFINITY };
-            choice.iter_mut().zip(&masked).filter(|(_, &out)| out).for_each(|(x, _)| *x = mask);
+        if let Some(groups) = &self.groups {
+            let scored = matches!(self.scoring, Scoring::Softmax | Scoring::Sigmoid | Scoring::SqrtSoftplus);
+            groups.mask(choice, if scored && self.bias.is_none() { 0.0 } else { f32::NEG_INFINITY });
         }
 
         let (routed_ids, shared_ids) = ids.split_at_mut(self.routed);
         let (routed_weights, shared_weights) = weights.split_at_mut(self.routed);
         top(choice, routed_ids);
         for (weight, &id) in routed_weights.iter_mut().zip(&*routed_ids) {
-            let id = id as usize;
-            *weight = if masks_weight && masked[id] { 0.0 } else { scorer.score(logits[id]) };
+            let choice_is_weight = self.bias.is_none() && self.groups.is_some();
+            *weight = if choice_is_weight { choice[id as usize] } else { scorer.score(logits[id as usize]) };
         }
-        if self.scoring == Scoring::SoftmaxTopk {
+        if over_chosen {
             softmax(routed_weights);
         } else if self.renormalize {
-            let epsilon = if self.scoring == Scoring::Softmax { 0.0 } else { SUM_EPSILON };
-            let sum = sum(routed_weights) + epsilon;
+            let sum = sum(routed_weights) + SUM_EPSILON;
             routed_weights.iter_mut().for_each(|w| *w /= sum);
         }
         shared_weights.fill(sum(routed_weights) * self.shared_scale);
         for (i, id) in shared_ids.iter_mut().enumerate() {
-            *id = (experts + i) as i32;
+            *id = (logits.len() + i) as i32;
         }
         routed_weights.iter_mut().for_each(|w| *w *= self.scale);
     }
+}
 
-    /// Marks the experts of all groups but the `topk_group` best.
-    fn mask_groups(&self, choice: &[f32], masked: &mut [bool]) {
-        let size = choice.len() / self.groups;
+/// Groups of experts, fewer of them kept than there are.
+struct Groups {
+    score: GroupScore,
+    count: usize,
+    kept: usize,
+}
+
+impl Groups {
+    /// Replaces the choices of all groups but the best.
+    fn mask(&self, choice: &mut [f32], mask: f32) {
+        let size = choice.len() / self.count;
         let mut score = [0.0; MAX_EXPERTS];
         for (score, group) in score.iter_mut().zip(choice.chunks_exact(size)) {
             let mut best = [0; 2];
-            let best = &mut best[..size.min(if self.group_score == GroupScore::Top2 { 2 } else { 1 })];
+            let best = &mut best[..size.min(if self.score == GroupScore::Top2 { 2 } else { 1 })];
             top(group, best);
             *score = best.iter().map(|&i| group[i as usize]).reduce(|a, b| a + b).unwrap_or_default();
         }
         let mut kept = [0; MAX_EXPERTS];
-        let kept = &mut kept[..self.topk_group.min(self.groups)];
-        top(&score[..self.groups], kept);
-        masked.fill(true);
-        for &group in &*kept {
-            masked[group as usize * size..][..size].fill(false);
+        let kept = &mut kept[..self.kept];
+        top(&score[..self.count], kept);
+        for (group, choice) in choice.chunks_exact_mut(size).enumerate() {
+            if !kept.contains(&(group as i32)) {
+                choice.fill(mask);
+            }
         }
     }
 }
@@ -185,10 +192,6 @@ impl Scorer {
             // SoftmaxTopk takes its softmax over the chosen logits afterwards.
             _ => x,
         }
-    }
-
-    fn never_negative(&self) -> bool {
-        matches!(self.scoring, Scoring::Softmax | Scoring::Sigmoid | Scoring::SqrtSoftplus)
     }
 }
 

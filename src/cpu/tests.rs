@@ -61,9 +61,9 @@ impl Tensor {
 
     fn get(&self, i: usize) -> f64 {
         for_dtype!(self.dtype, T => {
-            // SAFETY: `i` is below the tensor's length, or the slice access panics first.
-            let element = unsafe { self.bytes[i * size_of::<T>()..][..size_of::<T>()].as_ptr().cast::<T>().read_unaligned() };
-            f64::from(element.to_f32())
+            let bytes = &self.bytes[i * size_of::<T>()..][..size_of::<T>()];
+            // SAFETY: one element's bytes, and every bit pattern is a number.
+            f64::from(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }.to_f32())
         })
     }
 
@@ -93,7 +93,7 @@ fn assert_close(got: f64, expected: f64, dtype: Dtype, what: &dyn std::fmt::Debu
     assert!((got - expected).abs() <= tolerance, "{what:?}: got {got}, expected {expected}");
 }
 
-/// Output buffers of `route` and the call.
+/// Outputs of `route`.
 struct Routed {
     histogram: Vec<i32>,
     offsets: Vec<i32>,
@@ -108,7 +108,7 @@ impl Routed {
         Self::call(ids.as_ptr().cast(), false, [ids.len(), top_k, experts], 0, tile_log2)
     }
 
-    /// `[slots, top_k, experts]`
+    /// `sizes` are slots, top_k, experts.
     fn call(ids: *const u8, ids_are_i64: bool, sizes: [usize; 3], first_expert: i32, tile_log2: i32) -> Self {
         let [slots, top_k, experts] = sizes;
         let max_tiles = experts + (slots >> tile_log2) + 1;

@@ -77,6 +77,8 @@ impl Data {
             row_divisor: c.top_k as i32,
             tiles: routed.tiles.as_ptr(),
             tile_count: &routed.tile_count,
+            next_unit: std::ptr::null_mut(),
+            schedule_is_older: false,
             weights: self.weights.bytes.as_ptr(),
             bias: self.bias.as_ref().map_or(std::ptr::null(), |b| b.bytes.as_ptr()),
             bias_dtype: c.bias.unwrap_or(Dtype::F32),
@@ -171,10 +173,10 @@ fn check(c: &Case, random: &mut Random) {
     }
 }
 
-/// Experts with 0, 1, 3, 70 and 2 slots, some of them twice in a token, and slots without an expert, in random order.
-fn ragged(random: &mut Random) -> Vec<i32> {
+/// Experts with 0, 1, 3, `many` (even) and 2 slots, often twice in a token, and slots without an expert, in random order.
+fn ragged(random: &mut Random, many: usize) -> Vec<i32> {
     let mut ids = vec![-1; 8];
-    for (expert, count) in [(1, 1), (2, 3), (3, 70), (4, 2)] {
+    for (expert, count) in [(1, 1), (2, 3), (3, many), (4, 2)] {
         ids.extend(vec![expert; count]);
     }
     for i in (1..ids.len()).rev() {
@@ -188,7 +190,9 @@ fn sizes() {
     let mut random = Random(6);
     for dtype in DTYPES {
         for (k, out_columns) in [(2880, 192), (704, 1408), (136, 5), (7, 192), (7, 5), (2880, 5), (1, 1), (32, 33)] {
-            let ids = ragged(&mut random);
+            // Large layers once with many tokens: builds without optimisation shall not take minutes.
+            let many = if k * out_columns < 1 << 18 || dtype == Dtype::Bf16 { 70 } else { 10 };
+            let ids = ragged(&mut random, many);
             check(&Case::new(dtype, ids, k, out_columns), &mut random);
         }
     }
@@ -218,7 +222,7 @@ fn activations_layouts_and_biases() {
                 for (bias, slot_weights, identity_rows) in
                     [(None, false, false), (Some(dtype), true, false), (Some(Dtype::F32), false, true)]
                 {
-                    let ids = ragged(&mut random);
+                    let ids = ragged(&mut random, 70);
                     let case = Case::new(dtype, ids, 40, 21);
                     check(&Case { activation, layout, bias, slot_weights, identity_rows, ..case }, &mut random);
                 }
@@ -259,7 +263,7 @@ fn nan_passes_through_limits() {
 fn batch_invariance() {
     let mut random = Random(10);
     for dtype in DTYPES {
-        for (k, out_columns) in [(2880, 40), (7, 5), (136, 9)] {
+        for (k, out_columns) in [(2880, 5), (7, 5), (136, 9)] {
             let case = |tokens, tile_log2| Case {
                 top_k: 1,
                 experts: 1,

@@ -193,6 +193,10 @@ fn masked_experts_fill_up_as_in_sglang() {
     let (ids, weights) = case.row(&logits);
     assert_eq!(ids, [2, 3, 0]);
     assert!((weights[2] - 0.731_058_6).abs() < 1e-6);
+    // A logit without bias is masked with -inf, in its weight too.
+    let case = Case { group: (GroupScore::Max, 3, 1), ..Case::new(6, 3, Scoring::SoftmaxTopk) };
+    let (ids, weights) = case.row(&logits.map(|x| -x));
+    assert_eq!((ids, weights[2]), (vec![5, 4, 0], 0.0));
 }
 
 #[test]

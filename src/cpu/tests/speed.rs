@@ -55,6 +55,8 @@ fn layer_speed() {
                 row_divisor: TOP_K as i32,
                 tiles: routed.tiles.as_ptr(),
                 tile_count: &routed.tile_count,
+                next_unit: std::ptr::null_mut(),
+                schedule_is_older: false,
                 weights: w13.as_ptr().cast(),
                 bias: std::ptr::null(),
                 bias_dtype: Dtype::Bf16,
