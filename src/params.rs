@@ -114,8 +114,8 @@ pub mod ffi {
         topk_group: i32,
         /// The last `shared_experts` columns are experts `experts + i`: SGLang's fused shared experts, always chosen.
         shared_experts: i32,
-        /// Weight of a shared expert = sum of the token's routed weights (renormalized, before `scale`) times this, and not `scale`.
-        shared_scale: f32,
+        /// Weight of every shared expert; `scale` does not touch it.
+        shared_weight: f32,
         /// Device scalar or null: rows from this one on get id -1 and weight 0.
         num_token_non_padded: *const i32,
         /// i32 `[tokens, top_k]`.

@@ -89,8 +89,9 @@ struct Route {
     static constexpr int kMaxThreads = 1024;
 
     static __device__ __forceinline__ void run(const SelectParams& select, const RouteParams& route) {
+        const Selector<kExpertsPerLane> selector(select);
         route_cluster<false>(route, [&](uint32_t* chosen, int16_t* expert_of, int first, int count) {
-            select_tokens<kExpertsPerLane>(select, first, count, [&](int t, int column, int id) {
+            select_tokens(selector, select, first, count, [&](int t, int column, int id) {
                 const int expert = local_expert(route, id);
                 expert_of[t * select.top_k + column] = int16_t(expert);
                 if (expert >= 0) atomicOr(&chosen[t / 32 * route.experts + expert], 1u << t % 32);

@@ -1,7 +1,7 @@
 // Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], one warp a token. See SelectParams for the rules.
 //
-// Every lane holds up to kExpertsPerLane consecutive experts as sorted lists of order-preserving 32-bit keys; a round takes the
-// largest head of the warp. Lower lanes hold lower ids, so ties go to the lower id.
+// Every lane holds up to kExpertsPerLane consecutive experts as sorted lists of order-preserving words; a round takes the largest
+// head of the warp.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -36,7 +36,6 @@ class Selector {
     const int lane_, routed_;
     int first_, count_;   // this lane's experts
     int lanes_log2_ = 5;  // lanes that share a group of experts
-    int tokens_;          // that are not padding
     bool grouped_, wide_;
 
 public:
@@ -54,7 +53,6 @@ public:
         count_ = grouped_ && group >= params.groups ? 0 : max(0, min(own, size - before));
         wide_ = (params.experts | size | own) % 4 == 0 && reinterpret_cast<uintptr_t>(params.logits) % 16 == 0 &&
                 reinterpret_cast<uintptr_t>(params.correction_bias) % 16 == 0;
-        tokens_ = params.num_token_non_padded ? min(params.tokens, *params.num_token_non_padded) : params.tokens;
     }
 
     // This lane's logits of one token; -inf where there is no expert.
@@ -70,61 +68,63 @@ public:
         }
     }
 
-    // Lane j < top_k gets the id and the weight of column j.
-    __device__ __forceinline__ void choose(const float (&logit)[kOwn], int token, int& id, float& weight) const {
+    // This lane's correction bias; 0 where there is none.
+    __device__ __forceinline__ void load_bias(float (&bias)[kOwn]) const {
+        if (params_.correction_bias != nullptr) return load_row(bias, params_.correction_bias + first_);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) bias[i] = 0.0f;
+    }
+
+    // Whether experts are chosen on their logits, which order them like every score does.
+    __device__ __forceinline__ bool on_logit() const { return params_.correction_bias == nullptr && !grouped_; }
+
+    // Lane j < top_k gets the id and the weight of column j. kOnLogit is on_logit().
+    template <bool kOnLogit>
+    __device__ __forceinline__ void choose(const float (&logit)[kOwn], const float (&bias)[kOwn], int token, int& id,
+                                           float& weight) const {
         const Scoring scoring = params_.scoring;
-        const bool biased = params_.correction_bias != nullptr, on_logit = !biased && !grouped_;
+        const bool biased = !kOnLogit && params_.correction_bias != nullptr;
         // Softmax over the chosen equals softmax over all experts once it is renormalized, and needs no sum over all.
         const bool over_chosen =
-            scoring == Scoring::SoftmaxTopk || (scoring == Scoring::Softmax && on_logit && params_.renormalize);
+            scoring == Scoring::SoftmaxTopk || (kOnLogit && scoring == Scoring::Softmax && params_.renormalize);
         const bool scored = scoring != Scoring::SoftmaxTopk && scoring != Scoring::Identity;
 
-        uint32_t key[kOwn];
         float top = 0.0f, sum = 1.0f;
         if (scoring == Scoring::Softmax && !over_chosen) softmax_terms(logit, top, sum);
-        if (on_logit) {
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) key[i] = i < count_ ? key_of(logit[i]) : 0;
+        bool in = true;  // whether this lane's group is among the best
+        if constexpr (kOnLogit) {
+            id = take_best<true>(logit);
         } else {
             float choice[kOwn];
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) choice[i] = scored ? score(logit[i], top, sum) : logit[i];
-            if (biased) {
-                float bias[kOwn];
-                load_row(bias, params_.correction_bias + first_);
+            for (int i = 0; i < kOwn; ++i) choice[i] = (scored ? score(logit[i], top, sum) : logit[i]) + bias[i];
+            if (grouped_) {
+                in = group_is_in(choice);
+                // 0 for scores without bias, which are never below it.
+                const float out = scored && !biased ? 0.0f : -INFINITY;
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i) choice[i] += bias[i];
+                for (int i = 0; i < kOwn; ++i) choice[i] = in ? choice[i] : out;
             }
-            // Experts outside the best groups: 0 for scores without bias, which are never below it, else -inf.
-            const bool in = !grouped_ || group_is_in(choice);
-            const float out = scored && !biased ? 0.0f : -INFINITY;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) key[i] = i < count_ ? key_of(in ? choice[i] : out) : 0;
+            id = take_best<false>(choice);
         }
 
-        uint32_t best = 0;
-        id = -1;
-        take_best(key, best, id);
-
         const bool mine = lane_ < routed_;
-        float value = float_of(best);  // the logit, or the score when experts were chosen on it without bias
-        if (biased && mine) value = load_one(size_t(token) * params_.experts + id);
+        const float value = mine ? load_one(size_t(token) * params_.experts + id) : 0.0f;
         float term;
         if (over_chosen) {
             const float most = biased ? float_of(__reduce_max_sync(~0u, mine ? key_of(value) : 0)) : __shfl_sync(~0u, value, 0);
             term = mine ? expf(value - most) : 0.0f;
             term /= sum_of_columns(term);
         } else {
-            term = scored && (biased || on_logit) ? score(value, top, sum) : value;
-            if (!mine) term = 0.0f;
+            term = mine ? score(value, top, sum) : 0.0f;
+            if (!kOnLogit && grouped_ && !biased && scored) {
+                const int lane_of_group = mine ? id / (params_.experts / params_.groups) << lanes_log2_ : 0;
+                if (!__shfl_sync(~0u, in, lane_of_group)) term = 0.0f;
+            }
             if (params_.renormalize) term /= sum_of_columns(term) + 1e-20f;
         }
         weight = term * params_.scale;
-        if (params_.shared_experts > 0) {
-            const float shared = sum_of_columns(term) * params_.shared_scale;
-            if (!mine) id = params_.experts + lane_ - routed_, weight = shared;
-        }
-        if (token >= tokens_) id = -1, weight = 0.0f;
+        if (!mine) id = params_.experts + lane_ - routed_, weight = params_.shared_weight;
     }
 
 private:
@@ -200,6 +200,7 @@ private:
         }
         const uint32_t mine = key_of(params_.group_score == GroupScore::Top2 ? most + second : most);
         int better = 0;
+#pragma unroll 8
         for (int g = 0; g < params_.groups; ++g) {
             const uint32_t other = __shfl_sync(~0u, mine, g << lanes_log2_);
             better += other > mine || (other == mine && g < lane_ >> lanes_log2_);
@@ -207,48 +208,84 @@ private:
         return better < params_.topk_group;
     }
 
-    // Lane j < routed gets the key and the id of the j-th best.
-    __device__ __forceinline__ void take_best(const uint32_t (&unsorted)[kOwn], uint32_t& best_key, int& best_id) const {
-        uint32_t key[kLists][kLength], order[kLists];  // order: numbers of the lane's experts, best first, one a byte
+    // The key of this lane's i-th expert. Missing experts: 0, or that of -inf with an id above all others when chosen on logits.
+    template <bool kOnLogit>
+    __device__ __forceinline__ uint32_t key_at(const float (&value)[kOwn], int i) const {
+        return kOnLogit || i < count_ ? key_of(value[i]) : 0;
+    }
+
+    // The id of the j-th best in lane j < routed.
+    //
+    // The upper 23 bits of the key and 9 bits that fall with the id make one word, so a round is one reduction. Experts that
+    // share the upper bits follow each other; only if there are any among the best, and the lower bits tell them apart, the keys
+    // are taken whole.
+    template <bool kOnLogit>
+    __device__ __forceinline__ int take_best(const float (&value)[kOwn]) const {
+        constexpr uint32_t kLow = 511;
+        uint32_t word[kLists][kLength];
 #pragma unroll
         for (int l = 0; l < kLists; ++l) {
-            order[l] = 0x03020100u + 0x04040404u * l;
 #pragma unroll
-            for (int i = 0; i < kLength; ++i) key[l][i] = unsorted[l * kLength + i];
-            // Exchanges neighbours only, and only if strictly smaller: equal keys stay in the order of their ids.
+            for (int i = 0; i < kLength; ++i)
+                word[l][i] = (key_at<kOnLogit>(value, l * kLength + i) & ~kLow) | ((kLow - first_ - l * kLength - i) & kLow);
 #pragma unroll
             for (int end = kLength - 1; end > 0; --end)
 #pragma unroll
                 for (int i = 0; i < end; ++i) {
-                    constexpr uint32_t kSwap[3] = {0x3201, 0x3120, 0x2310};
-                    const uint32_t a = key[l][i], b = key[l][i + 1];
-                    if (a < b) order[l] = __byte_perm(order[l], 0, kSwap[i]);
-                    key[l][i] = max(a, b), key[l][i + 1] = min(a, b);
+                    const uint32_t a = word[l][i], b = word[l][i + 1];
+                    word[l][i] = max(a, b), word[l][i + 1] = min(a, b);
                 }
         }
-        for (int j = 0; j < routed_; ++j) {
-            uint32_t head = key[0][0];
+        uint32_t mine = 0, best = 0;
+#pragma unroll 4
+        for (int j = 0; j <= routed_; ++j) {  // one more than asked for: the last one's successor
+            uint32_t head = word[0][0];
 #pragma unroll
-            for (int l = 1; l < kLists; ++l) head = max(head, key[l][0]);
-            const uint32_t best = __reduce_max_sync(~0u, head);
-            const int winner = __ffs(__ballot_sync(~0u, head == best)) - 1;
-            bool mine = lane_ == winner;
-            uint32_t number = 0;
+            for (int l = 1; l < kLists; ++l) head = max(head, word[l][0]);
+            best = __reduce_max_sync(~0u, head);
+            if (lane_ == j) mine = best;
 #pragma unroll
             for (int l = 0; l < kLists; ++l) {
-                const bool pop = mine && key[l][0] == best;
-                mine = mine && !pop;
-                if (pop) {
-                    number = order[l] & 0xFF;
-                    order[l] >>= 8;
+                if (word[l][0] != best) continue;
 #pragma unroll
-                    for (int i = 0; i + 1 < kLength; ++i) key[l][i] = key[l][i + 1];
-                    key[l][kLength - 1] = 0;
-                }
+                for (int i = 0; i + 1 < kLength; ++i) word[l][i] = word[l][i + 1];
+                word[l][kLength - 1] = 0;
             }
-            const int id = __shfl_sync(~0u, first_ + int(number), winner);
-            if (lane_ == j) best_key = best, best_id = id;
         }
+        const uint32_t after = __shfl_down_sync(~0u, mine, 1), next = lane_ < routed_ - 1 ? after : best;
+        if (__any_sync(~0u, lane_ < routed_ && (mine ^ next) <= kLow)) {
+            uint32_t dropped = 0;  // not 0: the lower bits of some key say more than its sign
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                const uint32_t key = key_at<kOnLogit>(value, i);
+                dropped |= (key ^ ((key >> 31) - 1)) & kLow;
+            }
+            if (__any_sync(~0u, dropped)) return take_best_whole<kOnLogit>(value);
+        }
+        return kLow - (mine & kLow);
+    }
+
+    // The same from whole keys.
+    template <bool kOnLogit>
+    __device__ __forceinline__ int take_best_whole(const float (&value)[kOwn]) const {
+        uint32_t taken = 0;
+        int id = 0;
+#pragma unroll 1
+        for (int j = 0; j < routed_; ++j) {
+            uint32_t head = 0;
+            int number = 0;
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                const uint32_t key = taken >> i & 1 ? 0 : key_at<kOnLogit>(value, i);
+                if (key > head) head = key, number = i;
+            }
+            const uint32_t best = __reduce_max_sync(~0u, head);
+            const int winner = __ffs(__ballot_sync(~0u, head == best)) - 1;
+            if (lane_ == winner) taken |= 1u << number;
+            const int best_id = __shfl_sync(~0u, first_ + number, winner);
+            if (lane_ == j) id = best_id;
+        }
+        return id;
     }
 
     // The same sum in every lane < top_k, always added in the same order.
@@ -258,22 +295,19 @@ private:
     }
 };
 
-// Tokens [first, first + count), one warp a token, the next token's logits in flight. `take(t, column, id)` follows the writes.
-template <int kExpertsPerLane, typename Take>
-__device__ __forceinline__ void select_tokens(const SelectParams& params, int first, int count, Take take) {
-    const Selector<kExpertsPerLane> selector(params);
+template <bool kOnLogit, int kExpertsPerLane, typename Take>
+__device__ __forceinline__ void select_tokens_by(const Selector<kExpertsPerLane>& selector, const SelectParams& params, int first,
+                                                 int count, Take take) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    float next[kExpertsPerLane] = {};
-    // The round before the first only loads.
-    for (int t = warp - warps; t < count; t += warps) {
-        float logit[kExpertsPerLane];
-#pragma unroll
-        for (int i = 0; i < kExpertsPerLane; ++i) logit[i] = next[i];
-        if (t + warps < count) selector.load(next, first + t + warps);
-        if (t < 0) continue;
+    const int tokens = params.num_token_non_padded ? *params.num_token_non_padded : params.tokens;
+    for (int t = warp; t < count; t += warps) {
+        float logit[kExpertsPerLane], bias[kExpertsPerLane];
+        selector.load(logit, first + t);
+        if (!kOnLogit) selector.load_bias(bias);
         int id;
         float weight;
-        selector.choose(logit, first + t, id, weight);
+        selector.template choose<kOnLogit>(logit, bias, first + t, id, weight);
+        if (first + t >= tokens) id = -1, weight = 0.0f;
         if (lane < params.top_k) {
             const size_t slot = size_t(first + t) * params.top_k + lane;
             params.ids[slot] = id;
@@ -283,8 +317,18 @@ __device__ __forceinline__ void select_tokens(const SelectParams& params, int fi
     }
 }
 
+// Tokens [first, first + count), one warp a token. `take(t, column, id)` follows the writes of token first + t.
+template <int kExpertsPerLane, typename Take>
+__device__ __forceinline__ void select_tokens(const Selector<kExpertsPerLane>& selector, const SelectParams& params, int first,
+                                              int count, Take take) {
+    if (selector.on_logit())
+        select_tokens_by<true>(selector, params, first, count, take);
+    else
+        select_tokens_by<false>(selector, params, first, count, take);
+}
+
 // Top-k alone, or as the first of two launches: then route.block_histogram gets the slots per expert of each CTA's tokens.
-// Grid: any number of CTAs, each with an equal share of the tokens. Shared memory: histogram_bytes(route.experts), 0 when alone.
+// Grid: any number of CTAs, each with an equal share of the tokens. Shared memory: BlockHistogram's, none when alone.
 template <int kExpertsPerLane>
 struct Select {
     static constexpr int kMaxThreads = 1024;
@@ -293,12 +337,13 @@ struct Select {
         const int share = (select.tokens + gridDim.x - 1) / gridDim.x;
         const int first = min(int(blockIdx.x) * share, select.tokens), count = min(share, select.tokens - first);
         const bool counting = route.block_histogram != nullptr;
+        const Selector<kExpertsPerLane> selector(select);
         BlockHistogram histogram(route);
 
         pdl::launch_dependents();
         if (counting) histogram.clear();
         pdl::wait();
-        select_tokens<kExpertsPerLane>(select, first, count, [&](int, int, int id) {
+        select_tokens(selector, select, first, count, [&](int, int, int id) {
             if (counting) histogram.add(id);
         });
         if (counting) histogram.write();

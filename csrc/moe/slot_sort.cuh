@@ -15,14 +15,15 @@ __device__ __forceinline__ uint32_t* shared_words() {
 }
 
 // Expert id to local expert, or -1: skipped.
-__device__ __forceinline__ int local_expert(const RouteParams& params, int64_t id) {
-    const int64_t local = id - params.first_expert;
-    return local >= 0 && local < params.experts ? int(local) : -1;
+__device__ __forceinline__ int local_expert(const RouteParams& params, int id) {
+    const uint32_t local = uint32_t(id) - uint32_t(params.first_expert);
+    return local < uint32_t(params.experts) ? int(local) : -1;
 }
 
 __device__ __forceinline__ int expert_of_slot(const RouteParams& params, int slot) {
-    return local_expert(params, params.ids_are_i64 ? reinterpret_cast<const int64_t*>(params.ids)[slot]
-                                                   : int64_t(reinterpret_cast<const int32_t*>(params.ids)[slot]));
+    if (!params.ids_are_i64) return local_expert(params, reinterpret_cast<const int32_t*>(params.ids)[slot]);
+    const int64_t id = reinterpret_cast<const int64_t*>(params.ids)[slot];
+    return int32_t(id) == id ? local_expert(params, int32_t(id)) : -1;
 }
 
 // Slots per expert of one CTA, a row of `block_histogram`: 16-bit counts, two a word, so a CTA may have at most 65535 slots.

@@ -28,8 +28,7 @@ const TOKENS_PER_TASK: usize = 16;
 /// - A softmax over all experts sums in id order: NaN or +inf among the logits makes all weights of the token NaN. A
 ///   softmax over the chosen (`SoftmaxTopk`, or `Softmax` renormalized without bias and groups) sums in column order.
 /// - Any other renormalizing divides by the sum in column order plus 1e-20.
-/// - A shared expert's weight is the sum in column order of the weights before `scale`, times `shared_scale`, not
-///   `scale`.
+/// - A shared expert's weight is `shared_weight`.
 /// - Padded rows get id -1 and weight 0 in every column, shared ones included.
 ///
 /// # Safety
@@ -67,7 +66,7 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
             kept: p.topk_group as usize,
         }),
         routed: top_k - p.shared_experts as usize,
-        shared_scale: p.shared_scale,
+        shared_weight: p.shared_weight,
     };
     let rows = ids.par_chunks_mut(top_k).zip(weights.par_chunks_mut(top_k)).enumerate();
     rows.with_min_len(TOKENS_PER_TASK).for_each(|(token, (ids, weights))| {
@@ -93,7 +92,7 @@ struct Rules<'a> {
     scale: f32,
     groups: Option<Groups>,
     routed: usize,
-    shared_scale: f32,
+    shared_weight: f32,
 }
 
 impl Rules<'_> {
@@ -130,7 +129,7 @@ impl Rules<'_> {
             let sum = sum(routed_weights) + SUM_EPSILON;
             routed_weights.iter_mut().for_each(|w| *w /= sum);
         }
-        shared_weights.fill(sum(routed_weights) * self.shared_scale);
+        shared_weights.fill(self.shared_weight);
         for (i, id) in shared_ids.iter_mut().enumerate() {
             *id = (logits.len() + i) as i32;
         }

@@ -332,7 +332,7 @@ pub fn moe<'py>(
                 group_score: None,
                 num_fused_shared_experts: 0,
                 scale: 1.0,
-                shared_scale: 1.0,
+                shared_weight: 1.0,
             };
             let x_ref = TensorRef::borrow("x", x)?;
             let mut contract =

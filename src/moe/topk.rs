@@ -23,7 +23,7 @@ pub struct Selection<'a> {
     pub group_score: Option<&'a str>,
     pub num_fused_shared_experts: i64,
     pub scale: f32,
-    pub shared_scale: f32,
+    pub shared_weight: f32,
 }
 
 /// The tensors of a selection.
@@ -110,6 +110,9 @@ impl Selection<'_> {
             }
             match self.group_score.unwrap_or(if correction_bias.is_some() { "top2" } else { "max" }) {
                 "max" => GroupScore::Max,
+                "top2" if experts / groups < 2 => {
+                    contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts")
+                }
                 "top2" => GroupScore::Top2,
                 other => return Err(Error::Unsupported(format!("group_score {other:?}; supported: max, top2"))),
             }
@@ -128,7 +131,7 @@ impl Selection<'_> {
             groups: groups as i32,
             topk_group: self.topk_group as i32,
             shared_experts: self.num_fused_shared_experts as i32,
-            shared_scale: self.shared_scale,
+            shared_weight: self.shared_weight,
             num_token_non_padded: num_token_non_padded
                 .as_ref()
                 .map_or(std::ptr::null(), |n| n.data.cast::<i32>().cast_const()),
@@ -202,7 +205,7 @@ pub fn topk<'py>(
             group_score,
             num_fused_shared_experts,
             scale: if apply_routed_scaling_factor_on_output { routed_scaling_factor } else { 1.0 },
-            shared_scale: 1.0 / routed_scaling_factor,
+            shared_weight: if apply_routed_scaling_factor_on_output { 1.0 } else { 1.0 / routed_scaling_factor },
         };
         let operands = Operands::borrow(router_logits, correction_bias, num_token_non_padded)?;
         let mut contract = Contract::new();

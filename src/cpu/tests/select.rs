@@ -13,7 +13,7 @@ struct Case {
     bias: Option<Vec<f32>>,
     renormalize: bool,
     scale: f32,
-    shared_scale: f32,
+    shared_weight: f32,
     /// (kind, groups, kept)
     group: (GroupScore, usize, usize),
     valid: Option<i32>,
@@ -29,7 +29,7 @@ impl Case {
             bias: None,
             renormalize: false,
             scale: 1.0,
-            shared_scale: 1.0,
+            shared_weight: 1.0,
             group: (GroupScore::None, 0, 0),
             valid: None,
         }
@@ -52,7 +52,7 @@ impl Case {
             groups: self.group.1 as i32,
             topk_group: self.group.2 as i32,
             shared_experts: self.shared as i32,
-            shared_scale: self.shared_scale,
+            shared_weight: self.shared_weight,
             num_token_non_padded: self.valid.as_ref().map_or(std::ptr::null(), |v| v),
             ids: ids.as_mut_ptr(),
             weights: weights.as_mut_ptr(),
@@ -113,11 +113,10 @@ impl Case {
             let total: f32 = weights.iter().sum::<f32>() + 1e-20;
             weights.iter_mut().for_each(|x| *x /= total);
         }
-        let total: f32 = weights.iter().sum();
         weights.iter_mut().for_each(|x| *x *= self.scale);
         for i in 0..self.shared {
             ids.push((self.experts + i) as i32);
-            weights.push(total * self.shared_scale);
+            weights.push(self.shared_weight);
         }
         (ids, weights)
     }
@@ -160,7 +159,7 @@ fn random_logits() {
             let bias = Some(random.uniforms(experts));
             check(&Case { bias, renormalize: scoring != Scoring::Identity, ..case.clone() }, &mut random);
             if experts > 8 {
-                check(&Case { shared: 2, shared_scale: 0.4, scale: 2.5, ..case }, &mut random);
+                check(&Case { shared: 2, shared_weight: 0.4, scale: 2.5, ..case }, &mut random);
             }
         }
     }

@@ -103,14 +103,13 @@ pub fn ragged(slots: u32) -> Launch {
     Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// Bytes of `RouteParams::block_histogram` that two launches need; never decreasing in tokens, the same on every architecture.
-pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
-    (blocks(tokens, top_k) * experts.div_ceil(2)) as usize * 4
-}
+/// A block's counts are 16 bits.
+const MOST_BLOCK_SLOTS: u32 = 65535;
 
-/// CTAs of the two-launch form: 32 tokens or more each, and at most 65535 slots, since a block's counts are 16 bits.
-fn blocks(tokens: u32, top_k: u32) -> u32 {
-    tokens.div_ceil(32).clamp(1, 128).max(tokens.div_ceil(65535 / top_k))
+/// Bytes of `RouteParams::block_histogram` that any two launches need; never decreasing in tokens, the same on every architecture.
+pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
+    let blocks = tokens.clamp(1, 128).max(tokens.div_ceil(MOST_BLOCK_SLOTS / top_k));
+    blocks as usize * experts.div_ceil(2) as usize * 4
 }
 
 /// Every kernel that some plan can choose.
@@ -124,40 +123,67 @@ pub fn variants() -> Vec<Variant> {
 }
 
 impl RoutingDesc {
-    /// CTAs and threads of the one-launch form by work, 0 CTAs: too many tokens. Borders measured on H200 (E 128 and 256, k 8).
+    /// CTAs and threads of the one-launch form, 0 CTAs: too much work. Borders measured on H200 (E 128 and 256, k 8): with logits,
+    /// as long as every token has its warp.
     fn one_launch_shape(&self) -> (u32, u32) {
         let most_ctas = match self.sm {
             90 | 100 | 103 => 16,
             120 => 8,
             _ => 1,
         };
-        let shapes: &[(u32, u32, u32)] = match self.logits {
-            Some(_) => &[(16, 1, 512), (100, 8, 256), (650, 16, 512), (1024, 16, 1024)],
-            None => &[(64, 1, 512), (256, 8, 256), (1024, 16, 512)],
+        // (most tokens, or most slots when ids are given; CTAs; threads), the best first.
+        let (work, shapes): (u32, &[(u32, u32, u32)]) = match self.logits {
+            Some(_) => (
+                self.tokens,
+                &[
+                    (8, 1, 512),
+                    (32, 4, 256),
+                    (64, 8, 256),
+                    (128, 16, 256),
+                    (128, 8, 512),
+                    (256, 16, 512),
+                    (32, 1, 1024),
+                ],
+            ),
+            None => (self.slots(), &[(256, 1, 512), (2048, 8, 256), (4096, 16, 256), (512, 1, 512)]),
         };
-        let fits = |&&(tokens, ctas, _): &&(u32, u32, u32)| self.tokens <= tokens && ctas <= most_ctas;
-        match shapes.iter().find(fits) {
-            Some(&(_, ctas, threads)) => (ctas, threads),
-            // Two launches cost more than a full CTA needs for this.
-            None if self.tokens <= 64 => (1, 1024),
-            None => (0, 0),
-        }
+        let found = shapes.iter().find(|&&(most, ctas, _)| work <= most && ctas <= most_ctas);
+        found.map_or((0, 0), |&(_, ctas, threads)| (ctas, threads))
     }
 
+    /// Both launches have the same blocks of tokens. Shapes measured on H200.
     fn two_launches(&self, experts_per_lane: u32) -> RoutingPlan {
         let words = self.experts.div_ceil(2);
-        let blocks = blocks(self.tokens, self.top_k);
-        let variant = if experts_per_lane == 0 { Variant::Histogram } else { Variant::Select { experts_per_lane } };
-        let first = Launch { variant, grid: blocks, block: 1024, cluster: 1, shared_bytes: words * 8 };
-        let threads = self.block(512);
-        let second = Launch {
-            variant: Variant::Place,
-            grid: blocks,
-            block: threads,
-            cluster: 1,
-            shared_bytes: self.schedule_bytes() + threads / 32 * self.experts * 8,
+        let (wanted, many) = match self.logits {
+            Some(_) => (self.tokens.div_ceil(16), self.tokens > 2048),
+            None => (self.slots().div_ceil(256), self.slots() > 32768),
         };
+        let blocks = wanted
+            .clamp(1, if many { 128 } else { 64 })
+            .max(self.tokens.div_ceil(MOST_BLOCK_SLOTS / self.top_k))
+            .min(self.tokens.max(1));
+        let block_slots = self.tokens.div_ceil(blocks).saturating_mul(self.top_k);
+
+        let (variant, block) = if experts_per_lane == 0 {
+            (Variant::Histogram, block_slots.next_power_of_two().clamp(256, 1024))
+        } else {
+            (Variant::Select { experts_per_lane }, 1024)
+        };
+        let first = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes: words * 8 };
+
+        // With many blocks most of the time goes into adding up their counts: 4 threads an expert.
+        let useful = if many { block_slots.max(4 * self.experts) } else { block_slots };
+        let mut block = self.block(useful.next_power_of_two().clamp(256, 1024));
+        while self.place_bytes(block) > self.max_shared_bytes() && block > self.block(64) {
+            block = self.block(block / 2);
+        }
+        let shared_bytes = self.place_bytes(block);
+        let second = Launch { variant: Variant::Place, grid: blocks, block, cluster: 1, shared_bytes };
         RoutingPlan { first, second: Some(second) }
+    }
+
+    fn slots(&self) -> u32 {
+        self.tokens.saturating_mul(self.top_k)
     }
 
     /// Every expert has its thread.
@@ -168,6 +194,11 @@ impl RoutingDesc {
     /// csrc/moe/slot_sort.cuh, Schedule.
     fn schedule_bytes(&self) -> u32 {
         256 + 16 * self.experts
+    }
+
+    /// csrc/moe/place.cuh.
+    fn place_bytes(&self, threads: u32) -> u32 {
+        self.schedule_bytes() + threads / 32 * self.experts * 8
     }
 
     /// csrc/moe/route.cuh; saturating, since it also tells that a share is too large.
@@ -254,10 +285,9 @@ mod tests {
                     assert_eq!(place.grid, plan.first.grid, "{d:?}");
                     assert!(place.block >= 64 && place.block >= d.experts, "{d:?}");
                     assert!(d.tokens.div_ceil(place.grid) * d.top_k <= 65535, "{d:?}");
-                    assert_eq!(
-                        block_histogram_bytes(d.tokens, d.experts, d.top_k),
-                        place.grid as usize * d.experts.div_ceil(2) as usize * 4
-                    );
+                    assert!(place.grid <= d.tokens, "{d:?}");
+                    let bytes = block_histogram_bytes(d.tokens, d.experts, d.top_k);
+                    assert!(bytes >= place.grid as usize * d.experts.div_ceil(2) as usize * 4, "{d:?}");
                 }
             }
         }
@@ -286,7 +316,7 @@ mod tests {
 
     #[test]
     fn few_tokens_take_one_launch() {
-        for tokens in [1, 8, 64] {
+        for tokens in [1, 8, 32] {
             for sm in [80, 89, 90, 100, 120] {
                 for logits in [Some(Logits { experts: 128, groups: 1 }), None] {
                     let d = RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm };
@@ -294,6 +324,13 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn million_tokens_keep_16_bit_counts() {
+        let d = RoutingDesc { tokens: 1 << 20, top_k: 32, experts: 512, logits: None, sm: 90 };
+        let plan = RoutingPlan::new(&d).unwrap();
+        assert!(d.tokens.div_ceil(plan.first.grid) * d.top_k <= 65535);
     }
 
     #[test]
