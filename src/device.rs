@@ -20,12 +20,13 @@ impl Arch {
         digits.parse().ok().filter(|&n: &u32| (80..=129).contains(&n)).map(Arch)
     }
 
-    /// The compiled architecture whose machine code runs here: 80 runs on all of 8.x, 90a on 9.0 alone, 100f and 120f on their family.
+    /// The compiled architecture whose machine code runs here: 80 runs on all of 8.x, 90a on 9.0 alone, an f on its family.
     pub fn image(self) -> &'static str {
         match self.0 {
             80..=89 => "80",
             90..=99 => "90a",
             100..=109 => "100f",
+            110..=119 => "110f",
             _ => "120f",
         }
     }
@@ -181,6 +182,6 @@ mod tests {
         assert_eq!(Arch::parse("sm_90a"), Some(Arch::SM90));
         assert_eq!(Arch::parse("120"), Some(Arch::SM120));
         assert_eq!(Arch::parse("sm_75"), None);
-        assert_eq!((Arch(89).image(), Arch(103).image()), ("80", "100f"));
+        assert_eq!((Arch(89).image(), Arch(103).image(), Arch(110).image()), ("80", "100f", "110f"));
     }
 }

@@ -54,6 +54,14 @@ pub struct Launch {
     pub shared_bytes: u32,
 }
 
+impl std::fmt::Display for Launch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Launch { variant, grid, block, cluster, shared_bytes } = self;
+        let symbol = variant.symbol();
+        write!(f, "{symbol} (grid {grid}, block {block}, cluster {cluster}, {shared_bytes} bytes of shared memory)")
+    }
+}
+
 /// The parameters of each kernel family, so that a launch cannot be given another family's.
 #[derive(Clone, Copy)]
 pub enum Args<'a> {
@@ -129,25 +137,23 @@ pub fn available(variant: &Variant, gpu: &Gpu) -> bool {
 /// Loads a kernel on a device if it is not there yet. Done when weights are loaded, so that no launch inside a stream capture has to.
 /// The device's context must be current.
 fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
-    let Some(index) = position(variant) else {
-        return Err(Error::Cuda(format!("this wheel was built without kernel {variant:?}")));
-    };
-    let cell = &FUNCTIONS[gpu.ordinal as usize][index];
-    if let Some(function) = cell.get() {
+    let functions = &FUNCTIONS[gpu.ordinal as usize];
+    let row = position(variant);
+    if let Some(function) = row.and_then(|i| functions[i].get()) {
         return Ok(*function);
     }
-    let kernel = &KERNELS[index];
-    if !kernel.archs.contains(&gpu.device.arch.image()) {
+    let Some(index) = row.filter(|&i| KERNELS[i].archs.contains(&gpu.device.arch.image())) else {
         return Err(Error::Cuda(format!(
             "cuda:{} ({}) is {}; this wheel has {} for {}: build oxmoe with OXMOE_CUDA_ARCHS={}",
             gpu.ordinal,
             gpu.device.name,
             gpu.device.arch,
-            kernel.symbol,
-            kernel.archs.join(", "),
+            variant.symbol(),
+            row.map_or("no GPU".into(), |i| KERNELS[i].archs.join(", ")),
             gpu.device.arch.image()
         )));
-    }
+    };
+    let kernel = &KERNELS[index];
     let module = &MODULES[gpu.ordinal as usize][kernel.image];
     if module.get().is_none() {
         // SAFETY: a fatbin made by nvcc at build time, 64-byte aligned, alive for ever.
@@ -176,7 +182,7 @@ fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
     if matches!(kernel.variant, Variant::Route { .. }) && gpu.device.arch.0 >= 90 {
         attribute(A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
     }
-    Ok(*cell.get_or_init(|| Function(function)))
+    Ok(*functions[index].get_or_init(|| Function(function)))
 }
 
 /// Loads kernels ahead of their first launch.
@@ -239,6 +245,6 @@ impl<'a> Stream<'a> {
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(|e| cuda_error(format_args!("{op}: launching {launch:?}"), e))
+            .map_err(|e| cuda_error(format_args!("{op}: launching {launch}"), e))
     }
 }

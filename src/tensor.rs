@@ -346,7 +346,9 @@ fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
         }
     }
     let torch = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>().ok();
-    if let Some(Some(torch)) = torch.map(|modules| modules.get_item(intern!(py, "torch")).ok().flatten()) {
+    let torch = torch.and_then(|modules| modules.get_item(intern!(py, "torch")).ok().flatten());
+    // None there: an import that was ruled out.
+    if let Some(torch) = torch.filter(|torch| !torch.is_none()) {
         if ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)? {
             return Ok(Origin::OldTorch);
         }
