@@ -59,7 +59,7 @@ def calls(o: dict[str, Any]) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, 
         "topk": (ops.topk.default, (logits, 2), {"scoring_func": "sigmoid"}),
         "topk.out": (ops.topk.out, (logits, 2), {"topk_weights": torch.empty_like(weights), "topk_ids": new_ids}),
         "sort_by_expert": (ops.sort_by_expert.default, (ids, 6), {"first_expert": 2}),
-        "routing_tables": (ops.routing_tables.default, (logits, 2), {"simulated_ep": 2}),
+        "routing_tables": (ops.routing_tables.default, (weights, ids, 8), {"gate_dtype": "bfloat16"}),
     }
 
 

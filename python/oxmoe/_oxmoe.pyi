@@ -128,28 +128,27 @@ def sort_by_expert(
     """
 
 def routing_tables(
-    logits: Tensor,  # fp32, bf16 or f16 [T, E]
-    n_expts_act: int,  # k
+    topk_weights: Tensor,  # fp32 [T, k]
+    topk_ids: Tensor,  # int32 or int64 [T, k]; -1: none
+    num_experts: int,
     *,
-    sm_first: bool = False,
-    expt_indx: Tensor | None = None,  # int32 or int64 [T, k]: given experts, in this order
-    simulated_ep: int = 1,  # divides E; E' = E / simulated_ep
-    n_rows: Tensor | int | None = None,  # int32 scalar tensor on logits' device, or a number
+    gate_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """triton_kernels' routing: (gate_scal [T k], expt_hist int32 [E'], slice_offs int32 [E' + 1],
-    combine_indx int32 [T k], dispatch_indx int32 [T k], block_offs_data int32 [4, E' + 1],
-    block_schedule_data int32 [4, N]).
+    """(gate_scal [T k], expt_hist int32 [E], slice_offs int32 [E + 1], combine_indx int32 [T k], dispatch_indx int32 [T k],
+    block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]): triton_kernels' tables of a routed batch.
 
-    Values are the logits, or with sm_first their softmax over all experts rounded to the logits' dtype; the k largest
-    values win, best first, ties to the lower id, unless expt_indx gives the ids. Weights are the chosen values, without
-    sm_first their softmax in fp32. Rows >= n_rows choose nothing. Experts >= E' are dropped (simulated_ep): what a row
-    keeps moves to the front of its k slots.
-    A slot is t * k + j. combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot ->
-    place; -1 where there is none. gate_scal: weight of each place's slot, in the logits' dtype; 0 where there is none.
-    In row i of the two block tables a block is 16 << i rows of one expert: block_offs_data is the running sum of
-    ceil(hist / block), block_schedule_data lists block << 16 | expert, expert by expert, then -1.
-    N = T k if T k <= E', else E' - 1 - floor((E' - T k - 1) / 16).
+    A slot is t * k + j. combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1
+    where there is none. gate_scal: weight of each place's slot in gate_dtype; 0 where there is none. For row i of the two
+    block tables a block is 16 << i rows of one expert: block_offs_data is the running sum of ceil(hist / block), and
+    block_schedule_data lists block << 16 | expert, expert by expert, then -1. N = T k if T k <= E, else
+    E - 1 - floor((E - T k - 1) / 16).
     """
+
+def moe_tensors(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> Tensor:
+    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form: describes the weights at
+    every call, so nothing can go stale when a caller swaps or moves them."""
 
 def explain(
     num_experts: int,

@@ -17,6 +17,7 @@ _BUILDERS: dict[str, Callable[..., _oxmoe.ExpertWeights]] = {
     "float16": _oxmoe.ExpertWeights.f16,
     "float32": _oxmoe.ExpertWeights.f32,
 }
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _SERVED = "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases"
 
 
@@ -49,8 +50,9 @@ def expert_options(
     gemm1_alpha selects GPT-OSS's form, and only there does gate_up_interleaved tell the rows; else gemm1_limit bounds
     the gate after its SiLU; else swiglu_limit (DeepSeek-V4) before it.
     """
-    if activation not in ("silu", "gelu", "relu2"):
-        raise NotImplementedError(f'activation: no kernel for "{activation}"; served are "silu", "gelu" and "relu2"')
+    if activation not in _ACTIVATIONS:
+        served = ", ".join(f'"{name}"' for name in _ACTIVATIONS)
+        raise NotImplementedError(f'activation: no kernel for "{activation}"; served are {served}')
     options: dict[str, Any] = {"activation": activation, "gated": is_gated, "layout": "gate_up"}
     modified = any(value is not None for value in (gemm1_alpha, gemm1_limit, swiglu_limit))
     if modified and not (activation == "silu" and is_gated):
@@ -91,12 +93,15 @@ def run(
     **activation: Any,
 ) -> Tensor:
     """The layer with SGLang's configuration taken apart: kernel of `torch.ops.oxmoe.fused_experts`."""
-    weights = expert_weights(w1, w2, b13=b1, b2=b2, **expert_options(**activation))
-    return _oxmoe.moe(
+    return _oxmoe.moe_tensors(
         hidden_states,
-        weights,
+        w1,
+        w2,
         topk_weights,
         topk_ids,
+        b13=b1,
+        b2=b2,
+        **expert_options(**activation),
         # SGLang scales while it combines: without a combine there is no scale.
         routed_scaling_factor=1.0 if routed_scaling_factor is None or no_combine else routed_scaling_factor,
         apply_router_weight_on_input=apply_router_weight_on_input,

@@ -21,6 +21,9 @@ from oxmoe.tracing import tracing
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
+_LOGITS_OPTION_NAMES = frozenset(
+    ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
+) | {"num_token_non_padded"}
 _EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
     'float? limit=None, str clamp="before"'
@@ -62,8 +65,8 @@ SCHEMAS = {
     ),
     "sort_by_expert": "(Tensor topk_ids, int num_experts, *, int first_expert=0) -> (Tensor, Tensor, Tensor, Tensor)",
     "routing_tables": (
-        "(Tensor logits, int n_expts_act, *, bool sm_first=False, Tensor? expt_indx=None, int simulated_ep=1, "
-        "Tensor? n_rows=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        '(Tensor topk_weights, Tensor topk_ids, int num_experts, *, str gate_dtype="float32") '
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 }
 
@@ -81,6 +84,9 @@ def _moe(
     b2: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
+    if topk_weights is not None and topk_ids is not None:
+        options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
+        return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
     of_experts = {name: options.pop(name) for name in _EXPERT_OPTION_NAMES if name in options}
     weights = expert_weights(w13, w2, b13=b13, b2=b2, **of_experts)
     return _oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
@@ -158,12 +164,13 @@ def _fake_sort(topk_ids: Tensor, num_experts: int, **options: Any) -> tuple[Tens
 
 
 def _fake_routing_tables(
-    logits: Tensor, n_expts_act: int, *, simulated_ep: int = 1, **options: Any
+    topk_weights: Tensor, topk_ids: Tensor, num_experts: int, *, gate_dtype: str = "float32"
 ) -> tuple[Tensor, ...]:
-    experts, slots = logits.shape[1] // simulated_ep, logits.shape[0] * n_expts_act
-    blocks = slots if slots <= experts else experts - 1 - ((experts - slots - 1) // 16)
-    shapes = ((experts,), (experts + 1,), (slots,), (slots,), (4, experts + 1), (4, blocks))
-    return logits.new_empty((slots,)), *(logits.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    slots = topk_ids.numel()
+    blocks = slots if slots <= num_experts else num_experts - 1 - ((num_experts - slots - 1) // 16)
+    shapes = ((num_experts,), (num_experts + 1,), (slots,), (slots,), (4, num_experts + 1), (4, blocks))
+    gates = topk_weights.new_empty((slots,), dtype=getattr(torch, gate_dtype))
+    return gates, *(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 def _fake_nothing(*operands: Any, **options: Any) -> None:
@@ -240,11 +247,10 @@ def _traced_sort(topk_ids: Tensor, num_experts: int, *, first_expert: int = 0) -
     return torch.ops.oxmoe.sort_by_expert.default(topk_ids, num_experts, first_expert=first_expert)
 
 
-def _traced_routing_tables(logits: Tensor, n_expts_act: int, **options: Any) -> tuple[Tensor, ...]:
-    n_rows = options.get("n_rows")
-    if n_rows is not None and not isinstance(n_rows, Tensor):
-        options["n_rows"] = torch.full((), n_rows, dtype=torch.int32, device=logits.device)
-    return torch.ops.oxmoe.routing_tables.default(logits, n_expts_act, **options)
+def _traced_routing_tables(
+    topk_weights: Tensor, topk_ids: Tensor, num_experts: int, *, gate_dtype: str = "float32"
+) -> tuple[Tensor, ...]:
+    return torch.ops.oxmoe.routing_tables.default(topk_weights, topk_ids, num_experts, gate_dtype=gate_dtype)
 
 
 moe = _dispatching(_oxmoe.moe, _traced_moe)

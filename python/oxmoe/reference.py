@@ -223,7 +223,7 @@ def topk(
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if may_vanish else 0.0))
     if num_fused_shared_experts:
         shared = torch.arange(experts, experts + num_fused_shared_experts, device=ids.device).expand(tokens, -1)
-        shared_weights = (weights.sum(-1, keepdim=True) / routed_scaling_factor).expand(shared.shape)
+        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
         ids, weights = torch.cat([ids, shared], dim=1), torch.cat([weights, shared_weights], dim=1)
     if apply_routed_scaling_factor_on_output:
         weights = weights * routed_scaling_factor
@@ -283,7 +283,7 @@ def routing_tables(
     simulated_ep: int = 1,
     n_rows: Tensor | int | None = None,
 ) -> tuple[Tensor, ...]:
-    """The seven tables of triton_kernels' routing, in the order that `_oxmoe.routing_tables` documents."""
+    """The seven tables of triton_kernels' routing, in the order of `_oxmoe.routing_tables`."""
     rows, experts = logits.shape
     values = torch.softmax(logits, dim=-1) if sm_first else logits
     ids = best(values.float(), n_expts_act) if expt_indx is None else expt_indx.long()

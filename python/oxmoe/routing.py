@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oxmoe.dispatch import routing_tables
+from oxmoe.dispatch import routing_tables, topk
+from oxmoe.tracing import HAS_TORCH
 
+if HAS_TORCH:
+    import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -98,6 +101,32 @@ class RoutingData:
         return -(-max(n_rows - self.n_expts_tot + 1, 0) // block_m) + self.n_expts_tot - 1
 
 
+def _choose(
+    logits: Tensor, top_k: int, sm_first: bool, expt_indx: Tensor | None, n_rows: Tensor | int | None
+) -> tuple[Tensor, Tensor]:
+    """(weights fp32, ids int32) [T, k], ids -1 in padding rows."""
+    values = logits.softmax(-1) if sm_first else logits
+    if isinstance(n_rows, int):
+        n_rows = logits.new_full((), n_rows, dtype=torch.int32)
+    if expt_indx is None:
+        scoring = "identity" if sm_first else "softmax_topk"
+        return topk(values, top_k, scoring_func=scoring, renormalize=False, num_token_non_padded=n_rows)
+    if expt_indx.shape != (logits.shape[0], top_k):
+        raise ValueError(f'expt_indx: dimension 1 "n_expts_act": expected {top_k}, got shape {tuple(expt_indx.shape)}')
+    weights = values.gather(1, expt_indx.long()).float()
+    ids = expt_indx.int()
+    if n_rows is not None:
+        ids = ids.masked_fill(torch.arange(ids.shape[0], device=ids.device)[:, None] >= n_rows, -1)
+    return (weights if sm_first else weights.softmax(-1)), ids
+
+
+def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Keeps experts below num_experts; what a row keeps moves to its front, the rest becomes -1."""
+    gone = (ids < 0) | (ids >= num_experts)
+    order = gone.int().argsort(dim=1, stable=True)
+    return weights.gather(1, order), ids.masked_fill(gone, -1).gather(1, order)
+
+
 def routing(
     logits: Tensor,
     n_expts_act: int,
@@ -106,15 +135,25 @@ def routing(
     simulated_ep: int = 1,
     n_rows: Tensor | int | None = None,
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
-    """Routes logits [T, E] to n_expts_act experts a row.
+    """Routes logits [T, E] (fp32, bf16 or f16) to n_expts_act experts a row.
 
-    sm_first: softmax over all experts, then the choice; else the choice, then softmax over the chosen.
-    expt_indx [T, k]: experts that are given, not chosen. simulated_ep: as on the first of that many expert-parallel
-    ranks. n_rows: rows from this one on are padding.
+    sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax over
+    the chosen. expt_indx [T, k]: experts that are given, not chosen. simulated_ep: as on the first of that many
+    expert-parallel ranks. n_rows: rows from this one on are padding.
     """
+    experts = logits.shape[1]
+    if simulated_ep < 1 or experts % simulated_ep:
+        raise ValueError(f"simulated_ep: expected a divisor of {experts} experts, got {simulated_ep}")
+    if not 1 <= n_expts_act <= experts:
+        raise ValueError(f"n_expts_act: expected 1 to {experts} (from logits), got {n_expts_act}")
+    weights, ids = _choose(logits, n_expts_act, sm_first, expt_indx, n_rows)
+    experts //= simulated_ep
+    if simulated_ep > 1:
+        weights, ids = _first_rank(weights, ids, experts)
+    gate_dtype = str(logits.dtype).rpartition(".")[2]
     gate_scal, histogram, offsets, combine_indx, dispatch_indx, block_offs, block_schedule = routing_tables(
-        logits, n_expts_act, sm_first=sm_first, expt_indx=expt_indx, simulated_ep=simulated_ep, n_rows=n_rows
+        weights.contiguous(), ids.contiguous(), experts, gate_dtype=gate_dtype
     )
     metadata = RaggedTensorMetadata(histogram, offsets, block_offs, block_schedule)
-    data = RoutingData(gate_scal, histogram, logits.shape[1] // simulated_ep, n_expts_act, metadata)
+    data = RoutingData(gate_scal, histogram, experts, n_expts_act, metadata)
     return data, GatherIndx(combine_indx, dispatch_indx), ScatterIndx(dispatch_indx, combine_indx)
