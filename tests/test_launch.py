@@ -225,7 +225,7 @@ def test_clusters_and_large_shared_memory_are_asked_for(recorded: tuple[int, lis
         if launch["cluster"][0] > 8:
             assert attributes[launch["kernel"], NON_PORTABLE_CLUSTER] == 1
     sizes = {launch["cluster"][0] for launch in every}
-    assert sizes == ({1} if capability < 90 else {1, 8} if capability >= 120 else {1, 8, 16})
+    assert sizes == ({1} if capability < 90 else {1, 4, 8} if capability >= 120 else {1, 4, 8, 16})
 
 
 def workspace_of(text: str, base: int) -> dict[str, int]:

@@ -50,7 +50,7 @@ impl Operands {
 }
 
 const MAX_EXPERTS: i64 = 512;
-const SCORINGS: &str = "softmax, sigmoid, sqrtsoftplus, softmax_topk, identity";
+const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
 impl Selection<'_> {
     /// As the routing plan sees it.
@@ -93,17 +93,17 @@ impl Selection<'_> {
             "sqrtsoftplus" => Scoring::SqrtSoftplus,
             "softmax_topk" => Scoring::SoftmaxTopk,
             "identity" => Scoring::Identity,
-            other => return Err(Error::Unsupported(format!("scoring_func {other:?}; supported: {SCORINGS}"))),
+            other => contract!("scoring_func: expected {SCORINGS}, got {other:?}"),
         };
         let groups = self.num_expert_group;
         let group_score = if groups <= 1 {
             GroupScore::None
         } else {
-            if experts % groups != 0 || self.topk_group < 1 || self.topk_group > groups || groups > 32 {
-                contract!(
-                    "num_expert_group: expected a divisor of {experts} up to 32 and 1 <= topk_group <= it, got {groups} and {}",
-                    self.topk_group
-                );
+            if experts % groups != 0 || groups > 32 {
+                contract!("num_expert_group: expected a divisor of {experts} experts up to 32, got {groups}");
+            }
+            if self.topk_group < 1 || self.topk_group > groups {
+                contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
             }
             if routed > experts / groups * self.topk_group {
                 contract!("top_k: {routed} experts do not fit in {} groups of {}", self.topk_group, experts / groups);
@@ -114,7 +114,7 @@ impl Selection<'_> {
                     contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts")
                 }
                 "top2" => GroupScore::Top2,
-                other => return Err(Error::Unsupported(format!("group_score {other:?}; supported: max, top2"))),
+                other => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
             }
         };
         Ok(SelectParams {
