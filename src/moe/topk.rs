@@ -78,11 +78,13 @@ impl Selection<'_> {
         if !(1..=MAX_EXPERTS).contains(&experts) {
             return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
         }
+        if self.top_k > MAX_TOP_K {
+            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
+        }
         let routed = self.top_k - self.num_fused_shared_experts;
-        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts || self.top_k > MAX_TOP_K {
+        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
             contract!(
-                "top_k: expected 1 to min(experts {experts} + shared {}, {MAX_TOP_K}), got {} of which {} shared",
-                self.num_fused_shared_experts,
+                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
                 self.top_k,
                 self.num_fused_shared_experts
             );
