@@ -216,7 +216,6 @@ private:
         RingPosition<Stages> ring;
         uint32_t staging = 0;
         int head_start = Skew > 0 && consumer == 0 ? min(Skew, k_blocks(p) - 1) : -1;
-        if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
@@ -226,6 +225,7 @@ private:
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             if (work.expert < 0) break;
+            if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
