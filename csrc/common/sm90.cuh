@@ -92,15 +92,4 @@ __device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint3
                  : "memory");
 }
 
-// ---- registers of a warpgroup ----
-
-template <int Registers>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
-}
-template <int Registers>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
-}
-
 }  // namespace oxmoe::sm90

@@ -57,6 +57,7 @@ struct GroupedGemmSm90 {
     static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
     static constexpr int kUnitSlots = 2;
     static constexpr int kGatherThreads = 64;
+    static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
     // Tokens of an epilogue step, and what a warpgroup stages for them.
     static constexpr int kChunk = MaxTokens < 32 ? MaxTokens : 32;
@@ -68,9 +69,9 @@ struct GroupedGemmSm90 {
             uint8_t tokens[kTokenBytes], weights[kWeightBytes];
         } stage[Stages];
         uint8_t staging[Consumers][2][kStagingBytes];
-        int source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], head_start;
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next, head_start;
     };
     static_assert(sizeof(Shared::stage[0]) % 1024 == 0, "stages start at a swizzle atom");
 
@@ -82,8 +83,6 @@ struct GroupedGemmSm90 {
                                             : MaxTokens * RowTiles > 32 ? 768 / kThreads
                                                                         : 1152 / kThreads;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
-    // 3 warpgroups start with 168 registers a thread and end with 40 + 2 x 232 = 3 x 168.
-    static constexpr bool kMoveRegisters = Consumers == 2 && MaxTokens * RowTiles >= 128;
 
     static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -97,6 +96,7 @@ struct GroupedGemmSm90 {
                 sm90::barrier_init(&shared.unit_full[u], 32);
                 sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
             }
+            sm90::barrier_init(&shared.fetch_next, 1);
             sm90::barrier_init(&shared.head_start, 4);
             sm90::barrier_init_fence();
             sm90::prefetch_tensor_map(&weights);
@@ -105,7 +105,6 @@ struct GroupedGemmSm90 {
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
-            if constexpr (kMoveRegisters) sm90::give_registers<40>();
             const int warp = threadIdx.x / 32;
             if (warp == 0)
                 copy_weights(weights, p, shared);
@@ -114,7 +113,6 @@ struct GroupedGemmSm90 {
             else
                 gather(p, shared);
         } else {
-            if constexpr (kMoveRegisters) sm90::take_registers<232>();
             consume(p, shared);
         }
     }
@@ -128,7 +126,8 @@ private:
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
         const int units = tile_count * row_blocks;
         RingPosition<kUnitSlots> ring;
-        for (int unit = blockIdx.x;; ring.advance()) {
+        RingPosition<1> fetches;
+        for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
             WorkUnit work{-1, 0, 0, 0};
             if (unit < units) {
                 // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
@@ -147,6 +146,7 @@ private:
             sm90::barrier_arrive(&shared.unit_full[ring.slot]);
             if (work.expert < 0) break;
             if (p.next_unit) {
+                sm90::barrier_wait(&shared.fetch_next, fetches.parity);
                 if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
                 unit = __shfl_sync(0xFFFFFFFF, unit, 0);
             } else {
@@ -159,6 +159,9 @@ private:
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
+        // NOTE: the next unit is fetched as late as its latency allows: a CTA that fetched early would hold work back from idle
+        // ones.
+        const int fetch_block = max(0, k_blocks(p) - kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         for (;; units.advance()) {
@@ -167,6 +170,7 @@ private:
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
@@ -179,6 +183,9 @@ private:
     // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
 
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
+                      kGroups = MaxTokens / kGroupRows;
         const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         RingPosition<kUnitSlots> units;
@@ -189,17 +196,29 @@ private:
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+            const int grouped = work.count / kGroupRows * kGroupRows;
+            uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                const int column = block * 8 + chunk;
-                const uint4* x = reinterpret_cast<const uint4*>(p.x) + column;
                 // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
-                const bool inside = column < chunks;
+                const bool inside = block * 8 + chunk < chunks;
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
+                asm("" : "+l"(x));  // one sum a block instead of one a row
                 const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
-#pragma unroll 8
-                for (int n = first; n < work.count; n += kGatherThreads / 8) {
-                    sm90::copy_16_async(tokens + (n - first) * 128, inside ? x + shared.source[units.slot][n] : x - column,
-                                        inside);
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    if (group * kGroupRows >= grouped) break;
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        sm90::copy_16_async(tokens + (group * kGroupRows + i * kPassRows) * 128, x + source[group][i], inside);
+                    }
+                }
+#pragma unroll 1
+                for (int n = grouped + first; n < work.count; n += kPassRows) {
+                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], inside);
                 }
                 sm90::copy_async_arrive(&shared.full[ring.slot]);
             }
