@@ -243,6 +243,7 @@ impl Variant {
     pub fn ctas_per_multiprocessor(&self) -> u32 {
         match (self.sm90_tile(), self) {
             (Some((gated, tile)), _) => sm90_ctas(gated, tile),
+            (_, Variant::GroupedGemmPortable { .. }) => PORTABLE_CTAS,
             (_, Variant::Combine { .. }) => 8,
             _ => 1,
         }
@@ -252,17 +253,44 @@ impl Variant {
     pub fn shared_bytes(&self) -> Option<u32> {
         match (self.sm90_tile(), self) {
             (Some((gated, tile)), _) => Some(sm90_shared_bytes(gated, tile)),
+            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
+                Some(PortableTile { tokens, rows, warps, stages, vector }.shared_bytes())
+            }
             (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
             _ => None,
         }
     }
 }
 
-// TEMP
-pub struct T;
-impl T {
-    fn variant(&self, element: Element, gated: bool) -> Variant {
-        Variant::GroupedGemmPortable { element, gated, tokens: 1, rows: 1, warps: 4, stages: 1, vector: 1 }
+/// Tile of the portable kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortableTile {
+    pub tokens: u32,
+    pub rows: u32,
+    pub warps: u32,
+    pub stages: u32,
+    pub vector: u32,
+}
+
+impl PortableTile {
+    pub fn variant(self, element: Element, gated: bool) -> Variant {
+        let PortableTile { tokens, rows, warps, stages, vector } = self;
+        Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
+    }
+
+    /// Stages of 64 K: 128 bytes of each weight row and token.
+    pub const fn shared_bytes(self) -> u32 {
+        self.stages * (self.rows + self.tokens) * 128
     }
 }
-pub const PORTABLE_TILES: [T; 0] = [];
+
+/// By tokens. The one of vector 1 serves every k that is no multiple of 8.
+pub const PORTABLE_TILES: [PortableTile; 4] = [
+    PortableTile { tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
+    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 4, vector: 8 },
+    PortableTile { tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+];
+
+/// CTAs of the portable kernel that registers allow on one multiprocessor: up to 255 a thread, for 128 threads.
+pub const PORTABLE_CTAS: u32 = 2;

@@ -187,11 +187,12 @@ impl<'py> Call<'_, 'py> {
         let (x_object, x) = &self.x;
         let py = x_object.py();
         let (layer, desc) = (self.layer, &self.desc);
-        if desc.tokens * desc.top_k > i32::MAX as i64 / 2
-            || desc.tokens * layer.desc.hidden.max(layer.desc.intermediate) / 8 > i32::MAX as i64
-        {
+        // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
+        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
+        let elements = desc.tokens * layer.desc.hidden.max(layer.desc.intermediate);
+        if desc.tokens * desc.top_k > i32::MAX as i64 / 2 || elements / vector > i32::MAX as i64 {
             return Err(Error::Unsupported(format!(
-                "x: {} tokens x top-{} is beyond 2^30 slots or 2^34 elements; split the batch",
+                "x: {} tokens x top-{} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch",
                 desc.tokens, desc.top_k
             )));
         }
@@ -211,6 +212,16 @@ impl<'py> Call<'_, 'py> {
             &[Dim::Named("tokens"), Dim::Named("hidden")]
         };
         contract.check("out", &out, out_dims, &[x.elem])?;
+        if x.place != Place::Cpu && layer.desc.hidden % 8 == 0 {
+            for (name, t) in [("x", x), ("out", &out)] {
+                if !(t.data as usize).is_multiple_of(16) {
+                    contract!(
+                        "{name}: must start at a multiple of 16 bytes, got address {:p}; pass {name}.clone()",
+                        t.data
+                    );
+                }
+            }
+        }
         if out.overlaps(x) && out.data != x.data {
             contract!("out: overlaps x without being x");
         }
