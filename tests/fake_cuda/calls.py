@@ -149,7 +149,7 @@ def routing_operations(tokens, experts, top_k):
 
 
 def foreign_context(layer, context):
-    """A call while another context is current, and one while ours is: records, and the context that is current after."""
+    """A call while another context is current, one while ours is: records, and the context that is current after."""
     driver = ctypes.CDLL("libcuda.so.1")
     current = ctypes.c_void_p()
 
