@@ -243,7 +243,9 @@ impl Variant {
     pub fn ctas_per_multiprocessor(&self) -> u32 {
         match (self.sm90_tile(), self) {
             (Some((gated, tile)), _) => sm90_ctas(gated, tile),
-            (_, Variant::GroupedGemmPortable { .. }) => PORTABLE_CTAS,
+            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
+                PortableTile { tokens, rows, warps, stages, vector }.ctas()
+            }
             (_, Variant::Combine { .. }) => 8,
             _ => 1,
         }
@@ -282,15 +284,21 @@ impl PortableTile {
     pub const fn shared_bytes(self) -> u32 {
         self.stages * (self.rows + self.tokens) * 128
     }
+
+    /// CTAs that registers allow on one multiprocessor: 168 a thread suffice up to 64 sums, 255 above.
+    pub const fn ctas(self) -> u32 {
+        if self.rows * self.tokens / (32 * self.warps) <= 64 {
+            3
+        } else {
+            2
+        }
+    }
 }
 
 /// By tokens. The one of vector 1 serves every k that is no multiple of 8.
 pub const PORTABLE_TILES: [PortableTile; 4] = [
     PortableTile { tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
-    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 4, vector: 8 },
+    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
     PortableTile { tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
     PortableTile { tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
 ];
-
-/// CTAs of the portable kernel that registers allow on one multiprocessor: up to 255 a thread, for 128 threads.
-pub const PORTABLE_CTAS: u32 = 2;

@@ -56,18 +56,18 @@ struct GroupedGemmPortable {
         int stage = 0, free_stage = Stages - 1;
         for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
             const Tile tile = p.tiles[unit / row_blocks];
-            const bool has_tokens = first_warp_token() < tile.count;
+            const int groups = (tile.count - first_warp_token() + 7) / 8;  // with tokens; at most 0: none, above kGroups: all
             float sums[kSlices][kGroups][4] = {};
             for (int k_block = 0; k_block < k_blocks; ++k_block) {
                 sm80::copy_wait<Stages - 2>();
                 __syncthreads();  // the stage is there for all, and all have read the one that is overwritten now
                 loader.copy_next(p, stages + free_stage * kStageBytes);
                 sm80::copy_commit();
-                if (has_tokens) multiply(sums, stages + stage * kStageBytes);
+                multiply(sums, stages + stage * kStageBytes, groups);
                 stage = stage + 1 == Stages ? 0 : stage + 1;
                 free_stage = free_stage + 1 == Stages ? 0 : free_stage + 1;
             }
-            if (has_tokens) finish(p, tile, unit % row_blocks * kUnitColumns + first_warp_column(), sums);
+            if (groups > 0) finish(p, tile, unit % row_blocks * kUnitColumns + first_warp_column(), sums);
         }
         sm80::copy_wait<0>();
     }
@@ -177,7 +177,18 @@ private:
 
     // ---- a stage's product ----
 
-    static __device__ __forceinline__ void multiply(float (&sums)[kSlices][kGroups][4], uint32_t stage) {
+    // Multiplies the groups of 8 tokens that exist, rounded up to pairs.
+    // NOTE: only where a warp's sums are few: with 128 a thread, full tiles lost more than the last tile of an expert gained.
+    template <int Groups = kGroups>
+    static __device__ __forceinline__ void multiply(float (&sums)[kSlices][kGroups][4], uint32_t stage, int groups) {
+        if constexpr (Groups > 2 && kSlices * kGroups <= 16) {
+            if (groups <= Groups - 2) return multiply<Groups - 2>(sums, stage, groups);
+        }
+        if (groups > 0) multiply_groups<Groups>(sums, stage);
+    }
+
+    template <int Groups>
+    static __device__ __forceinline__ void multiply_groups(float (&sums)[kSlices][kGroups][4], uint32_t stage) {
         // Lane l addresses weight row l % 16, half l / 16 of 16 K; token l % 8 (+ 8 in the upper 16 lanes), half l / 8 % 2.
         const uint32_t weights = stage + (first_warp_row() + lane() % 16) * kRowBytes;
         const uint32_t weights_chunk = (lane() / 16 ^ lane() % 8) * 16;
@@ -186,15 +197,15 @@ private:
         const uint32_t tokens_chunk = (lane() / 8 % 2 ^ lane() % 8) * 16;
 #pragma unroll
         for (int k = 0; k < kBlockK / 16; ++k) {
-            uint32_t a[kSlices][4], b[kGroups][2];
+            uint32_t a[kSlices][4], b[Groups][2];
 #pragma unroll
-            for (int n = 0; n < kGroups; n += 2) load_tokens(&b[n], tokens + n * 8 * kRowBytes + (tokens_chunk ^ k * 32));
+            for (int n = 0; n < Groups; n += 2) load_tokens(&b[n], tokens + n * 8 * kRowBytes + (tokens_chunk ^ k * 32));
 #pragma unroll
             for (int m = 0; m < kSlices; ++m) sm80::load_matrix_4(a[m], weights + m * 16 * kRowBytes + (weights_chunk ^ k * 32));
 #pragma unroll
             for (int m = 0; m < kSlices; ++m)
 #pragma unroll
-                for (int n = 0; n < kGroups; ++n) sm80::multiply_add<Element>(sums[m][n], a[m], b[n][0], b[n][1]);
+                for (int n = 0; n < Groups; ++n) sm80::multiply_add<Element>(sums[m][n], a[m], b[n][0], b[n][1]);
         }
     }
 
