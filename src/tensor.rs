@@ -403,11 +403,13 @@ pub struct Contract {
     bound: [(&'static str, i64, &'static str); 8],
     count: usize,
     place: Option<(Place, &'static str)>,
+    /// Whether the operands are torch tensors.
+    torch: Option<(bool, &'static str)>,
 }
 
 impl Contract {
     pub fn new() -> Contract {
-        Contract { bound: [("", 0, ""); 8], count: 0, place: None }
+        Contract { bound: [("", 0, ""); 8], count: 0, place: None, torch: None }
     }
 
     /// Fixes a dimension or device that `source` (e.g. the weights) decides.
@@ -433,6 +435,15 @@ impl Contract {
         if !elems.contains(&t.elem) {
             let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
             contract!("{operand}: expected dtype {}, got {}", expected.join(" or "), t.elem);
+        }
+        let torch = t.origin != Origin::Other;
+        match self.torch {
+            None => self.torch = Some((torch, operand)),
+            Some((first, source)) if first != torch => {
+                let kind = |torch| if torch { "a torch tensor" } else { "a numpy array (or another package's)" };
+                contract!("{operand}: is {}, but {source} is {}", kind(torch), kind(first))
+            }
+            _ => {}
         }
         match self.place {
             None => self.place = Some((t.place, operand)),
