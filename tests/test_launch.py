@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oxmoe._oxmoe as extension
 import pytest
+
+import oxmoe._oxmoe as extension
 from fake_cuda.harness import STRUCTS, asked, build, cuda_headers, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234

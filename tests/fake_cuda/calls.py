@@ -12,8 +12,9 @@ import sys
 
 sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
 
-import oxmoe._oxmoe as oxmoe  # noqa: E402
 from tensors import Tensor, install_torch  # noqa: E402
+
+import oxmoe._oxmoe as oxmoe  # noqa: E402
 
 install_torch()
 _read = 0
