@@ -76,6 +76,9 @@ impl fmt::Display for Elem {
             Elem::I32 => f.write_str("int32"),
             Elem::I64 => f.write_str("int64"),
             Elem::U8 => f.write_str("uint8"),
+            Elem::Other(10, 8) => f.write_str("float8_e4m3fn"),
+            Elem::Other(12, 8) => f.write_str("float8_e5m2"),
+            Elem::Other(14, 8) => f.write_str("float8_e8m0fnu"),
             Elem::Other(code, bits) if *code < 7 => write!(f, "{}{bits}", kind(*code)),
             Elem::Other(code, bits) => write!(f, "DLPack type {code} of {bits} bits"),
         }
@@ -168,8 +171,13 @@ impl TensorRef {
 
     /// Whether the two tensors' bytes overlap.
     pub fn overlaps(&self, other: &TensorRef) -> bool {
-        let (a, b) = (self.data as usize, other.data as usize);
-        self.place == other.place && a < b + other.bytes() && b < a + self.bytes()
+        self.place == other.place && self.overlaps_range(other.data, other.bytes())
+    }
+
+    /// The same for memory of the same device.
+    pub fn overlaps_range(&self, start: *const u8, bytes: usize) -> bool {
+        let (a, b) = (self.data as usize, start as usize);
+        a < b + bytes && b < a + self.bytes()
     }
 
     /// Borrows a Python object. `operand` names it in errors.

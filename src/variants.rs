@@ -204,7 +204,7 @@ pub const SM90_TILES: [Sm90Tile; 4] = [
 /// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.
 fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
     let stage = t.tokens * 128 + t.row_tiles * t.consumers * 8192;
-    let staging = 2 * t.consumers * t.tokens.min(32) * if gated { 64 } else { 128 };
+    let staging = 2 * t.consumers * if gated { t.tokens.min(64) * 64 } else { t.tokens.min(32) * 128 };
     let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
     (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
 }

@@ -36,45 +36,40 @@ __device__ __forceinline__ float gelu_exact(float x) {
     return x * (x < 0.f ? tail : 1.f - tail);
 }
 
-// Every kind but Identity. The sigmoid kinds are one formula, x sigmoid(x (alpha + cubic x^2)): tanh-approximated GELU is
-// alpha 2 sqrt(2 / pi), cubic 0.044715 alpha.
-struct ActivationFunction {
-    float slope, cubic;  // of the sigmoid's argument, times -log2(e)
-    float beta, gate_limit, silu_limit, up_limit;
-    bool exact, squared;
+__device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(x * -1.44269504f)); }
 
-    __device__ __forceinline__ explicit ActivationFunction(const Activation& activation) {
-        constexpr float kLog2e = 1.44269504f, kTanhAlpha = 1.5957691216f, kInfinity = __builtin_huge_valf();
-        const bool is_swiglu = activation.kind == ActivationKind::Swiglu;
-        const bool is_tanh = activation.kind == ActivationKind::GegluTanh || activation.kind == ActivationKind::GeluTanh;
-        slope = -kLog2e * (is_swiglu ? activation.alpha : is_tanh ? kTanhAlpha : 1.f);
-        cubic = is_tanh ? 0.044715f * slope : 0.f;
-        beta = is_swiglu ? activation.beta : 0.f;
-        gate_limit = is_swiglu ? activation.gate_limit : kInfinity;
-        silu_limit = is_swiglu ? activation.silu_limit : kInfinity;
-        up_limit = is_swiglu ? activation.up_limit : kInfinity;
-        exact = activation.kind == ActivationKind::Geglu || activation.kind == ActivationKind::Gelu;
-        squared = activation.kind == ActivationKind::Relu2;
-    }
+// The Swiglu kind, plain or with limits.
+struct SwigluFunction {
+    float slope, beta, gate_limit, silu_limit, up_limit;
 
-    __device__ __forceinline__ float sigmoid_gate(float x) const {
-        const float argument = x * fmaf(cubic * x, x, slope);
-        return x * reciprocal_fast(1.f + exp2_fast(argument));
-    }
+    __device__ __forceinline__ explicit SwigluFunction(const Activation& activation)
+        : slope(activation.alpha * -1.44269504f),
+          beta(activation.beta),
+          gate_limit(activation.gate_limit),
+          silu_limit(activation.silu_limit),
+          up_limit(activation.up_limit) {}
 
-    // The gated kinds whose `exact` is false.
-    __device__ __forceinline__ float gated(float gate, float up) const {
-        const float silu = min_nan(sigmoid_gate(min_nan(gate, gate_limit)), silu_limit);
+    __device__ __forceinline__ float operator()(float gate, float up) const {
+        const float x = min_nan(gate, gate_limit);
+        const float silu = min_nan(x * reciprocal_fast(1.f + exp2_fast(x * slope)), silu_limit);
         return silu * (max_nan(min_nan(up, up_limit), -up_limit) + beta);
     }
+};
 
-    // The kinds without a gate.
-    __device__ __forceinline__ float plain(float x) const {
-        if (squared) {
-            const float positive = max_nan(x, 0.f);
-            return positive * positive;
+// The other kinds, of one value; gated kinds multiply the result by up.
+struct ActivationFunction {
+    ActivationKind kind;
+
+    __device__ __forceinline__ explicit ActivationFunction(const Activation& activation) : kind(activation.kind) {}
+
+    __device__ __forceinline__ float operator()(float x) const {
+        if (kind == ActivationKind::Geglu || kind == ActivationKind::Gelu) return gelu_exact(x);
+        if (kind == ActivationKind::GegluTanh || kind == ActivationKind::GeluTanh) {
+            return x * sigmoid_fast(x * fmaf(0.0713548163f * x, x, 1.5957691216f));
         }
-        return exact ? gelu_exact(x) : sigmoid_gate(x);
+        if (kind == ActivationKind::Silu) return x * sigmoid_fast(x);
+        if (kind == ActivationKind::Relu2) return max_nan(x, 0.f) * max_nan(x, 0.f);
+        return x;
     }
 };
 

@@ -92,15 +92,19 @@ __device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint3
                  : "memory");
 }
 
-// ---- registers of a warpgroup ----
-
-template <int Registers>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
 }
-template <int Registers>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+
+// NOTE: in asm, because nvcc splits a uint4 assignment into 4-byte stores when it cannot prove the alignment.
+__device__ __forceinline__ void store_global_16(void* address, const uint4& value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+                 : "memory");
 }
 
 }  // namespace oxmoe::sm90

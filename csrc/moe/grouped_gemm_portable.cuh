@@ -265,7 +265,6 @@ private:
 
     // In place; gated results replace the gates.
     static __device__ __forceinline__ void activate(const Activation& activation, float (&sums)[kSlices][kGroups][4]) {
-        const ActivationFunction function(activation);
         auto apply = [&](auto each) {
 #pragma unroll
             for (int m = 0; m < kSlices; ++m)
@@ -275,15 +274,13 @@ private:
                     for (int i = 0; i < (Gated ? 2 : 4); ++i)
                         sums[m][n][i] = each(sums[m][n][i], Gated ? sums[m][n][2 + i % 2] : 0.f);
         };
-        // One branch a launch outside the unrolled loops, not one an element.
-        if (function.exact)
-            apply([&](float x, float up) { return Gated ? gelu_exact(x) * up : gelu_exact(x); });
-        else if (Gated)
-            apply([&](float gate, float up) { return function.gated(gate, up); });
-        else if (function.squared)
-            apply([&](float x, float) { return max_nan(x, 0.f) * max_nan(x, 0.f); });
-        else
-            apply([&](float x, float) { return function.sigmoid_gate(x); });
+        // The usual kind has its own code; the others share one.
+        if (Gated && activation.kind == ActivationKind::Swiglu) {
+            apply(SwigluFunction(activation));
+        } else {
+            const ActivationFunction function(activation);
+            apply([&](float x, float up) { return Gated ? function(x) * up : function(x); });
+        }
     }
 
     static __device__ __forceinline__ void store(const GroupedGemmParams& p, const Tile& tile, int first_column,

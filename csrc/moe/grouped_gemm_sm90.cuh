@@ -1,7 +1,8 @@
 // Grouped GEMM for Hopper: out[place] = activation(weights[expert(place)] x[row(place)] + bias[expert(place)]), 16-bit in and
-// out. Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for. Persistent and
-// warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers` warpgroups, each with
-// RowTiles x 64 weight rows.
+// out. Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
+//
+// Persistent and warp-specialised: a producer warpgroup (its first thread copies weights, its last warp also reads the
+// schedule), then `Consumers` warpgroups of RowTiles x 64 weight rows each.
 //
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. Any other shape is the
 // portable kernel's. The weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements a box, the 128-byte swizzle, and orders
@@ -56,11 +57,10 @@ struct GroupedGemmSm90 {
     static constexpr int kTokenBytes = MaxTokens * 128;
     static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
     static constexpr int kUnitSlots = 2;
-    static constexpr int kGatherThreads = 64;
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
-    // Tokens of an epilogue step, and what a warpgroup stages for them.
-    static constexpr int kChunk = MaxTokens < 32 ? MaxTokens : 32;
+    // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer.
     static constexpr int kOutputBytes = Gated ? 64 : 128;
+    static constexpr int kChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
     static constexpr int kStagingBytes = kChunk * kOutputBytes;
 
     struct alignas(128) Shared {
@@ -68,7 +68,7 @@ struct GroupedGemmSm90 {
             uint8_t tokens[kTokenBytes], weights[kWeightBytes];
         } stage[Stages];
         uint8_t staging[Consumers][2][kStagingBytes];
-        int source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], head_start;
     };
@@ -82,127 +82,190 @@ struct GroupedGemmSm90 {
                                             : MaxTokens * RowTiles > 32 ? 768 / kThreads
                                                                         : 1152 / kThreads;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
-    // 3 warpgroups start with 168 registers a thread and end with 40 + 2 x 232 = 3 x 168.
-    static constexpr bool kMoveRegisters = Consumers == 2 && MaxTokens * RowTiles >= 128;
 
     static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
             for (int s = 0; s < Stages; ++s) {
-                sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
+                sm90::barrier_init(&shared.full[s], 1 + 128);
                 sm90::barrier_init(&shared.empty[s], 4 * Consumers);
             }
             for (int u = 0; u < kUnitSlots; ++u) {
                 sm90::barrier_init(&shared.unit_full[u], 32);
-                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
+                sm90::barrier_init(&shared.unit_empty[u], 4 + 4 * Consumers);
             }
             sm90::barrier_init(&shared.head_start, 4);
             sm90::barrier_init_fence();
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        // NOTE: with an older schedule only x is in flight, and only the producers wait, before they gather.
         if (!p.schedule_is_older) pdl::wait();
-        if (threadIdx.x < 128) {
-            if constexpr (kMoveRegisters) sm90::give_registers<40>();
-            const int warp = threadIdx.x / 32;
-            if (warp == 0)
-                copy_weights(weights, p, shared);
-            else if (warp == 1)
-                schedule(p, shared);
-            else
-                gather(p, shared);
-        } else {
-            if constexpr (kMoveRegisters) sm90::take_registers<232>();
+        if (threadIdx.x < 128)
+            produce(weights, p, shared);
+        else
             consume(p, shared);
-        }
     }
 
 private:
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
 
-    // ---- schedule: one warp turns the schedule's tiles into work units ----
+    // ---- schedule: one warp makes work units of the schedule's tiles, each in four steps that leave time for the loads between
+    // ----
 
-    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
-        const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
-        const int units = tile_count * row_blocks;
+    struct Scheduler {
+        static constexpr int kSteps = 4, kBlocksAStep = 2, kLaneTokens = (MaxTokens + 31) / 32;
+
+        const GroupedGemmParams& p;
+        Shared& shared;
+        const int lane, row_blocks, tile_count;
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        const int first_block;
         RingPosition<kUnitSlots> ring;
-        for (int unit = blockIdx.x;; ring.advance()) {
-            WorkUnit work{-1, 0, 0, 0};
-            if (unit < units) {
-                // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
-                const int group = unit / (TileGroup * row_blocks), place = unit % (TileGroup * row_blocks);
-                const int group_tiles = min(TileGroup, tile_count - group * TileGroup);
-                const Tile tile = p.tiles[group * TileGroup + place % group_tiles];
-                work = {tile.expert, tile.first, tile.count, place / group_tiles};
-            }
-            sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
-            for (int n = lane; n < work.count; n += 32) {
-                const int place = work.first + n;
-                const int row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
-                shared.source[ring.slot][n] = row * (p.k / 8);
-            }
-            if (lane == 0) shared.unit[ring.slot] = work;
-            sm90::barrier_arrive(&shared.unit_full[ring.slot]);
-            if (work.expert < 0) break;
-            if (p.next_unit) {
-                if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
-                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-            } else {
-                unit += gridDim.x;
+        int unit, step = 1;
+        WorkUnit work;
+        int slots[kLaneTokens];
+
+        __device__ __forceinline__ Scheduler(const GroupedGemmParams& p, Shared& shared)
+            : p(p),
+              shared(shared),
+              lane(threadIdx.x % 32),
+              row_blocks((p.rows + kRows - 1) / kRows),
+              tile_count(*p.tile_count),
+              first_block(max(0, k_blocks(p) - kSteps * kBlocksAStep)),
+              unit(blockIdx.x) {
+            finish();
+        }
+
+        // The next unit's step that is due after this K block of the present unit.
+        __device__ __forceinline__ void advance(int block) {
+            if (step < kSteps && block >= first_block + step * kBlocksAStep) take_step();
+        }
+
+        __device__ __forceinline__ void finish() {
+#pragma unroll 1
+            while (step < kSteps) take_step();
+            step = 0;
+        }
+
+        __device__ __forceinline__ void take_step() {
+            switch (step++) {
+                case 0:
+                    if (!p.next_unit)
+                        unit += gridDim.x;
+                    else if (lane == 0)
+                        unit = gridDim.x + atomicAdd(p.next_unit, 1);
+                    break;
+                case 1:
+                    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+                    work = {-1, 0, 0, 0};
+                    if (unit < tile_count * row_blocks) {
+                        // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
+                        const int group = unit / (TileGroup * row_blocks), place = unit % (TileGroup * row_blocks);
+                        const int group_tiles = min(TileGroup, tile_count - group * TileGroup);
+                        const Tile tile = p.tiles[group * TileGroup + place % group_tiles];
+                        work = {tile.expert, tile.first, tile.count, place / group_tiles};
+                    }
+                    break;
+                case 2:
+#pragma unroll
+                    for (int i = 0; i < kLaneTokens; ++i) {
+                        const int place = work.first + i * 32 + lane;
+                        slots[i] = p.slot_of_place && i * 32 + lane < work.count ? p.slot_of_place[place] : place;
+                    }
+                    break;
+                case 3:
+                    sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
+#pragma unroll
+                    for (int i = 0; i < kLaneTokens; ++i) {
+                        const int row = p.slot_of_place ? slots[i] / p.row_divisor : slots[i];
+                        if (i * 32 + lane < work.count) shared.source[ring.slot][i * 32 + lane] = row * (p.k / 8);
+                    }
+                    if (lane == 0) shared.unit[ring.slot] = work;
+                    sm90::barrier_arrive(&shared.unit_full[ring.slot]);
+                    ring.advance();
             }
         }
+    };
+
+    struct NoScheduler {
+        __device__ __forceinline__ void advance(int) {}
+        __device__ __forceinline__ void finish() {}
+    };
+
+    // ---- producers: weights by the copy engine, one box a stage; tokens by cp.async, 8 neighbouring threads 128 bytes of a row
+    // ----
+
+    static __device__ __forceinline__ void produce(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x / 32 == 3)
+            produce_units(weights, p, shared, Scheduler(p, shared));
+        else
+            produce_units(weights, p, shared, NoScheduler());
     }
 
-    // ---- weights: one thread, one box a stage ----
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, Shared& shared, const WorkUnit& work,
+                                                        int block, int slot) {
+        sm90::barrier_arrive_expect(&shared.full[slot], kWeightBytes);
+        sm90::copy_tensor_5d(shared.stage[slot].weights, &weights,
+                             {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert}, &shared.full[slot]);
+    }
 
-    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
-        if (threadIdx.x != 0) return;
+    // Columns of the tile without a token keep old bytes: they reach only sums that are never stored.
+    template <typename Schedule>
+    static __device__ __forceinline__ void produce_units(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared,
+                                                         Schedule schedule) {
+        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        constexpr int kPassRows = 128 / 8, kGroup = 2, kGroupRows = kGroup * kPassRows, kGroups = MaxTokens / kGroupRows;
+        const int chunk = threadIdx.x % 8, first = threadIdx.x / 8, chunks = p.k / 8, blocks = k_blocks(p);
+        const uint32_t swizzled = first * 128 + ((chunk ^ first % 8) * 16);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
+        bool waited = false;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
-            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
-                sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
-                                     {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert},
-                                     &shared.full[ring.slot]);
+            int weights_ahead = 0;  // K blocks whose weights are under way before x is known
+            if (!waited) {
+                weights_ahead = work.expert < 0 ? 0 : min(Stages, blocks);
+                if (threadIdx.x == 0) {
+                    for (int block = 0; block < weights_ahead; ++block) copy_weights(weights, shared, work, block, block);
+                }
+                pdl::wait();
+                pdl::launch_dependents();
+                waited = true;
             }
-        }
-    }
-
-    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
-
-    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
-        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
-        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
-        RingPosition<kUnitSlots> units;
-        RingPosition<Stages> ring;
-        pdl::wait();
-        pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
-            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+            const uint32_t* sources = shared.source[units.slot];
+            const int grouped = work.count / kGroupRows * kGroupRows;
+            uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
+#pragma unroll 1
+            for (int block = 0; block < blocks; ++block, ring.advance()) {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                const int column = block * 8 + chunk;
-                const uint4* x = reinterpret_cast<const uint4*>(p.x) + column;
+                if (threadIdx.x == 0 && block >= weights_ahead) copy_weights(weights, shared, work, block, ring.slot);
                 // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
-                const bool inside = column < chunks;
+                const bool inside = block * 8 + chunk < chunks;
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
+                asm("" : "+l"(x));  // one sum a block instead of one a row
                 const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
-#pragma unroll 8
-                for (int n = first; n < work.count; n += kGatherThreads / 8) {
-                    sm90::copy_16_async(tokens + (n - first) * 128, inside ? x + shared.source[units.slot][n] : x - column,
-                                        inside);
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    if (group * kGroupRows >= grouped) break;
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        sm90::copy_16_async(tokens + (group * kGroupRows + i * kPassRows) * 128, x + source[group][i], inside);
+                    }
+                }
+#pragma unroll 1
+                for (int n = grouped + first; n < work.count; n += kPassRows) {
+                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], inside);
                 }
                 sm90::copy_async_arrive(&shared.full[ring.slot]);
+                schedule.advance(block);
             }
+            schedule.finish();
             __syncwarp();
             if (threadIdx.x % 32 == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         }
@@ -216,7 +279,6 @@ private:
         RingPosition<Stages> ring;
         uint32_t staging = 0;
         int head_start = Skew > 0 && consumer == 0 ? min(Skew, k_blocks(p) - 1) : -1;
-        if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
@@ -226,27 +288,38 @@ private:
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             if (work.expert < 0) break;
+            if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
 #pragma unroll
-            for (int i = 0; i < RowTiles * MaxTokens / 2; ++i)
+            for (int i = 0; i < RowTiles * MaxTokens / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
-            multiply_at_width<16>(work.count, sums, p, shared, ring, head_start);
+            }
+            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring, head_start);
             head_start = -1;
-            store(work, sums, p, shared, staging);
+            const bool activated = prepare_sums(work, sums, p);
+            if (!Gated || activated)
+                store<true>(work, sums, p, shared, staging);
+            else
+                store<false>(work, sums, p, shared, staging);
         }
     }
 
-    // The smallest width that holds the tile.
-    template <int Width>
+    // The smallest width that holds the tile, by bisection.
+    template <int Low, int High>
     static __device__ __forceinline__ void multiply_at_width(int count, float (&sums)[RowTiles][MaxTokens / 2],
                                                              const GroupedGemmParams& p, Shared& shared,
                                                              RingPosition<Stages>& ring, int head_start) {
-        if constexpr (Width < MaxTokens) {
-            if (count > Width) return multiply_at_width<Width + 16>(count, sums, p, shared, ring, head_start);
+        if constexpr (Low == High) {
+            multiply<Low>(sums, p, shared, ring, head_start);
+        } else {
+            constexpr int kMiddle = (Low + High) / 32 * 16;
+            if (count <= kMiddle)
+                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring, head_start);
+            else
+                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring, head_start);
         }
-        multiply<Width>(sums, p, shared, ring, head_start);
     }
 
     template <int Width>
@@ -298,30 +371,59 @@ private:
         return half * p.out_columns + slice * 8 + row;
     }
 
-    // Turns 16 tokens' sums, token pairs of a lane as in wgmma.cuh, into packed outputs: [0] tokens 0 to 7, [1] tokens 8 to 15,
-    // plain kinds with both halves of each.
-    static __device__ __forceinline__ void finish(const float* sums, uint32_t (&packed)[Gated ? 2 : 4],
-                                                  const GroupedGemmParams& p, const ActivationFunction& activation) {
+    // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
+    // activation is done; a gated kind's outputs then lie where its gates were.
+    static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
+                                                        const GroupedGemmParams& p) {
+        constexpr int kSums = MaxTokens / 2;
+        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        if (p.bias) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float* d = sums + 4 * j;
-            if constexpr (Gated) {
-                const bool swap = p.layout == W13Layout::UpGate;
-                float results[2];
+            for (int m = 0; m < RowTiles; ++m) {
+                const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
+                float bias[2] = {0.f, 0.f};
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float gate = swap ? d[2 + i] : d[i], up = swap ? d[i] : d[2 + i];
-                    results[i] = activation.exact ? gelu_exact(gate) * up : activation.gated(gate, up);
+                for (int half = 0; half < 2; ++half) {
+                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
+                    if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
                 }
-                packed[j] = pack<Element>(results[0], results[1]);
-            } else if (p.activation.kind == ActivationKind::Identity) {
-                packed[2 * j] = pack<Element>(d[0], d[1]);
-                packed[2 * j + 1] = pack<Element>(d[2], d[3]);
-            } else {
-                packed[2 * j] = pack<Element>(activation.plain(d[0]), activation.plain(d[1]));
-                packed[2 * j + 1] = pack<Element>(activation.plain(d[2]), activation.plain(d[3]));
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[i / 2 % 2];
             }
         }
+        if (p.slot_weights) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const int n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if (i % 4 >= 2 || n >= work.count) continue;
+                const int slot = p.slot_of_place ? p.slot_of_place[work.first + n] : work.first + n;
+#pragma unroll
+                for (int m = 0; m < RowTiles; ++m) {
+                    sums[m][i] *= p.slot_weights[slot];
+                    sums[m][i + 2] *= p.slot_weights[slot];
+                }
+            }
+        }
+        if (Gated && p.layout == W13Layout::UpGate) {
+#pragma unroll
+            for (int i = 0; i < RowTiles * kSums; ++i) {
+                if (i % 4 >= 2) continue;
+                const float up = sums[i / kSums][i % kSums];
+                sums[i / kSums][i % kSums] = sums[i / kSums][i % kSums + 2];
+                sums[i / kSums][i % kSums + 2] = up;
+            }
+        }
+        if (p.activation.kind == (Gated ? ActivationKind::Swiglu : ActivationKind::Identity)) return false;
+        const ActivationFunction activation(p.activation);
+#pragma unroll
+        for (int i = 0; i < RowTiles * kSums; ++i) {
+            float& sum = sums[i / kSums][i % kSums];
+            if (!Gated)
+                sum = activation(sum);
+            else if (i % 4 < 2)
+                sum = activation(sum) * sums[i / kSums][i % kSums + 2];
+        }
+        return true;
     }
 
     // Where this lane's address for stmatrix lies in a chunk, relative to token 0 of 16; chunks of 16 bytes are swizzled.
@@ -329,11 +431,12 @@ private:
         return Gated ? token * 64 + ((chunk ^ token / 2 % 4) * 16) : token * 128 + ((chunk ^ token % 8) * 16);
     }
 
-    static __device__ __forceinline__ void store(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
+    template <bool Activated>
+    static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                  const GroupedGemmParams& p, Shared& shared, uint32_t& staging) {
         constexpr int kTokenThreads = kOutputBytes / 16, kPassTokens = 128 / kTokenThreads;
         const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-        const ActivationFunction activation(p.activation);
+        const SwigluFunction swiglu(p.activation);
         const uint32_t buffers = sm90::shared_address(shared.staging[consumer]);
         // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
         const uint32_t turned =
@@ -343,47 +446,36 @@ private:
 #pragma unroll
         for (int m = 0; m < RowTiles; ++m) {
             const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
-            float bias[2] = {0.f, 0.f};
-            if (p.bias) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = weight_row(p, row_tile * 4 + warp, half, lane / 4);
-                    if (row_tile * 64 + warp * 16 < p.rows) bias[half] = load_bias(p, size_t(work.expert) * p.rows + row);
-                }
-            }
             const int column = (row_tile * 4 << kOutputBits) + thread % kTokenThreads * 8;
+            const int limit = column < p.out_columns && (kPassTokens <= kChunk || token < kChunk) ? work.count - token : 0;
             Element* out = reinterpret_cast<Element*>(p.out) + size_t(work.first + token) * p.out_columns + column;
 #pragma unroll
-            for (int chunk = 0; chunk < MaxTokens / kChunk; ++chunk) {
-                if (chunk * kChunk >= work.count) break;
+            for (int chunk = 0; chunk < MaxTokens; chunk += kChunk) {
+                if (chunk >= work.count) break;
 #pragma unroll
                 for (int step = 0; step < kChunk; step += 16) {
-                    float* d = &sums[m][(chunk * kChunk + step) / 2];
+                    uint32_t packed[Gated ? 2 : 4];
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) d[i] += bias[i / 2 % 2];
-                    if (p.slot_weights) {
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) {
-                            const int n = chunk * kChunk + step + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                            if (n < work.count)
-                                d[i] *= p.slot_weights[p.slot_of_place ? p.slot_of_place[work.first + n] : work.first + n];
+                    for (int j = 0; j < 2; ++j) {
+                        const float* d = &sums[m][(chunk + step) / 2 + 4 * j];
+                        if constexpr (!Gated) {
+                            packed[2 * j] = pack<Element>(d[0], d[1]);
+                            packed[2 * j + 1] = pack<Element>(d[2], d[3]);
+                        } else if constexpr (Activated) {
+                            packed[j] = pack<Element>(d[0], d[1]);
+                        } else {
+                            packed[j] = pack<Element>(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
                         }
                     }
-                    uint32_t packed[Gated ? 2 : 4];
-                    finish(d, packed, p, activation);
                     sm90::store_tiles_turned(buffers + staging + step * kOutputBytes + turned, packed);
                 }
                 // One barrier a chunk: the buffer before last is free when everybody is here again.
                 sm90::named_barrier(1 + consumer, 128);
 #pragma unroll
                 for (int n = 0; n < kChunk; n += kPassTokens) {
-                    const int place = chunk * kChunk + n;
-                    if ((kPassTokens <= kChunk || token < kChunk) && place + token < work.count && column < p.out_columns) {
-                        uint4 row;
-                        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(row.x), "=r"(row.y), "=r"(row.z), "=r"(row.w)
-                                     : "r"(buffers + staging + n * kOutputBytes + read));
-                        *reinterpret_cast<uint4*>(out + size_t(place) * p.out_columns) = row;
+                    if (chunk + n < limit) {
+                        sm90::store_global_16(out + size_t(chunk + n) * p.out_columns,
+                                              sm90::load_shared_16(buffers + staging + n * kOutputBytes + read));
                     }
                 }
                 staging ^= kStagingBytes;

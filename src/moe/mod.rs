@@ -225,6 +225,19 @@ impl<'py> Call<'_, 'py> {
         if out.overlaps(x) && out.data != x.data {
             contract!("out: overlaps x without being x");
         }
+        let Layer { up, down, .. } = layer;
+        let element = x.elem.bytes();
+        for (name, matrix) in [("w13", up), ("w2", down)] {
+            let bytes = layer.desc.experts as usize * matrix.rows as usize * matrix.k as usize * element;
+            if out.overlaps_range(matrix.data, bytes) {
+                contract!("out: overlaps {name}");
+            }
+        }
+        if let Routing::Given { weights, ids } = &self.routing {
+            if out.overlaps(weights) || out.overlaps(ids) {
+                contract!("out: overlaps topk_weights or topk_ids");
+            }
+        }
         if desc.tokens == 0 {
             return Ok(out_object);
         }
@@ -268,9 +281,10 @@ impl<'py> Call<'_, 'py> {
         if given.bytes() < bytes {
             contract!("workspace: expected at least {bytes} bytes (workspace_bytes), got {}", given.bytes());
         }
-        let alignment = if x.place == Place::Cpu { 16 } else { crate::workspace::ALIGNMENT };
+        // What torch's allocators give: 64 on CPU, 512 on GPUs.
+        let alignment = if x.place == Place::Cpu { 64 } else { crate::workspace::ALIGNMENT };
         if !(given.data as usize).is_multiple_of(alignment) {
-            contract!("workspace: must start at a multiple of {alignment} bytes, got address {:p}", given.data);
+            contract!("workspace: must be {alignment}-byte aligned, got address {:p}", given.data);
         }
         if given.overlaps(x) || given.overlaps(out) {
             contract!("workspace: overlaps x or out");
@@ -437,7 +451,7 @@ pub fn moe_tensors<'py>(
         let (b13, b2) = (borrow("b13", b13)?, borrow("b2", b2)?);
         if up.elem.dtype().is_none() {
             return Err(Error::Unsupported(format!(
-                "w13: dtype {}; supported: bfloat16, float16, float32 (CPU)",
+                "w13: dtype {}; oxmoe serves bfloat16, float16, float32 (on CPU)",
                 up.elem
             )));
         }

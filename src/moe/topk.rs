@@ -50,7 +50,7 @@ impl Operands {
 }
 
 const MAX_EXPERTS: i64 = 512;
-const SCORINGS: &str = "softmax, sigmoid, sqrtsoftplus, softmax_topk, identity";
+const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
 impl Selection<'_> {
     /// As the routing plan sees it.
@@ -78,11 +78,13 @@ impl Selection<'_> {
         if !(1..=MAX_EXPERTS).contains(&experts) {
             return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
         }
+        if self.top_k > MAX_TOP_K {
+            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
+        }
         let routed = self.top_k - self.num_fused_shared_experts;
-        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts || self.top_k > MAX_TOP_K {
+        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
             contract!(
-                "top_k: expected 1 to min(experts {experts} + shared {}, {MAX_TOP_K}), got {} of which {} shared",
-                self.num_fused_shared_experts,
+                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
                 self.top_k,
                 self.num_fused_shared_experts
             );
@@ -93,17 +95,17 @@ impl Selection<'_> {
             "sqrtsoftplus" => Scoring::SqrtSoftplus,
             "softmax_topk" => Scoring::SoftmaxTopk,
             "identity" => Scoring::Identity,
-            other => return Err(Error::Unsupported(format!("scoring_func {other:?}; supported: {SCORINGS}"))),
+            other => contract!("scoring_func: expected {SCORINGS}, got {other:?}"),
         };
         let groups = self.num_expert_group;
         let group_score = if groups <= 1 {
             GroupScore::None
         } else {
-            if experts % groups != 0 || self.topk_group < 1 || self.topk_group > groups || groups > 32 {
-                contract!(
-                    "num_expert_group: expected a divisor of {experts} up to 32 and 1 <= topk_group <= it, got {groups} and {}",
-                    self.topk_group
-                );
+            if experts % groups != 0 || groups > 32 {
+                contract!("num_expert_group: expected a divisor of {experts} experts up to 32, got {groups}");
+            }
+            if self.topk_group < 1 || self.topk_group > groups {
+                contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
             }
             if routed > experts / groups * self.topk_group {
                 contract!("top_k: {routed} experts do not fit in {} groups of {}", self.topk_group, experts / groups);
@@ -114,7 +116,7 @@ impl Selection<'_> {
                     contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts")
                 }
                 "top2" => GroupScore::Top2,
-                other => return Err(Error::Unsupported(format!("group_score {other:?}; supported: max, top2"))),
+                other => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
             }
         };
         Ok(SelectParams {

@@ -86,9 +86,11 @@ impl Options<'_> {
             ("silu", false) => ActivationKind::Silu,
             ("gelu", false) => ActivationKind::Gelu,
             ("gelu_tanh", false) => ActivationKind::GeluTanh,
-            (other, gated) => {
-                let form = if gated { "gated" } else { "not gated" };
-                return Err(Error::Unsupported(format!("activation {form} {other:?}; supported: {ACTIVATIONS}")));
+            ("relu2", true) => {
+                return Err(Error::Unsupported(format!("activation gated \"relu2\"; supported: {ACTIVATIONS}")))
+            }
+            (other, _) => {
+                contract!("activation: expected \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\", got {other:?}")
             }
         };
         let plain = self.alpha == 1.0 && self.beta == 0.0 && self.limit.is_none();
