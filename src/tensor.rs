@@ -407,6 +407,7 @@ pub enum Dim {
 }
 
 /// The contract of one call: named dimensions, one device. Checks each operand once; the message has operand, dimension, expected, got.
+#[derive(Default)]
 pub struct Contract {
     bound: [(&'static str, i64, &'static str); 8],
     count: usize,
@@ -417,7 +418,7 @@ pub struct Contract {
 
 impl Contract {
     pub fn new() -> Contract {
-        Contract { bound: [("", 0, ""); 8], count: 0, place: None, torch: None }
+        Contract::default()
     }
 
     /// Fixes a dimension or device that `source` (e.g. the weights) decides.

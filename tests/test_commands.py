@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import oxmoe.sglang
 import pytest
 import torch
+
+import oxmoe.sglang
 from oxmoe import __main__, doctor, reference
 from oxmoe.bench import layers
 from oxmoe.bench.peers import PEERS, Oxmoe

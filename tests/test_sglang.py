@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-import oxmoe.sglang
 import pytest
 import torch
+from torch import Tensor
+
+import oxmoe.sglang
 from cases import GPT_OSS, Layer, Shape, make_layer, make_routing, make_x, tie_free_logits
 from oxmoe import reference
 from oxmoe.testing import assert_close_ulp, same_bits
-from torch import Tensor
 
 pytest.importorskip("sglang")
 

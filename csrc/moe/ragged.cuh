@@ -1,5 +1,5 @@
-// triton_kernels' tables of a sorted batch: gate weights in expert order, and for blocks of 16, 32, 64 and 128 rows the first block of
-// each expert and the list of blocks. Every CTA scans the experts for itself; the grid shares the writing.
+// triton_kernels' tables of a sorted batch: gate weights in expert order, and for blocks of 16, 32, 64 and 128 rows the first
+// block of each expert and the list of blocks. Every CTA scans the experts for itself; the grid shares the writing.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-"""`python -m oxmoe bench` and `python -m oxmoe doctor`."""
+"""`python -m oxmoe demo`, `doctor` and `bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "demo": "runs, checks and times one real MoE layer on this machine",
     "bench": "times MoE layers against the peers installed here",
     "doctor": "says what oxmoe finds on this machine and what is taken over in SGLang",
 }

@@ -134,21 +134,22 @@ def routing_tables(
     *,
     gate_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(gate_scal [T k], expt_hist int32 [E], slice_offs int32 [E + 1], combine_indx int32 [T k], dispatch_indx int32 [T k],
-    block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]): triton_kernels' tables of a routed batch.
+    """(gate_scal [T k], expt_hist int32 [E], slice_offs int32 [E + 1], combine_indx int32 [T k],
+    dispatch_indx int32 [T k], block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]): triton_kernels'
+    tables of a routed batch.
 
-    A slot is t * k + j. combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1
-    where there is none. gate_scal: weight of each place's slot in gate_dtype; 0 where there is none. For row i of the two
-    block tables a block is 16 << i rows of one expert: block_offs_data is the running sum of ceil(hist / block), and
-    block_schedule_data lists block << 16 | expert, expert by expert, then -1. N = T k if T k <= E, else
-    E - 1 - floor((E - T k - 1) / 16).
+    A slot is t * k + j. combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot ->
+    place; -1 where there is none. gate_scal: weight of each place's slot in gate_dtype; 0 where there is none. For row
+    i of the two block tables a block is 16 << i rows of one expert: block_offs_data is the running sum of
+    ceil(hist / block), and block_schedule_data lists block << 16 | expert, expert by expert, then -1.
+    N = T k if T k <= E, else E - 1 - floor((E - T k - 1) / 16).
     """
 
-def moe_tensors(
-    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
-) -> Tensor:
-    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form: describes the weights at
-    every call, so nothing can go stale when a caller swaps or moves them."""
+def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any) -> Tensor:
+    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form.
+
+    Describes the weights at every call, so nothing can go stale when a caller swaps or moves them.
+    """
 
 def explain(
     num_experts: int,

@@ -1,13 +1,15 @@
-"""`python -m oxmoe demo`: one MoE layer of Qwen3-30B-A3B, checked and timed on this machine, with torch or with numpy alone.
+"""`python -m oxmoe demo`: one MoE layer of Qwen3-30B-A3B, checked and timed here, with torch or with numpy alone.
 
 Runs on a GPU when torch sees one that this build has kernels for, else on the CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -112,18 +114,25 @@ def choose() -> tuple[Any, str]:
     if not torch.cuda.is_available():
         return Torch(gpu=False), "torch cannot use the GPU" if info["gpus"] else ""
     if not info["gpus"][0]["kernels"]:
-        return Torch(gpu=False), f"this build has kernels for {info['archs']}, not for {info['gpus'][0]['arch']}: on the CPU"
+        return Torch(
+            gpu=False
+        ), f"this build has kernels for {info['archs']}, not for {info['gpus'][0]['arch']}: on the CPU"
     return Torch(gpu=True), ""
 
 
-def main() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", help="batch sizes (default: some that suit the machine)")
+
+
+def run(args: argparse.Namespace) -> int:
     """0 when every checked value is right."""
     info = device_info()
     library, remark = choose()
-    on_gpu = library.where != "CPU"
+    on_gpu, bar = library.where != "CPU", ERROR_BARS[library.format]
     machine = library.where if on_gpu else f"CPU ({info['cpu']}, {info['threads']} threads)"
     print(f"oxmoe {info['version']}: Qwen3-30B-A3B's MoE layer on {machine}")
-    print(f"{EXPERTS} experts, top-{TOP_K}, hidden {HIDDEN}, intermediate {INTERMEDIATE}, {library.format}, router included")
+    shape = f"{EXPERTS} experts, top-{TOP_K}, hidden {HIDDEN}, intermediate {INTERMEDIATE}"
+    print(f"{shape}, {library.format}, router included")
     if remark:
         print(remark)
 
@@ -131,28 +140,27 @@ def main() -> int:
     w2 = library.normal((EXPERTS, HIDDEN, INTERMEDIATE), INTERMEDIATE**-0.5)
     weights = library.make_weights(w13, w2)
     print(f"\n{'tokens':>6} {'us':>9} {'us/token':>9} {'TFLOP/s':>8} {'error':>8}")
-    wrong = 0
-    for tokens in library.tokens:
+    wrong, batches = 0, args.tokens or library.tokens
+    for tokens in batches:
         x = library.normal((tokens, HIDDEN), 1.0)
         logits = library.normal((tokens, EXPERTS), 1.0, "float32")
-        out, workspace = library.empty(x.shape), library.empty((workspace_bytes(weights, tokens, TOP_K),), "uint8")
-        call = lambda x=x, logits=logits, out=out, workspace=workspace: moe(  # noqa: E731
-            x, weights, router_logits=logits, top_k=TOP_K, out=out, workspace=workspace
-        )
-        call()
+        workspace = library.empty((workspace_bytes(weights, tokens, TOP_K),), "uint8")
+        options = {"router_logits": logits, "top_k": TOP_K, "out": library.empty(x.shape), "workspace": workspace}
+        call = partial(moe, x, weights, **options)
+        out = call()
         square_error = square = 0.0
-        for token in range(0, tokens, max(tokens // CHECKED_TOKENS, 1)):
+        for token in range(0, tokens, -(-tokens // CHECKED_TOKENS)):
             expected = reference(library, x[token], logits[token].tolist(), w13, w2)
             square_error += float(((library.double(out[token]) - expected) ** 2).sum())
             square += float((expected**2).sum())
         error = math.sqrt(square_error / square)
-        wrong += not error <= ERROR_BARS[library.format]
+        wrong += not error <= bar
         us = library.microseconds(call)
         rate = tokens * TOP_K * 6 * HIDDEN * INTERMEDIATE / us * 1e-6
         print(f"{tokens:6} {us:9.1f} {us / tokens:9.2f} {rate:8.2f} {error:8.1e}")
 
-    bar = ERROR_BARS[library.format]
-    print(f"\nerror: relative norm against fp64 on up to {CHECKED_TOKENS} tokens; {'WRONG, the bar is' if wrong else 'all below the bar of'} {bar:g}")
-    print(f"\nThe plan for {library.tokens[-1]} tokens:")
-    print(explain(EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, library.tokens[-1], format=library.format, arch=None if on_gpu else "cpu"))
+    verdict = f"{wrong} WRONG, the bar is" if wrong else "all below the bar of"
+    print(f"\nerror: relative norm against fp64 on up to {CHECKED_TOKENS} tokens: {verdict} {bar:g}")
+    arch = None if on_gpu else "cpu"
+    print(f"\n{explain(EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, batches[-1], format=library.format, arch=arch)}", end="")
     return 1 if wrong else 0

@@ -81,6 +81,7 @@ def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
 def small_layer_us(device: str) -> float:
     """Microseconds of the first call of a bf16 layer; raises if the result is wrong."""
     import torch
+
     from oxmoe import reference
     from oxmoe.testing import assert_close_ulp
 

@@ -1,4 +1,4 @@
-"""What a test has done in the process with the stand-in driver: `python calls.py <function> <keyword arguments as JSON>`.
+"""What a test has done under the stand-in driver: `python calls.py <function> <keyword arguments as JSON>`.
 
 Prints the function's result as JSON. Driver records of a call are taken from FAKE_LOG right after it.
 """
@@ -12,8 +12,9 @@ import sys
 
 sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
 
-import oxmoe._oxmoe as oxmoe  # noqa: E402
 from tensors import Tensor, install_torch  # noqa: E402
+
+import oxmoe._oxmoe as oxmoe  # noqa: E402
 
 install_torch()
 _read = 0
@@ -32,7 +33,7 @@ def records() -> list[dict]:
 
 
 def attempt(function, *arguments, **options) -> str | None:
-    """"RuntimeError: text" of what the call raised."""
+    """ "RuntimeError: text" of what the call raised."""
     try:
         function(*arguments, **options)
     except BaseException as error:  # a panic is a BaseException
@@ -43,10 +44,21 @@ def attempt(function, *arguments, **options) -> str | None:
 class Layer:
     """The operands of one layer and its calls."""
 
-    def __init__(self, experts, top_k, hidden, intermediate, dtype="bfloat16", gated=True, bias=False, device=0, **options):
+    def __init__(
+        self, experts, top_k, hidden, intermediate, dtype="bfloat16", gated=True, bias=False, device=0, **options
+    ):
         rows = 2 * intermediate if gated else intermediate
-        self.shape, self.top_k, self.dtype, self.gated, self.device = (experts, top_k, hidden, intermediate), top_k, dtype, gated, device
-        self.tensors = {"w13": self.tensor((experts, rows, hidden), dtype), "w2": self.tensor((experts, hidden, intermediate), dtype)}
+        self.shape, self.top_k, self.dtype, self.gated, self.device = (
+            (experts, top_k, hidden, intermediate),
+            top_k,
+            dtype,
+            gated,
+            device,
+        )
+        self.tensors = {
+            "w13": self.tensor((experts, rows, hidden), dtype),
+            "w2": self.tensor((experts, hidden, intermediate), dtype),
+        }
         if bias:
             self.tensors["b13"] = self.tensor((experts, rows), "float32")
             self.tensors["b2"] = self.tensor((experts, hidden), dtype)
@@ -80,7 +92,7 @@ class Layer:
 
 
 def sequences(layers, arch, routings=("logits", "int32", "int64")):
-    """Every layer at each of its token counts: the plan as text, for this GPU and by name, and what was asked of the driver."""
+    """Every layer at each token count: its plan as text, for this GPU and by name, and what was asked of the driver."""
     results = []
     for layer in layers:
         counts = layer.pop("tokens")
@@ -138,7 +150,7 @@ def routing_operations(tokens, experts, top_k):
 
 
 def foreign_context(layer, context):
-    """A call while another context is current: (records, the context that is current afterwards), and what loading left."""
+    """A call while another context is current, one while ours is: records, and the context that is current after."""
     driver = ctypes.CDLL("libcuda.so.1")
     current = ctypes.c_void_p()
 

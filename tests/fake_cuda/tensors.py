@@ -1,4 +1,4 @@
-"""CUDA tensors without CUDA: shapes and made-up addresses, published through DLPack's C exchange table as torch's tensors are.
+"""CUDA tensors without CUDA: shapes and made-up addresses, published through DLPack's C exchange table like torch's.
 
 Runs in a process of its own, with the stand-in driver on LD_LIBRARY_PATH and without torch.
 """
@@ -12,7 +12,14 @@ import types
 
 STREAM = 0x1234
 
-DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8)}
+DTYPES = {
+    "float32": (2, 32),
+    "float16": (2, 16),
+    "bfloat16": (4, 16),
+    "int32": (0, 32),
+    "int64": (0, 64),
+    "uint8": (1, 8),
+}
 
 
 class _DLTensor(ctypes.Structure):
@@ -74,7 +81,7 @@ class Tensor:
     _end = 0x7F00_0000_0000
 
     def __init__(self, shape, dtype="bfloat16", device=0):
-        code, bits = DTYPES[dtype]
+        bits = DTYPES[dtype][1]
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.address = Tensor._end

@@ -13,8 +13,9 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-import oxmoe
 import torch
+
+import oxmoe
 from oxmoe.bench import layers, overhead, report
 from oxmoe.bench.peers import PEERS, Backend, Oxmoe
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from oxmoe import reference
 from oxmoe.testing import assert_close_ulp, graph_time_us, roofline
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import oxmoe
 import torch
+
+import oxmoe
 from oxmoe.bench.layers import Shape, make_inputs, make_weights
 
 TINY = Shape(experts=4, top_k=2, hidden=64, intermediate=64)

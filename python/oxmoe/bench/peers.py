@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import oxmoe
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import oxmoe
 from oxmoe.bench.layers import Inputs, Shape, Weights
 from oxmoe.fused_experts import expert_weights
-from torch import Tensor
 
 
 class Backend(ABC):

@@ -11,9 +11,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from oxmoe import ExpertWeights, moe
-from oxmoe.fused_experts import expert_options, expert_weights
-
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig, register_moe_runner_core
@@ -27,6 +24,9 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
 from sglang.srt.server_args import add_moe_runner_backend_choices, add_quantization_method_choices
+
+from oxmoe import ExpertWeights, moe
+from oxmoe.fused_experts import expert_options, expert_weights
 
 NAME = "oxmoe"
 

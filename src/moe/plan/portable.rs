@@ -178,7 +178,7 @@ mod tests {
                     assert!(launch.grid >= 1 && resident * (launch.shared_bytes + 1024) <= device.shared_bytes + 1024);
                     let units =
                         max_tiles(g.slots, g.experts, log2) as u32 * row_blocks(&g, tile(&g, 1 << log2, &device));
-                    assert!(launch.grid == units.max(1) || launch.grid % device.multiprocessors == 0);
+                    assert!(launch.grid == units.max(1) || launch.grid.is_multiple_of(device.multiprocessors));
                 }
             }
         }

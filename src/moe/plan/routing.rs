@@ -45,7 +45,7 @@ impl Logits {
             || self.experts > MAX_EXPERTS
             || self.groups == 0
             || self.groups > 32
-            || self.experts % self.groups != 0
+            || !self.experts.is_multiple_of(self.groups)
         {
             return None;
         }

@@ -2,12 +2,8 @@
 use super::*;
 use crate::variants::{Sm90Tile, SM90_TILES};
 
-pub fn serves(device: &Device, dtype: Dtype, gated: bool, rows: u32, k: u32) -> bool {
-    device.arch == crate::device::Arch::SM90
-        && dtype != Dtype::F32
-        && k % 8 == 0
-        && rows % 16 == 0
-        && (!gated || rows % 16 == 0)
+pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
+    device.arch == crate::device::Arch::SM90 && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
 }
 pub fn tile_rows() -> Vec<u32> {
     let mut r: Vec<u32> = SM90_TILES.iter().map(|t| 64 * t.row_tiles * t.consumers).collect();

@@ -1,0 +1,72 @@
+# Commands of the project. Kernels: OXMOE_CUDA_ARCHS="80;90a;100f;120f" (default), "90a" for quick work, "none" for the CPU backend.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv-test
+DEMO := $(CURDIR)/.venv-demo
+BIN := $(VENV)/bin
+CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
+
+# pip builds in the same folders as cargo, so only what changed is compiled again.
+export CARGO_TARGET_DIR := $(CURDIR)/target
+export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
+
+# cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests embed Python, so they must find libpython.
+LIBPYTHON = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
+CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LD_LIBRARY_PATH=$(LIBPYTHON):$$LD_LIBRARY_PATH cargo
+
+.PHONY: help venv install demo test wheel lint stubs fmt gpu-test bench sanitize clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
+
+$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
+	touch $@
+
+venv: $(VENV)/.made ## .venv-test with everything that tests and linters need
+
+install: venv ## build and install the package there
+	$(BIN)/python -m pip install --quiet --no-deps .
+
+demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .venv-demo
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install --quiet numpy $(if $(shell command -v nvidia-smi),torch) .
+	$(DEMO)/bin/python -m oxmoe demo
+
+test: lint stubs ## lints, stubs, Rust tests, Python tests that need no GPU
+	$(CARGO) test
+	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
+
+wheel: ## abi3 wheel in .wheel/
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir .wheel .
+
+lint: venv ## formatting and lints of all three languages
+	cargo fmt --check
+	$(CARGO) clippy --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+
+stubs: install ## _oxmoe.pyi against the module
+	$(BIN)/python -m mypy.stubtest oxmoe._oxmoe --concise --allowlist tests/stub_exceptions.txt
+
+fmt: venv ## format everything
+	cargo fmt
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA_SOURCES)
+
+gpu-test: install ## tests that need GPUs
+	$(BIN)/python -m pytest -m "gpu or multi_gpu"
+
+bench: install ## times against the roofline floor and the peers that are installed
+	$(BIN)/python -m oxmoe bench
+
+TOOL ?= memcheck
+sanitize: install ## GPU tests under compute-sanitizer; TOOL=memcheck, racecheck, initcheck or synccheck
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x
+
+clean: ## remove every build result and environment
+	cargo clean
+	rm -rf $(VENV) $(DEMO) .wheel .pytest_cache .ruff_cache .mypy_cache
