@@ -88,18 +88,19 @@ pub mod ffi {
         Top2 = 2,
     }
 
-    /// Top-k: logits `[tokens, experts]` to ids and weights `[tokens, top_k]`.
+    /// Top-k: logits `[tokens, experts]` to ids and weights `[tokens, top_k]`, best first, ties to the lower id, NaN above all.
     ///
-    /// choice = score + bias; experts of groups that are not among the `topk_group` best are out; the `top_k` largest choices win,
-    /// best first, ties to the lower id. weight = score (without bias), optionally divided by the sum over the chosen
-    /// (`+ 1e-20` when scores may all vanish: every scoring but the softmaxes), times `scale`.
-    /// Without bias and groups the choice is the logit itself, which orders experts like every score does.
+    /// choice = score + bias (of `SoftmaxTopk` and `Identity`: logit + bias), or the logit itself when there is neither bias nor
+    /// groups, since it orders experts like every score does. Experts of groups that are not among the `topk_group` best get the
+    /// choice -inf, or 0 when the choice is a score without bias. weight = score without bias (of the unbiased grouped form: the
+    /// choice, so 0 outside the best groups), optionally divided by the sum over the chosen + 1e-20, times `scale`. A renormalized
+    /// Softmax without bias and groups is computed as SoftmaxTopk, which is equal and needs no 1e-20.
     #[derive(Clone, Copy, Debug)]
     struct SelectParams {
         logits: *const u8,
         logits_dtype: Dtype,
         tokens: i32,
-        /// Experts with a logit, at most 512.
+        /// Experts with a logit, at most 512, a multiple of `groups` (at most 32).
         experts: i32,
         /// Columns of `ids` and `weights`, shared experts included, at most 32.
         top_k: i32,
@@ -113,8 +114,8 @@ pub mod ffi {
         topk_group: i32,
         /// The last `shared_experts` columns are experts `experts + i`: SGLang's fused shared experts, always chosen.
         shared_experts: i32,
-        /// Weight of a shared expert = sum of the token's routed weights before `scale` times this.
-        shared_scale: f32,
+        /// Weight of every shared expert; `scale` does not touch it.
+        shared_weight: f32,
         /// Device scalar or null: rows from this one on get id -1 and weight 0.
         num_token_non_padded: *const i32,
         /// i32 `[tokens, top_k]`.
@@ -158,8 +159,30 @@ pub mod ffi {
         slot_of_place: *mut i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
-        /// i32 `[blocks, experts]`: scratch of the two-launch form (slots per expert in each block of tokens).
+        /// Scratch of the two-launch form, null in Route and in a Select that stands alone: slots per expert in each block of tokens,
+        /// 16 bits each, two a word, `[blocks, ceil(experts / 2)]`.
         block_histogram: *mut i32,
+    }
+
+    /// triton_kernels' tables of a sorted batch, for blocks of 16, 32, 64 and 128 rows.
+    #[derive(Clone, Copy, Debug)]
+    struct RaggedParams {
+        /// i32 `[experts]`: rows of each expert.
+        histogram: *const i32,
+        /// i32 `[slots]`, -1: none.
+        slot_of_place: *const i32,
+        /// f32 `[slots]`.
+        slot_weights: *const f32,
+        /// `gate_dtype` `[slots]`: weight of each place's slot, 0 where there is none.
+        gate: *mut u8,
+        gate_dtype: Dtype,
+        experts: i32,
+        slots: i32,
+        /// i32 `[4, experts + 1]`: first block of each expert, then the number of blocks.
+        block_offsets: *mut i32,
+        /// i32 `[4, max_blocks]`: block << 16 | expert, expert by expert, then -1.
+        block_schedule: *mut i32,
+        max_blocks: i32,
     }
 
     /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.

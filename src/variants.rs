@@ -23,6 +23,282 @@ pub enum Variant {
     Histogram,
     /// ... sort and schedule, for token counts beyond one cluster.
     Place,
+    /// triton_kernels' block tables of a sorted batch.
+    Ragged,
     /// Weighted sum of a token's rows.
     Combine { element: Element },
 }
+
+/// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
+pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
+
+const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
+
+/// Every kernel in the wheel. A row that no plan chooses is removed (tests/plan.rs compares).
+pub fn all() -> Vec<Variant> {
+    let mut rows = Vec::new();
+    for element in ELEMENTS {
+        for gated in [true, false] {
+            rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
+            rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
+        }
+        rows.push(Variant::Combine { element });
+    }
+    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane }));
+    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane }));
+    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged]);
+    rows
+}
+
+impl Element {
+    fn device_type(self) -> &'static str {
+        match self {
+            Element::F16 => "__half",
+            Element::Bf16 => "__nv_bfloat16",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Element::F16 => "f16",
+            Element::Bf16 => "bf16",
+        }
+    }
+}
+
+fn gated_name(gated: bool) -> &'static str {
+    if gated {
+        "gated"
+    } else {
+        "plain"
+    }
+}
+
+impl Variant {
+    /// The kernel's name in the image.
+    pub fn symbol(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
+                "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
+                element.name(),
+                gated_name(gated)
+            ),
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
+                "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
+                element.name(),
+                gated_name(gated)
+            ),
+            Variant::Select { experts_per_lane } => format!("select_e{experts_per_lane}"),
+            Variant::Route { experts_per_lane } => format!("route_e{experts_per_lane}"),
+            Variant::Histogram => "histogram".into(),
+            Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
+            Variant::Combine { element } => format!("combine_{}", element.name()),
+        }
+    }
+
+    /// The struct whose static `run` is the kernel's body.
+    pub fn device_type(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
+                "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
+                element.device_type()
+            ),
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
+                "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
+                element.device_type()
+            ),
+            Variant::Select { experts_per_lane } => format!("oxmoe::Select<{experts_per_lane}>"),
+            Variant::Route { experts_per_lane } => format!("oxmoe::Route<{experts_per_lane}>"),
+            Variant::Histogram => "oxmoe::Histogram".into(),
+            Variant::Place => "oxmoe::Place".into(),
+            Variant::Ragged => "oxmoe::Ragged".into(),
+            Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
+        }
+    }
+
+    /// The header under csrc/ that defines it.
+    pub fn header(&self) -> &'static str {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
+            Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
+            Variant::Select { .. } => "moe/select.cuh",
+            Variant::Route { .. } => "moe/route.cuh",
+            Variant::Histogram | Variant::Place => "moe/place.cuh",
+            Variant::Ragged => "moe/ragged.cuh",
+            Variant::Combine { .. } => "moe/combine.cuh",
+        }
+    }
+
+    /// (parameter list of the kernel, arguments of `run`).
+    pub fn signature(&self) -> (&'static str, &'static str) {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => (
+                "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
+                "weights, p",
+            ),
+            Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. } => {
+                ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
+            }
+            Variant::Route { .. } | Variant::Histogram | Variant::Place => {
+                ("const __grid_constant__ oxmoe::RouteParams p", "p")
+            }
+            Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
+            Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
+        }
+    }
+
+    /// Variants of one unit are compiled into one image.
+    pub fn unit(&self) -> String {
+        match *self {
+            Variant::GroupedGemmSm90 { element, gated, .. } => {
+                format!("grouped_gemm_sm90_{}_{}", element.name(), gated_name(gated))
+            }
+            Variant::GroupedGemmPortable { element, gated, .. } => {
+                format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
+            }
+            Variant::Select { .. } => "select".into(),
+            Variant::Route { .. } => "route".into(),
+            Variant::Histogram | Variant::Place => "place".into(),
+            Variant::Ragged => "ragged".into(),
+            Variant::Combine { .. } => "combine".into(),
+        }
+    }
+
+    /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
+    pub fn runs_on(&self, arch: &str) -> bool {
+        match self {
+            Variant::GroupedGemmSm90 { .. } => arch == "90a",
+            _ => true,
+        }
+    }
+}
+
+/// Experts a lane of a top-k warp can hold.
+pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
+
+/// Tile of the Hopper kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sm90Tile {
+    pub tokens: u32,
+    pub row_tiles: u32,
+    pub consumers: u32,
+    pub stages: u32,
+}
+
+impl Sm90Tile {
+    pub fn variant(self, element: Element, gated: bool) -> Variant {
+        let Sm90Tile { tokens, row_tiles, consumers, stages } = self;
+        Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages }
+    }
+}
+
+pub const SM90_TILES: [Sm90Tile; 4] = [
+    Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
+    Sm90Tile { tokens: 256, row_tiles: 1, consumers: 2, stages: 4 },
+];
+
+/// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.
+fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
+    let stage = t.tokens * 128 + t.row_tiles * t.consumers * 8192;
+    let staging = 2 * t.consumers * if gated { t.tokens.min(64) * 64 } else { t.tokens.min(32) * 128 };
+    let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
+    (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
+}
+
+/// CTAs of the Hopper kernel on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
+fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
+    let by_registers = match t.tokens * t.row_tiles {
+        128.. => 1,
+        33.. => 768 / (128 * (1 + t.consumers)),
+        _ => 1152 / (128 * (1 + t.consumers)),
+    };
+    (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
+}
+
+impl Variant {
+    fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
+        match *self {
+            Variant::GroupedGemmSm90 { gated, tokens, row_tiles, consumers, stages, .. } => {
+                Some((gated, Sm90Tile { tokens, row_tiles, consumers, stages }))
+            }
+            _ => None,
+        }
+    }
+
+    /// Threads of a CTA; of routing kernels the most that a launch may ask for.
+    pub fn threads(&self) -> u32 {
+        match *self {
+            Variant::GroupedGemmSm90 { consumers, .. } => 128 * (1 + consumers),
+            Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
+            Variant::Combine { .. } => 128,
+            _ => 1024,
+        }
+    }
+
+    /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
+    pub fn ctas_per_multiprocessor(&self) -> u32 {
+        match (self.sm90_tile(), self) {
+            (Some((gated, tile)), _) => sm90_ctas(gated, tile),
+            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
+                PortableTile { tokens, rows, warps, stages, vector }.ctas()
+            }
+            (_, Variant::Combine { .. }) => 8,
+            _ => 1,
+        }
+    }
+
+    /// Dynamic shared memory of a CTA; None: the plan decides (routing).
+    pub fn shared_bytes(&self) -> Option<u32> {
+        match (self.sm90_tile(), self) {
+            (Some((gated, tile)), _) => Some(sm90_shared_bytes(gated, tile)),
+            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
+                Some(PortableTile { tokens, rows, warps, stages, vector }.shared_bytes())
+            }
+            (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
+            _ => None,
+        }
+    }
+}
+
+/// Tile of the portable kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortableTile {
+    pub tokens: u32,
+    pub rows: u32,
+    pub warps: u32,
+    pub stages: u32,
+    pub vector: u32,
+}
+
+impl PortableTile {
+    pub fn variant(self, element: Element, gated: bool) -> Variant {
+        let PortableTile { tokens, rows, warps, stages, vector } = self;
+        Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
+    }
+
+    /// Stages of 64 K: 128 bytes of each weight row and token.
+    pub const fn shared_bytes(self) -> u32 {
+        self.stages * (self.rows + self.tokens) * 128
+    }
+
+    /// CTAs that registers allow on one multiprocessor: 168 a thread suffice up to 64 sums, 255 above.
+    pub const fn ctas(self) -> u32 {
+        if self.rows * self.tokens / (32 * self.warps) <= 64 {
+            3
+        } else {
+            2
+        }
+    }
+}
+
+/// By tokens. The one of vector 1 serves every k that is no multiple of 8.
+pub const PORTABLE_TILES: [PortableTile; 4] = [
+    PortableTile { tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
+    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+];

@@ -1,10 +1,11 @@
 """The extension module's functions. Tensors are torch tensors, or numpy arrays on CPU; each is borrowed for the call.
 
-Letters: T tokens, k experts a token (top_k), E experts of the model, El experts held here, H hidden size, I intermediate size.
+Letters: T tokens, k experts a token (top_k), E experts of the model, El experts held here, H hidden size,
+I intermediate size.
 
-Errors, everywhere: ValueError for an operand that breaks its contract (the message names operand, dimension, expected, got),
-NotImplementedError for a combination no kernel serves (it lists what is served), RuntimeError for a missing driver, a GPU this wheel
-has no kernels for, or a CUDA error. When an error is raised nothing has been written.
+Errors, everywhere: ValueError for an operand that breaks its contract (the message names operand, dimension,
+expected, got), NotImplementedError for a combination no kernel serves (it lists what is served), RuntimeError for a
+missing driver, a GPU this wheel has no kernels for, or a CUDA error. When an error is raised nothing has been written.
 """
 
 from typing import Any, Literal
@@ -44,6 +45,18 @@ class ExpertWeights:
     def f32(w13: Tensor, w2: Tensor, **options: Any) -> ExpertWeights:
         """fp32 experts, CPU only; options as for bf16 (biases fp32)."""
 
+    # The arguments, as given: torch.compile and the operators take the experts apart through these.
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    layout: str
+    activation: str
+    alpha: float
+    beta: float
+    limit: float | None
+    clamp: str
+
     format: str  # "bf16", "f16", "f32"
     num_experts: int  # El
     hidden_size: int
@@ -74,10 +87,11 @@ def moe(
     out: Tensor | None = None,  # [T, H]; may be x itself
     workspace: Tensor | None = None,  # uint8 [>= workspace_bytes(...)], 256-byte aligned
 ) -> Tensor:
-    """out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), expert(e, x) = w2[e] act(w13[e] x + b13[e]) + b2[e].
+    """out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]),
+    expert(e, x) = w2[e] act(w13[e] x + b13[e]) + b2[e].
 
-    Sums in fp32; rounded to the dtype after the activation, after the second GEMM (b2 included) and at the end. Deterministic; a row's
-    bits do not depend on the batch around it.
+    Sums in fp32; rounded to the dtype after the activation, after the second GEMM (b2 included) and at the end.
+    Deterministic; a row's bits do not depend on the batch around it.
     """
 
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
@@ -108,7 +122,33 @@ def sort_by_expert(
     *,
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32 [T k]); -1 where there is none."""
+    """(histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32 [T k]).
+
+    -1 where there is none.
+    """
+
+def routing_tables(
+    topk_weights: Tensor,  # fp32 [T, k]
+    topk_ids: Tensor,  # int32 or int64 [T, k]; -1: none
+    num_experts: int,
+    *,
+    gate_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(gate_scal [T k], expt_hist int32 [E], slice_offs int32 [E + 1], combine_indx int32 [T k], dispatch_indx int32 [T k],
+    block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]): triton_kernels' tables of a routed batch.
+
+    A slot is t * k + j. combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1
+    where there is none. gate_scal: weight of each place's slot in gate_dtype; 0 where there is none. For row i of the two
+    block tables a block is 16 << i rows of one expert: block_offs_data is the running sum of ceil(hist / block), and
+    block_schedule_data lists block << 16 | expert, expert by expert, then -1. N = T k if T k <= E, else
+    E - 1 - floor((E - T k - 1) / 16).
+    """
+
+def moe_tensors(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> Tensor:
+    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form: describes the weights at
+    every call, so nothing can go stale when a caller swaps or moves them."""
 
 def explain(
     num_experts: int,
@@ -121,7 +161,7 @@ def explain(
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:
-    """The plan for a shape, as text: kernels, tiles, warps, stages, grids, shared memory, workspace ranges, roofline floor."""
+    """The plan for a shape, as text: kernels, tiles, warps, stages, grids, shared memory, workspace, roofline floor."""
 
 def device_info() -> dict[str, Any]:
-    """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in this wheel, nvcc version, CPU instruction set used."""
+    """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in the wheel, nvcc, CPU instructions."""

@@ -1,0 +1,229 @@
+//! Kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. Parameters: `src/params.rs` → C++
+//! header by cxx. A fatbin is compiled again only when its stub, a header, the flags or the compiler change (by content).
+
+use std::collections::hash_map::DefaultHasher;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
+use std::{env, fs};
+
+#[allow(dead_code)]
+#[path = "src/variants.rs"]
+mod variants;
+
+const DEFAULT_ARCHS: &str = "80;90a;100f;120f";
+
+/// ptxas says that it serialized wgmma only as an information: here it is an error (C7510 ... C7520).
+const SERIALIZED: [&str; 7] = ["C7510", "C7512", "C7513", "C7514", "C7517", "C7519", "C7520"];
+
+struct Unit {
+    name: String,
+    archs: Vec<String>,
+    source: String,
+}
+
+fn main() {
+    for name in ["OXMOE_NVCC", "OXMOE_CUDA_ARCHS", "OXMOE_KERNEL_CACHE", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON"] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    for path in ["csrc", "src/params.rs", "src/variants.rs", "build.rs"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    cxx_build::bridge("src/params.rs").std("c++17").compile("oxmoe-params");
+
+    let archs = env::var("OXMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());
+    let archs: Vec<String> =
+        archs.split([';', ',', ' ']).filter(|a| !["", "none"].contains(a)).map(String::from).collect();
+    let (units, table) = write_units(&archs);
+    // OXMOE_CUDA_ARCHS=none: the CPU backend alone, for work on the host side.
+    let nvcc = if units.is_empty() { Nvcc::none() } else { Nvcc::find() };
+    let compiled = compile(&nvcc, &units, &out);
+    fs::write(out.join("images.rs"), images(&units, &table, &out)).expect("OUT_DIR is writable");
+    println!("cargo:rustc-env=OXMOE_COMPILED_ARCHS={}", archs.join(";"));
+    println!("cargo:rustc-env=OXMOE_NVCC_VERSION={}", nvcc.version);
+    println!("cargo:warning=nvcc from {} ({}): {compiled} of {} units compiled", nvcc.from, nvcc.version, units.len());
+}
+
+/// One stub a variant, grouped into units: (units, [(variant, symbol, index of its unit)]).
+fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, usize)>) {
+    let mut groups: BTreeMap<String, Vec<variants::Variant>> = BTreeMap::new();
+    for variant in variants::all() {
+        groups.entry(variant.unit()).or_default().push(variant);
+    }
+    let (mut units, mut table) = (Vec::new(), Vec::new());
+    for (name, members) in groups {
+        let archs: Vec<String> = archs.iter().filter(|a| members[0].runs_on(a)).cloned().collect();
+        if archs.is_empty() {
+            continue;
+        }
+        let mut source = format!("#include \"{}\"\n", members[0].header());
+        for variant in members {
+            let (parameters, arguments) = variant.signature();
+            let (kernel, symbol) = (variant.device_type(), variant.symbol());
+            let _ = writeln!(source, "\nusing {symbol}_t = {kernel};");
+            // Routing kernels take what the launch gives them; for the others both sides must agree.
+            if let Some(bytes) = variant.shared_bytes() {
+                let threads = variant.threads();
+                let _ = writeln!(
+                    source,
+                    "static_assert({symbol}_t::kThreads == {threads} && {symbol}_t::kSharedBytes == {bytes}, \"variants.rs\");"
+                );
+            }
+            let _ = write!(
+                source,
+                "extern \"C\" __global__ void __launch_bounds__({threads}, {ctas}) {symbol}({parameters}) {{\n    {symbol}_t::run({arguments});\n}}\n",
+                threads = variant.threads(),
+                ctas = variant.ctas_per_multiprocessor()
+            );
+            table.push((variant, symbol, units.len()));
+        }
+        units.push(Unit { name, archs, source });
+    }
+    (units, table)
+}
+
+struct Nvcc {
+    path: PathBuf,
+    from: &'static str,
+    version: String,
+}
+
+impl Nvcc {
+    fn none() -> Nvcc {
+        Nvcc { path: PathBuf::new(), from: "nowhere", version: "not used".into() }
+    }
+
+    /// Named outright, else the build environment's wheels, else a toolkit, else PATH. PATH itself is not watched: pip's isolated
+    /// environment changes it at every build.
+    fn find() -> Nvcc {
+        let (path, from) = Self::candidates();
+        let version = Command::new(&path).arg("--version").output().ok().filter(|o| o.status.success()).unwrap_or_else(|| {
+            panic!(
+                "no CUDA compiler: tried {} ({from}). Build with isolation (plain `pip install .`), or set CUDA_HOME or OXMOE_NVCC.",
+                path.display()
+            )
+        });
+        let version = String::from_utf8_lossy(&version.stdout);
+        let version = version.lines().find_map(|l| l.split("release ").nth(1)).unwrap_or("unknown").trim().to_string();
+        Nvcc { path, from, version }
+    }
+
+    fn candidates() -> (PathBuf, &'static str) {
+        if let Some(path) = env::var_os("OXMOE_NVCC") {
+            return (path.into(), "OXMOE_NVCC");
+        }
+        // maturin sets PYO3_PYTHON to the interpreter that runs the (isolated) build.
+        let python = env::var_os("PYO3_PYTHON").unwrap_or_else(|| "python3".into());
+        let probe = "import glob, nvidia\nfor root in nvidia.__path__:\n  for path in sorted(glob.glob(root + '/cu1*/bin/nvcc'))[::-1]: print(path)";
+        if let Ok(output) = Command::new(python).args(["-c", probe]).output() {
+            if let Some(path) = String::from_utf8_lossy(&output.stdout).lines().next() {
+                return (path.into(), "Python wheels");
+            }
+        }
+        for name in ["CUDA_HOME", "CUDA_PATH"] {
+            if let Some(path) = env::var_os(name).map(|home| Path::new(&home).join("bin/nvcc")).filter(|p| p.exists()) {
+                return (path, name);
+            }
+        }
+        ("nvcc".into(), "PATH")
+    }
+}
+
+fn headers(folder: &Path, found: &mut Vec<PathBuf>) {
+    let mut entries: Vec<_> = fs::read_dir(folder).map(|d| d.flatten().map(|e| e.path()).collect()).unwrap_or_default();
+    entries.sort();
+    for path in entries {
+        if path.is_dir() {
+            headers(&path, found);
+        } else if path.extension().is_some_and(|e| e == "cuh" || e == "h") {
+            found.push(path);
+        }
+    }
+}
+
+/// Compiles every unit that is not in the cache; returns how many were.
+fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
+    let include = out.join("cxxbridge/include");
+    let flags = ["-fatbin", "-O3", "-std=c++17", "-lineinfo", "--compress-mode=size", "-Werror", "all-warnings"];
+    let flags: Vec<String> =
+        flags.into_iter().map(String::from).chain(["-allow-unsupported-compiler".into(), "-Icsrc".into()]).collect();
+    let mut base = DefaultHasher::new();
+    (&nvcc.version, &flags).hash(&mut base);
+    let mut sources = Vec::new();
+    headers(Path::new("csrc"), &mut sources);
+    sources.push(include.join("oxmoe/src/params.rs.h"));
+    for source in &sources {
+        fs::read(source).unwrap_or_else(|e| panic!("{}: {e}", source.display())).hash(&mut base);
+    }
+    let cache = env::var_os("OXMOE_KERNEL_CACHE").map_or_else(|| out.join("kernels"), PathBuf::from);
+    fs::create_dir_all(&cache).expect("the kernel cache folder can be made");
+
+    let (next, compiled) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let failed = Mutex::new(None);
+    let jobs: usize = env::var("NUM_JOBS").ok().and_then(|s| s.parse().ok()).unwrap_or(1);
+    let work = || {
+        while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let mut hash = base.clone();
+            (&unit.source, &unit.archs).hash(&mut hash);
+            let kept = cache.join(format!("{}-{:016x}.fatbin", unit.name, hash.finish()));
+            if !kept.exists() {
+                let stub = out.join(format!("{}.cu", unit.name));
+                fs::write(&stub, &unit.source).expect("OUT_DIR is writable");
+                // The process id keeps two builds that share a cache apart until the rename, which is atomic.
+                let partial =
+                    cache.join(format!("{}-{:016x}.{}.partial", unit.name, hash.finish(), std::process::id()));
+                let mut command = Command::new(&nvcc.path);
+                command.args(&flags).arg("-I").arg(&include).arg("-o").arg(&partial).arg(&stub);
+                command.args(unit.archs.iter().map(|a| format!("-gencode=arch=compute_{a},code=sm_{a}")));
+                let output = command.output().unwrap_or_else(|e| panic!("{}: {e}", nvcc.path.display()));
+                let text =
+                    String::from_utf8_lossy(&output.stdout).to_string() + &String::from_utf8_lossy(&output.stderr);
+                if !output.status.success() || SERIALIZED.iter().any(|code| text.contains(code)) {
+                    *failed.lock().expect("no thread panics while it holds this") =
+                        Some(format!("nvcc on {}:\n{text}", stub.display()));
+                    return;
+                }
+                fs::rename(&partial, &kept).expect("the kernel cache is writable");
+                compiled.fetch_add(1, Ordering::Relaxed);
+            }
+            fs::copy(&kept, out.join(format!("{}.fatbin", unit.name))).expect("OUT_DIR is writable");
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.clamp(1, units.len().max(1)) {
+            scope.spawn(work);
+        }
+    });
+    if let Some(text) = failed.into_inner().expect("no thread panicked") {
+        panic!("{text}");
+    }
+    compiled.into_inner()
+}
+
+/// The Rust side of the kernels: embedded images and the table of symbols.
+fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
+    let mut text = String::from("#[allow(unused_imports)]\nuse crate::variants::{Element::*, Variant::*};\n\n");
+    for (i, unit) in units.iter().enumerate() {
+        let path = out.join(format!("{}.fatbin", unit.name));
+        let _ = writeln!(text, "static IMAGE_{i}: &Image<[u8]> = &Image(*include_bytes!({path:?}));");
+    }
+    let _ = writeln!(text, "pub static IMAGES: [&[u8]; {}] = [", units.len());
+    for i in 0..units.len() {
+        let _ = writeln!(text, "    &IMAGE_{i}.0,");
+    }
+    let _ = writeln!(text, "];\n\npub static KERNELS: [Kernel; {}] = [", table.len());
+    for (variant, symbol, unit) in table {
+        let archs = &units[*unit].archs;
+        let _ = writeln!(
+            text,
+            "    Kernel {{ variant: {variant:?}, symbol: {symbol:?}, image: {unit}, archs: &{archs:?} }},"
+        );
+    }
+    text.push_str("];\n");
+    text
+}

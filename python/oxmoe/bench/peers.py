@@ -1,0 +1,237 @@
+"""Ours and the peers behind one small interface: each takes the layers' weights once and gives one call a layer."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import oxmoe
+import torch
+import torch.nn.functional as F
+from oxmoe.bench.layers import Inputs, Shape, Weights
+from oxmoe.fused_experts import expert_weights
+from torch import Tensor
+
+
+class Backend(ABC):
+    """A way to run the layer, from router logits to the combined output."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        self.shape = shape
+        self.weights = weights
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        """Why it cannot run here, None if it can."""
+        return None
+
+    @abstractmethod
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        """Layer number index on these inputs."""
+
+    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """One call for each layer. On a GPU a call can be captured."""
+        return [functools.partial(self.layer, index, item) for index, item in enumerate(inputs)]
+
+
+class Oxmoe(Backend):
+    name = "oxmoe"
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        self.experts = [expert_weights(item.w13, item.w2) for item in weights]
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        return oxmoe.moe(inputs.x, self.experts[index], router_logits=inputs.router_logits, top_k=self.shape.top_k)
+
+    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """With output and workspace given, as a server would: layers share the workspace."""
+        x, top_k = inputs[0].x, self.shape.top_k
+        size = oxmoe.workspace_bytes(self.experts[0], x.shape[0], top_k)
+        room = torch.empty(size + 256, dtype=torch.uint8, device=x.device)
+        start = -room.data_ptr() % 256
+        return [
+            functools.partial(
+                oxmoe.moe,
+                item.x,
+                experts,
+                router_logits=item.router_logits,
+                top_k=top_k,
+                out=torch.empty_like(item.x),
+                workspace=room[start : start + size],
+            )
+            for experts, item in zip(self.experts, inputs, strict=True)
+        ]
+
+
+class SglangTriton(Backend):
+    """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration."""
+
+    name = "sglang-triton"
+    VERSION = "0.5.12.post1"
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        if device != "cuda":
+            return "needs a GPU"
+        if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
+            return "sglang and sgl_kernel are not installed"
+        return None
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        import sglang
+
+        if sglang.__version__ != self.VERSION:
+            raise RuntimeError(f"written for SGLang {self.VERSION}, found {sglang.__version__}")
+        import sgl_kernel
+        from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+        from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        # The two settings that fused_experts reads outside of a server.
+        set_global_server_args_for_scheduler(
+            SimpleNamespace(enable_fused_moe_sum_all_reduce=False, enable_deterministic_inference=False)
+        )
+        self.topk_softmax, self.fused_experts = sgl_kernel.topk_softmax, fused_experts
+        self.config = MoeRunnerConfig(
+            num_experts=shape.experts,
+            num_local_experts=shape.experts,
+            hidden_size=shape.hidden,
+            intermediate_size_per_partition=shape.intermediate,
+            top_k=shape.top_k,
+            inplace=False,
+        )
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        x, logits, top_k = inputs.x, inputs.router_logits, self.shape.top_k
+        topk_weights = torch.empty(x.shape[0], top_k, device=x.device)
+        topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
+        self.topk_softmax(topk_weights, topk_ids, logits, True)
+        weights = self.weights[index]
+        return self.fused_experts(x, weights.w13, weights.w2, (topk_weights, topk_ids, logits), self.config)
+
+
+class TritonKernels(Backend):
+    """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them.
+
+    NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit): the same bytes and flops as silu and a
+    product, not the same numbers.
+    """
+
+    name = "triton_kernels"
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        if device != "cuda":
+            return "needs a GPU"
+        spec = find_spec("triton_kernels")
+        if spec is None:
+            return "triton_kernels is not installed (sglang-kernel carries it)"
+        if not any(Path(folder, "matmul_ogs.py").exists() for folder in spec.submodule_search_locations or []):
+            return "the package of this name that is installed has no matmul_ogs (PyPI's triton-kernels is unrelated)"
+        return None
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        from triton_kernels import matmul_ogs as ogs
+        from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
+        from triton_kernels.swiglu import swiglu_fn
+        from triton_kernels.tensor import make_ragged_tensor_metadata
+        from triton_kernels.topk import topk
+
+        update_opt_flags_constraints({"split_k": 1})
+        self.ogs, self.topk, self.make_metadata = ogs, topk, make_ragged_tensor_metadata
+        specs = ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2)
+        self.activation = ogs.FusedActivation(specs, (1.702, 7.0))
+        self.transposed = [
+            (item.w13.transpose(1, 2).contiguous(), item.w2.transpose(1, 2).contiguous()) for item in weights
+        ]
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        ogs, x, top_k = self.ogs, inputs.x, self.shape.top_k
+        chosen = self.topk(inputs.router_logits, top_k, apply_softmax=True)
+        dispatch, combine = chosen.mask_metadata.row_sorted_indx, chosen.mask_metadata.col_sorted_indx
+        metadata = self.make_metadata(chosen.mask_metadata.col_sum, dispatch.shape[0])
+        gates = chosen.vals.flatten()[combine]
+        routing = ogs.RoutingData(gates, metadata.slice_sizes, self.shape.experts, top_k, metadata)
+        hidden = x.new_empty((1, x.shape[0] * top_k, self.shape.intermediate))
+        out = x.new_empty((1, *x.shape))
+        w13, w2 = self.transposed[index]
+        ogs.matmul_ogs(
+            x,
+            w13,
+            None,
+            routing,
+            gather_indx=ogs.GatherIndx(combine, dispatch),
+            precision_config=ogs.PrecisionConfig(),
+            fused_activation=self.activation,
+            y=hidden,
+        )
+        ogs.matmul_ogs(
+            hidden[0],
+            w2,
+            None,
+            routing,
+            scatter_indx=ogs.ScatterIndx(dispatch, combine),
+            precision_config=ogs.PrecisionConfig(),
+            gammas=routing.gate_scal,
+            y=out,
+        )
+        return out[0]
+
+
+def _choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.softmax(inputs.router_logits, dim=-1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+class TorchGroupedMm(Backend):
+    """Plain torch that never waits for the device: sort, gather, torch._grouped_mm twice, weighted sum."""
+
+    name = "torch-grouped-mm"
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return None if device == "cuda" else "needs a GPU"
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        x, top_k, weights = inputs.x, self.shape.top_k, self.weights[index]
+        topk_weights, topk_ids = _choose(inputs, top_k)
+        ids, order = topk_ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(ids, torch.arange(self.shape.experts, device=x.device), right=True).int()
+        gate, up = torch._grouped_mm(x[order // top_k], weights.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        rows = torch._grouped_mm(F.silu(gate) * up, weights.w2.transpose(1, 2), offs=ends)
+        slots = torch.empty_like(rows).index_copy_(0, order, rows).view(*topk_ids.shape, -1)
+        return (slots * topk_weights[..., None]).sum(1).to(x.dtype)
+
+
+class TorchLoop(Backend):
+    """A loop over the experts in plain torch, as most model code has it."""
+
+    name = "torch-loop"
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return None if device == "cpu" else "waits for the device in each layer, so no CUDA graph can hold it"
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        x, weights = inputs.x, self.weights[index]
+        topk_weights, topk_ids = _choose(inputs, self.shape.top_k)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in topk_ids.unique().tolist():
+            token, slot = torch.where(topk_ids == expert)
+            gate, up = F.linear(x[token], weights.w13[expert]).chunk(2, dim=-1)
+            rows = F.linear(F.silu(gate) * up, weights.w2[expert])
+            total.index_add_(0, token, rows * topk_weights[token, slot, None])
+        return total.to(x.dtype)
+
+
+PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (SglangTriton, TritonKernels, TorchGroupedMm, TorchLoop)}

@@ -1,0 +1,125 @@
+"""Results as a table while they come, as JSON lines, as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oxmoe.bench.layers import SHAPES
+
+
+@dataclass
+class Cell:
+    """One layer at one token count: microseconds by backend."""
+
+    op: str
+    shape: str
+    format: str
+    tokens: int
+    floor_us: float | None
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_peer(self) -> float | None:
+        return min((us for name, us in self.times.items() if name != "oxmoe"), default=None)
+
+
+def append_json(path: str | None, rows: Sequence[dict[str, Any]]) -> None:
+    if path is None:
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+class Report:
+    """Prints each cell as it comes and appends it to the JSON file: a run that is cut short keeps what it measured."""
+
+    def __init__(self, peers: Sequence[str], environment: dict[str, Any], json_path: str | None):
+        self.peers, self.environment, self.json_path = peers, environment, json_path
+        self.cells: list[Cell] = []
+        self._skipped: set[tuple[str, str]] = set()
+        self._headed = False
+        print(", ".join(f"{name} {value}" for name, value in environment.items() if name != "command" and value))
+
+    def skip(self, peer: str, reason: str) -> None:
+        """Says once that a peer takes no part, and why."""
+        if (peer, reason) not in self._skipped:
+            self._skipped.add((peer, reason))
+            print(f"skipped {peer}: {reason}", flush=True)
+
+    def wrong(self, cell: Cell, what: str) -> None:
+        print(f"WRONG {cell.shape} {cell.format} M={cell.tokens}, not timed: {what}", flush=True)
+
+    def add(self, cell: Cell) -> None:
+        self.cells.append(cell)
+        if not self._headed:
+            self._headed = True
+            heads = ["op", "shape", "format", "M", "oxmoe us", "floor us", "x floor", *self.peers, "best / oxmoe"]
+            print(self._line(heads))
+        ours, best = cell.times["oxmoe"], cell.best_peer
+        print(
+            self._line(
+                [
+                    cell.op,
+                    cell.shape,
+                    cell.format,
+                    str(cell.tokens),
+                    f"{ours:.1f}",
+                    _number(cell.floor_us, ".1f"),
+                    _number(cell.floor_us and ours / cell.floor_us, ".2f"),
+                    *(_number(cell.times.get(peer), ".1f") for peer in self.peers),
+                    _number(best and best / ours, ".2f"),
+                ]
+            ),
+            flush=True,
+        )
+        common = {
+            "op": cell.op,
+            "shape": cell.shape,
+            **vars(SHAPES[cell.shape]),
+            "format": cell.format,
+            "tokens": cell.tokens,
+            "floor_us": cell.floor_us,
+        }
+        rows = [{**common, "backend": name, "us": us, **self.environment} for name, us in cell.times.items()]
+        append_json(self.json_path, rows)
+
+    def _line(self, fields: Sequence[str]) -> str:
+        widths = [4, 17, 6, 6, 9, 9, 7, *(max(9, len(peer)) for peer in self.peers), 12]
+        left = "".join(f"{text:<{width}} " for text, width in zip(fields[:3], widths[:3], strict=True))
+        return left + " ".join(f"{text:>{width}}" for text, width in zip(fields[3:], widths[3:], strict=True))
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def print_overhead(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        print(f"{row['device']:<5} {row['case']:<24} {row['us']:8.2f} us a call")
+
+
+def plot(cells: Sequence[Cell], path: str) -> None:
+    """One panel for each shape and format: time over tokens, both logarithmic, with the floor dashed."""
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault(f"{cell.shape} {cell.format}", []).append(cell)
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
+    for axis, (title, group) in zip(axes[0], panels.items(), strict=True):
+        for name in dict.fromkeys(name for cell in group for name in cell.times):
+            points = [(cell.tokens, cell.times[name]) for cell in group if name in cell.times]
+            axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if name == "oxmoe" else 1.2, label=name)
+        floor = [(cell.tokens, cell.floor_us) for cell in group if cell.floor_us is not None]
+        if floor:
+            axis.plot(*zip(*floor, strict=True), color="gray", linestyle="--", label="floor")
+        axis.set(title=title, xlabel="tokens", ylabel="us a layer", xscale="log", yscale="log")
+        axis.grid(True, which="both", alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)

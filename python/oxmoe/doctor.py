@@ -1,0 +1,169 @@
+"""Says what oxmoe finds on this machine: its build, GPUs, CPU, torch, SGLang and what is taken over in it, the peers.
+
+Exit status 1 if something that was asked for does not work: OXMOE_SGLANG, a layer on this CPU, a layer on a GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import oxmoe
+import oxmoe.sglang
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    text: str
+    broken: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Has none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    broken = 0
+    for finding in findings():
+        print(f"{finding.name:<16}{'BROKEN: ' if finding.broken else ''}{finding.text}", flush=True)
+        broken += finding.broken
+    return 1 if broken else 0
+
+
+def findings() -> Iterator[Finding]:
+    info = oxmoe.device_info()
+    yield from build_and_devices(info)
+    yield from torch_layers(info)
+    yield from sglang()
+    yield from peers()
+
+
+def build_and_devices(info: dict[str, Any]) -> Iterator[Finding]:
+    archs = ", ".join(f"sm_{arch}" for arch in info["archs"]) or "none"
+    yield Finding("oxmoe", f"{info['version']}, {info['kernels']} kernels for {archs}, built with nvcc {info['nvcc']}")
+    yield Finding("cpu", f"{info['cpu']}, {info['threads']} threads")
+    if not info["driver"]:
+        yield Finding("driver", "none: CPU only")
+    for number, gpu in enumerate(info["gpus"]):
+        text = f"{gpu['name']}, {gpu['arch']}, {gpu['multiprocessors']} multiprocessors"
+        text += "" if gpu["kernels"] else f"; this wheel has no kernels for {gpu['arch']}"
+        yield Finding(f"gpu {number}", text, broken=not gpu["kernels"])
+
+
+def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
+    """torch, and one small layer against the reference on the CPU and on each GPU."""
+    if find_spec("torch") is None:
+        yield Finding("torch", "not installed: numpy arrays on CPU only")
+        return
+    import torch
+
+    yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices += [f"cuda:{number}" for number, gpu in enumerate(info["gpus"]) if gpu["kernels"]]
+    elif info["gpus"]:
+        yield Finding("torch", "sees no GPU, though the driver does", broken=True)
+    for device in devices:
+        try:
+            yield Finding(f"layer on {device}", f"right, {small_layer_us(device):.0f} us for the first call")
+        except Exception as error:  # whatever it is, it is what the user came to see
+            yield Finding(f"layer on {device}", f"{type(error).__name__}: {error}", broken=True)
+
+
+def small_layer_us(device: str) -> float:
+    """Microseconds of the first call of a bf16 layer; raises if the result is wrong."""
+    import torch
+    from oxmoe import reference
+    from oxmoe.testing import assert_close_ulp
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=rng).mul_(size[-1] ** -0.5).bfloat16().to(device)
+
+    rng = torch.Generator().manual_seed(0)
+    x, w13, w2 = randn(5, 128), randn(8, 192, 128), randn(8, 128, 96)
+    router_logits = torch.randn(5, 8, generator=rng).to(device)
+    weights = oxmoe.ExpertWeights.bf16(w13, w2)
+    start = time.perf_counter()
+    result = oxmoe.moe(x, weights, router_logits=router_logits, top_k=2).cpu()
+    us = (time.perf_counter() - start) * 1e6
+    assert_close_ulp(result, reference.moe(x, w13, w2, router_logits=router_logits, top_k=2).cpu())
+    return us
+
+
+def sglang() -> Iterator[Finding]:
+    requested = oxmoe.sglang.requested()
+    setting = f"{oxmoe.sglang.SETTING}={','.join(requested)}"
+    if find_spec("sglang") is None:
+        wanted = f"; {setting} asks for it" if requested else ""
+        yield Finding("sglang", f"not installed{wanted}", broken=bool(requested))
+        return
+    version = oxmoe.sglang.sglang_version()
+    known = ", ".join(oxmoe.sglang.ADAPTERS)
+    served = "supported" if version in oxmoe.sglang.ADAPTERS else f"not supported; supported: {known}"
+    yield Finding("sglang", f"{version}, {served}{_incomplete('sglang')}")
+    if not requested:
+        yield Finding("taken over", f"nothing: {oxmoe.sglang.SETTING} is empty")
+        return
+    if not importlib.metadata.entry_points(group="sglang.srt.plugins", name="oxmoe"):
+        yield Finding("plugin", "SGLang cannot find oxmoe: its entry point is not installed", broken=True)
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:
+        yield Finding("plugin", f"SGLANG_PLUGINS={allowed} leaves oxmoe out", broken=True)
+    try:
+        oxmoe.sglang.install()
+    except Exception as error:  # SGLang would log it and go on without us
+        yield Finding("taken over", f"nothing, {setting}: {type(error).__name__}: {error}", broken=True)
+    for swap in oxmoe.sglang.active():
+        yield Finding("taken over", f"{swap.name}: {swap.effect}")
+
+
+def peers() -> Iterator[Finding]:
+    for module, distribution in (("sgl_kernel", "sglang-kernel"), ("flashinfer", "flashinfer-python")):
+        if find_spec(module) is None:
+            yield Finding(module, "not installed")
+        else:
+            yield Finding(module, f"{_version(distribution)}{_incomplete(distribution)}")
+    spec = find_spec("triton_kernels")
+    if spec is None:
+        yield Finding("triton_kernels", "not installed")
+    elif not any(Path(folder, "topk.py").exists() for folder in spec.submodule_search_locations or []):
+        yield Finding(
+            "triton_kernels",
+            "another package of this name (PyPI's triton-kernels); sglang-kernel carries the real one",
+        )
+    else:
+        owners = sorted(set(importlib.metadata.packages_distributions().get("triton_kernels", ["no distribution"])))
+        yield Finding("triton_kernels", f"the one with matmul kernels, from {', '.join(owners)}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _incomplete(distribution: str) -> str:
+    """'; half installed ...' if something that the distribution requires is absent: its imports fail in odd places."""
+    if find_spec("packaging") is None:
+        return "; requirements not checked (packaging is not installed)"
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires(distribution) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return f"; no metadata of {distribution}"
+    needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
+    absent = [item.name for item in needed if _version(item.name) == "of unknown version"]
+    if not absent:
+        return ""
+    more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
+    return f"; half installed, without {', '.join(absent[:4])}{more}"

@@ -1,0 +1,308 @@
+"""What every operation computes, in plain torch: fp32 sums and the rounding points of the kernels, slow and obvious.
+
+Used by the tests on CPU and on GPU. Loops run over experts or slots; nothing here is tuned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+# Experts
+
+
+def split_rows(rows: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """(gate, up) of `[..., 2I]` values that lie as w13's rows do."""
+    if layout == "interleaved":
+        return rows[..., 0::2], rows[..., 1::2]
+    first, second = rows.chunk(2, dim=-1)
+    if layout == "gate_up":
+        return first, second
+    if layout == "up_gate":
+        return second, first
+    raise ValueError(f"layout: unknown {layout!r}")
+
+
+def activate(
+    sums: Tensor,
+    *,
+    layout: str = "gate_up",
+    activation: str = "silu",
+    gated: bool | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    clamp: str = "before",
+) -> Tensor:
+    """GEMM1's epilogue on fp32 sums `[..., 2I]` (or `[..., I]` when not gated), not rounded."""
+    gated = activation != "relu2" if gated is None else gated
+    gate, up = split_rows(sums, layout) if gated else (sums, None)
+    bound = math.inf if limit is None else limit
+    if activation == "silu":
+        if clamp == "before":
+            gate = gate.clamp(max=bound)
+        gate = gate * torch.sigmoid(alpha * gate)
+        if clamp == "after":
+            gate = gate.clamp(max=bound)
+    elif activation in ("gelu", "gelu_tanh"):
+        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    elif activation == "relu2":
+        gate = F.relu(gate).square()
+    else:
+        raise ValueError(f"activation: unknown {activation!r}")
+    if up is None:
+        return gate
+    return gate * (up.clamp(-bound, bound) + beta)
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    *,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    layout: str = "gate_up",
+    activation: str = "silu",
+    gated: bool | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    clamp: str = "before",
+    router_logits: Tensor | None = None,
+    top_k: int = 0,
+    scoring_func: str = "softmax",
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    num_token_non_padded: Tensor | int | None = None,
+    routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
+    no_combine: bool = False,
+    keep_router_weight: bool = False,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+) -> Tensor:
+    """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end."""
+    if router_logits is not None:
+        topk_weights, topk_ids = topk(
+            router_logits,
+            top_k,
+            scoring_func=scoring_func,
+            renormalize=renormalize,
+            correction_bias=correction_bias,
+            num_expert_group=num_expert_group,
+            topk_group=topk_group,
+            num_token_non_padded=num_token_non_padded,
+        )
+    assert topk_weights is not None and topk_ids is not None
+    slots = topk_ids.shape[1]
+    experts, hidden = w2.shape[:2]
+    local_ids = topk_ids.long() - ep_rank * experts if ep_size > 1 else topk_ids.long()
+
+    rows = x.new_zeros((x.shape[0], slots, hidden))
+    for expert in range(experts):
+        token, slot = torch.nonzero(local_ids == expert, as_tuple=True)
+        if token.numel() == 0:
+            continue
+        sums = x[token].float() @ w13[expert].float().T
+        if b13 is not None:
+            sums = sums + b13[expert].float()
+        if apply_router_weight_on_input:
+            sums = sums * topk_weights[token, slot, None].float()
+        act = activate(
+            sums, layout=layout, activation=activation, gated=gated, alpha=alpha, beta=beta, limit=limit, clamp=clamp
+        ).to(x.dtype)
+        sums = act.float() @ w2[expert].float().T
+        if b2 is not None:
+            sums = sums + b2[expert].float()
+        rows[token, slot] = sums.to(x.dtype)
+
+    present = ((local_ids >= 0) & (local_ids < experts))[..., None]
+    weighted = not apply_router_weight_on_input and (not no_combine or keep_router_weight)
+    factors = (
+        topk_weights.float()[..., None] if weighted else torch.ones_like(topk_weights, dtype=torch.float32)[..., None]
+    )
+    # NOTE: a skipped slot contributes nothing whatever its weight is, NaN included.
+    terms = torch.where(present, factors * rows.float(), 0.0)
+    if no_combine:
+        return (routed_scaling_factor * terms).to(x.dtype)
+    total = torch.zeros_like(terms[:, 0]) if slots else x.new_zeros((x.shape[0], hidden), dtype=torch.float32)
+    for slot_index in range(slots):
+        total = total + terms[:, slot_index]
+    return (routed_scaling_factor * total).to(x.dtype)
+
+
+# Top-k
+
+
+def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
+    """fp32 score of every expert; for softmax_topk the logit, which becomes a weight only once the choice is made."""
+    logits = router_logits.float()
+    if scoring_func == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if scoring_func == "sigmoid":
+        return torch.sigmoid(logits)
+    if scoring_func == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
+    if scoring_func in ("softmax_topk", "identity"):
+        return logits
+    raise ValueError(f"scoring_func: unknown {scoring_func!r}")
+
+
+def best(values: Tensor, count: int) -> Tensor:
+    """Column numbers of the largest values, best first, ties to the lower number."""
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def choice_values(
+    router_logits: Tensor,
+    *,
+    scoring_func: str = "softmax",
+    correction_bias: Tensor | None = None,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    group_score: str | None = None,
+) -> Tensor:
+    """What the choice orders by: the logit, or score + bias with experts of losing groups at -inf."""
+    if correction_bias is None and num_expert_group == 0:
+        return router_logits.float()
+    choice = scores(router_logits, scoring_func)
+    if correction_bias is not None:
+        choice = choice + correction_bias.float()
+    if num_expert_group == 0:
+        return choice
+    group_score = group_score or ("max" if correction_bias is None else "top2")
+    tokens, experts = choice.shape
+    grouped = choice.view(tokens, num_expert_group, experts // num_expert_group)
+    of_group = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    keep = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best(of_group, topk_group), True)
+    return torch.where(keep[..., None], grouped, -math.inf).reshape(tokens, experts)
+
+
+def topk(
+    router_logits: Tensor,
+    top_k: int,
+    *,
+    scoring_func: str = "softmax",
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    group_score: str | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    num_token_non_padded: Tensor | int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`oxmoe.topk`: (weights fp32, ids int32), best first, ties to the lower id, shared experts last."""
+    tokens, experts = router_logits.shape
+    choice = choice_values(
+        router_logits,
+        scoring_func=scoring_func,
+        correction_bias=correction_bias,
+        num_expert_group=num_expert_group,
+        topk_group=topk_group,
+        group_score=group_score,
+    )
+    ids = best(choice, top_k - num_fused_shared_experts)
+    weights = scores(router_logits, scoring_func).gather(1, ids)
+    if scoring_func == "softmax_topk":
+        weights = torch.softmax(weights, dim=-1)
+    if renormalize:
+        may_vanish = scoring_func not in ("softmax", "softmax_topk")
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if may_vanish else 0.0))
+    if num_fused_shared_experts:
+        shared = torch.arange(experts, experts + num_fused_shared_experts, device=ids.device).expand(tokens, -1)
+        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
+        ids, weights = torch.cat([ids, shared], dim=1), torch.cat([weights, shared_weights], dim=1)
+    if apply_routed_scaling_factor_on_output:
+        weights = weights * routed_scaling_factor
+    if num_token_non_padded is not None:
+        padded = torch.arange(tokens, device=ids.device)[:, None] >= num_token_non_padded
+        ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)
+    return weights, ids.int()
+
+
+# Sort and schedule
+
+
+def sort_by_expert(
+    topk_ids: Tensor, num_experts: int, *, first_expert: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`oxmoe.sort_by_expert`: (histogram, offsets, place_of_slot, slot_of_place), int32, stable in the slot number."""
+    ids = topk_ids.reshape(-1).long() - first_expert
+    local = (ids >= 0) & (ids < num_experts)
+    histogram = torch.bincount(ids[local], minlength=num_experts)
+    offsets = F.pad(histogram.cumsum(0), (1, 0))
+    placed = int(offsets[-1])
+    slots = torch.argsort(torch.where(local, ids, num_experts), stable=True)[:placed]
+    slot_of_place = torch.full_like(ids, -1)
+    slot_of_place[:placed] = slots
+    place_of_slot = torch.full_like(ids, -1)
+    place_of_slot[slots] = torch.arange(placed, device=ids.device)
+    return histogram.int(), offsets.int(), place_of_slot.int(), slot_of_place.int()
+
+
+def max_blocks(num_experts: int, num_rows: int) -> int:
+    """Length of a schedule that holds any split of num_rows rows over num_experts experts in blocks of 16."""
+    if num_rows <= num_experts:
+        return num_rows
+    return num_experts - 1 - ((num_experts - num_rows - 1) // min(BLOCK_SIZES))
+
+
+def block_tables(histogram: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(block_offs_data [4, E + 1], block_schedule_data [4, max_blocks]); block << 16 | expert, -1 after the last."""
+    experts = histogram.numel()
+    offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32)
+    schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32)
+    counts = histogram.tolist()
+    for row, size in enumerate(BLOCK_SIZES):
+        entries = [block << 16 | expert for expert, count in enumerate(counts) for block in range(-(-count // size))]
+        schedule[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
+        blocks = torch.tensor([-(-count // size) for count in counts])
+        offsets[row, 1:] = blocks.cumsum(0)
+    return offsets.to(histogram.device), schedule.to(histogram.device)
+
+
+def routing_tables(
+    logits: Tensor,
+    n_expts_act: int,
+    *,
+    sm_first: bool = False,
+    expt_indx: Tensor | None = None,
+    simulated_ep: int = 1,
+    n_rows: Tensor | int | None = None,
+) -> tuple[Tensor, ...]:
+    """The seven tables of triton_kernels' routing, in the order of `_oxmoe.routing_tables`."""
+    rows, experts = logits.shape
+    values = torch.softmax(logits, dim=-1) if sm_first else logits
+    ids = best(values.float(), n_expts_act) if expt_indx is None else expt_indx.long()
+    gates = values.float().gather(1, ids)
+    if not sm_first:
+        gates = torch.softmax(gates, dim=-1)
+    if n_rows is not None:
+        padded = torch.arange(rows, device=ids.device)[:, None] >= n_rows
+        ids = ids.masked_fill(padded, -1)
+
+    # NOTE: simulated_ep keeps the first experts // simulated_ep experts; what a row keeps moves to its front.
+    experts //= simulated_ep
+    gone = (ids < 0) | (ids >= experts)
+    order = torch.argsort(gone.int(), dim=1, stable=True)
+    ids = ids.masked_fill(gone, -1).gather(1, order)
+    gates = gates.gather(1, order)
+
+    histogram, offsets, place_of_slot, slot_of_place = sort_by_expert(ids, experts)
+    gate_scal = torch.zeros_like(slot_of_place, dtype=logits.dtype)
+    placed = slot_of_place >= 0
+    gate_scal[placed] = gates.reshape(-1)[slot_of_place[placed].long()].to(logits.dtype)
+    return gate_scal, histogram, offsets, slot_of_place, place_of_slot, *block_tables(histogram, ids.numel())

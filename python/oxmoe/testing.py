@@ -1,0 +1,166 @@
+"""How results are judged and times are taken: error in ulps of the dtype, cold-L2 graph timing, the roofline floor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Mantissa bits (without the hidden one) and the exponent of the smallest normal number.
+_FORMATS = {torch.float32: (23, -126), torch.float16: (10, -14), torch.bfloat16: (7, -126)}
+
+# H200, measured: device copy bandwidth and sustained bf16 matrix rate.
+MEMORY_BYTES_PER_SECOND = 4.3e12
+MATRIX_FLOPS_PER_SECOND = 790e12
+
+
+# Errors
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp64 distance between neighbouring numbers of dtype at this magnitude."""
+    mantissa_bits, min_exponent = _FORMATS[dtype]
+    smallest_normal = 2.0**min_exponent
+    exponent = torch.frexp(magnitude.double().abs().clamp(min=smallest_normal)).exponent - 1
+    return torch.exp2((exponent - mantissa_bits).double())
+
+
+def ulp_error(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """|actual - expected| in ulps of dtype at each expected value, but at least at the root mean square of its row.
+
+    The floor is there for sums that cancel: their terms were rounded at the size of a typical value, so a result near
+    zero carries an absolute error of that size, and its own tiny ulp would measure luck. NaN and infinity count 0 where
+    both agree, else infinity.
+    """
+    dtype = dtype or expected.dtype
+    actual, expected = actual.double(), expected.double()
+    typical = expected.nan_to_num(0.0, 0.0, 0.0).square().mean(dim=-1, keepdim=True).sqrt()
+    unit = ulp(torch.maximum(expected.abs().nan_to_num(0.0, 0.0, 0.0), typical), dtype)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = ((actual - expected).abs() / unit).nan_to_num(torch.inf, torch.inf, torch.inf)
+    return torch.where(same, 0.0, error)
+
+
+def relative_norm(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, 0 when both are zero."""
+    actual, expected = actual.double(), expected.double()
+    norm = expected.norm().item()
+    error = (actual - expected).norm().item()
+    return error / norm if norm else (0.0 if error == 0.0 else torch.inf)
+
+
+def cosine(actual: Tensor, expected: Tensor) -> float:
+    """Cosine between the two tensors taken as vectors, 1 when both are zero."""
+    actual, expected = actual.double().flatten(), expected.double().flatten()
+    norms = (actual.norm() * expected.norm()).item()
+    return (actual @ expected).item() / norms if norms else float(actual.equal(expected))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What counts as equal: nothing beyond max_ulp, at most `share` of the elements (and four more) beyond `ulps`."""
+
+    max_ulp: float
+    ulps: float
+    share: float
+
+
+# bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: below 0.1 % of
+# results move by an ulp in bf16 and below 0.7 % in f16. One rounding point too many or too few moves 12 % and more, and
+# misses these bars. f32 has no rounding points: what is left is the order of the sums, which grows with their length.
+BARS = {
+    torch.bfloat16: Bar(max_ulp=8.0, ulps=0.9, share=2e-2),
+    torch.float16: Bar(max_ulp=8.0, ulps=0.9, share=8e-2),
+    torch.float32: Bar(max_ulp=512.0, ulps=64.0, share=1e-3),
+}
+
+
+def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *, what: str = "result") -> None:
+    """Raises AssertionError with the worst element when actual misses its dtype's bar; shapes and dtypes are equal."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    if expected.numel() == 0:
+        return
+    bar = bar or BARS[expected.dtype]
+    error = ulp_error(actual, expected)
+    worst = int(error.argmax())
+    beyond = int((error > bar.ulps).sum())
+    if error.flatten()[worst] <= bar.max_ulp and beyond <= bar.share * error.numel() + 4:
+        return
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
+    raise AssertionError(
+        f"{what}: {error.flatten()[worst].item():.3g} ulp at {place} (got {actual.flatten()[worst].item():.6g}, "
+        f"expected {expected.flatten()[worst].item():.6g}), {beyond} of {error.numel()} beyond {bar.ulps:g} ulp; "
+        f"bar: {bar.max_ulp:g} ulp, {100 * bar.share:g} %; relative norm {relative_norm(actual, expected):.3g}"
+    )
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Bit equality: tells -0 from 0 and one NaN from another."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    return actual.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+
+
+# Times
+
+
+def graph_time_us(layers: Sequence[Callable[[], object]], *, replays: int = 20, warmups: int = 3) -> float:
+    """Median microseconds of one layer, cold L2: every layer once in one CUDA graph, replayed.
+
+    The layers should differ in weights and inputs, so that none finds its weights in L2; what the last layer left there
+    is overwritten between replays, outside the timed range.
+    """
+    for layer in layers:
+        layer()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        for layer in layers:
+            layer()
+    eviction = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.uint8, device="cuda")
+    times = []
+    for replay in range(warmups + replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        eviction.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= warmups:
+            times.append(start.elapsed_time(end) * 1e3 / len(layers))
+    return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time a layer can take, in microseconds."""
+
+    memory_us: float
+    compute_us: float
+
+    @property
+    def us(self) -> float:
+        return max(self.memory_us, self.compute_us)
+
+
+def roofline(
+    *,
+    tokens: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    active_experts: float,
+    gated: bool = True,
+    weight_bits: float = 16.0,
+    activation_bits: float = 16.0,
+) -> Floor:
+    """Active experts' weights, x and out once, against memory; two flops a weight and slot against the matrix units."""
+    matrices = 3 if gated else 2
+    weights = matrices * hidden_size * intermediate_size
+    moved = active_experts * weights * weight_bits / 8 + 2 * tokens * hidden_size * activation_bits / 8
+    flops = 2 * tokens * top_k * weights
+    return Floor(moved / MEMORY_BYTES_PER_SECOND * 1e6, flops / MATRIX_FLOPS_PER_SECOND * 1e6)

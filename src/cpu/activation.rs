@@ -1,0 +1,66 @@
+//! What GEMM1's epilogue does with its sums, in fp32.
+
+use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
+
+use crate::params::{Activation, ActivationKind};
+
+/// Whether the activation takes (gate, up) pairs.
+pub fn is_gated(kind: ActivationKind) -> bool {
+    matches!(kind, ActivationKind::Swiglu | ActivationKind::Geglu | ActivationKind::GegluTanh)
+}
+
+/// Replaces `gate` by the activation of it and, for gated kinds, of `up` of the same length. NaN passes every limit.
+pub(super) fn apply(a: &Activation, gate: &mut [f32], up: &[f32]) {
+    match a.kind {
+        ActivationKind::Swiglu => gated(gate, up, |g, u| {
+            let g = at_most(g, a.gate_limit);
+            let u = -at_most(-at_most(u, a.up_limit), a.up_limit);
+            at_most(silu(g, a.alpha), a.silu_limit) * (u + a.beta)
+        }),
+        ActivationKind::Geglu => gated(gate, up, |g, u| gelu(g) * u),
+        ActivationKind::GegluTanh => gated(gate, up, |g, u| gelu_tanh(g) * u),
+        ActivationKind::Relu2 => ungated(gate, |x| {
+            let x = if x < 0.0 { 0.0 } else { x };
+            x * x
+        }),
+        ActivationKind::Silu => ungated(gate, |x| silu(x, 1.0)),
+        ActivationKind::Gelu => ungated(gate, gelu),
+        ActivationKind::GeluTanh => ungated(gate, gelu_tanh),
+        _ => {}
+    }
+}
+
+fn gated(gate: &mut [f32], up: &[f32], f: impl Fn(f32, f32) -> f32) {
+    gate.iter_mut().zip(up).for_each(|(g, &u)| *g = f(*g, u));
+}
+
+fn ungated(values: &mut [f32], f: impl Fn(f32) -> f32) {
+    values.iter_mut().for_each(|x| *x = f(*x));
+}
+
+/// NOTE: `f32::min` would turn NaN into the limit.
+fn at_most(x: f32, limit: f32) -> f32 {
+    if x > limit {
+        limit
+    } else {
+        x
+    }
+}
+
+/// `sigmoid(alpha x) x`
+fn silu(x: f32, alpha: f32) -> f32 {
+    x / (1.0 + (-alpha * x).exp())
+}
+
+fn gelu(x: f32) -> f32 {
+    0.5 * x * (1.0 + erff(x * FRAC_1_SQRT_2))
+}
+
+fn gelu_tanh(x: f32) -> f32 {
+    0.5 * x * (1.0 + (FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)).tanh())
+}
+
+// SAFETY: the C library's error function; std links that library already.
+unsafe extern "C" {
+    safe fn erff(x: f32) -> f32;
+}

@@ -1,0 +1,92 @@
+//! The kernels of `csrc/` on host memory: the same parameter structs, the same results up to rounding.
+//!
+//! A row's bits depend on that row, the weights and the instruction set only: never on the batch around it, the
+//! schedule or the number of threads.
+
+mod activation;
+mod combine;
+mod gemm;
+mod ragged;
+mod route;
+mod select;
+
+pub use activation::is_gated;
+pub use combine::combine;
+pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
+pub use ragged::ragged;
+pub use route::route;
+pub use select::select;
+
+#[cfg(test)]
+mod tests;
+
+use half::{bf16, f16};
+
+/// An element type that the CPU kernels read and write.
+trait Element: Copy + Send + Sync + 'static {
+    fn to_f32(self) -> f32;
+    /// To nearest, ties to even.
+    fn from_f32(x: f32) -> Self;
+}
+
+impl Element for f32 {
+    fn to_f32(self) -> f32 {
+        self
+    }
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+}
+
+impl Element for f16 {
+    fn to_f32(self) -> f32 {
+        f16::to_f32(self)
+    }
+    fn from_f32(x: f32) -> Self {
+        f16::from_f32(x)
+    }
+}
+
+impl Element for bf16 {
+    fn to_f32(self) -> f32 {
+        bf16::to_f32(self)
+    }
+    fn from_f32(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+}
+
+/// Calls a function that is generic in the element type for a `Dtype` value.
+macro_rules! for_dtype {
+    ($dtype:expr, $T:ident => $call:expr) => {
+        match $dtype {
+            crate::params::Dtype::F32 => {
+                type $T = f32;
+                $call
+            }
+            crate::params::Dtype::F16 => {
+                type $T = half::f16;
+                $call
+            }
+            crate::params::Dtype::Bf16 => {
+                type $T = half::bf16;
+                $call
+            }
+            other => unreachable!("no such dtype: {other:?}"),
+        }
+    };
+}
+use for_dtype;
+
+/// Lets worker threads share a parameter struct; each writes only the rows it was given.
+struct Shared<'a, P>(&'a P);
+
+impl<'a, P> Shared<'a, P> {
+    /// NOTE: a closure that names the field instead would capture the bare reference.
+    fn get(&self) -> &'a P {
+        self.0
+    }
+}
+
+// SAFETY: parameter structs are plain data; who follows their pointers answers for disjoint writes.
+unsafe impl<P> Sync for Shared<'_, P> {}

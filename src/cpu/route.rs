@@ -1,0 +1,109 @@
+//! Stable sort of the slots by expert, its inverse, and the grouped GEMM's tile schedule.
+
+use crate::params::{RouteParams, Tile};
+
+const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, reserved: 0 };
+
+/// Sorts the slots and writes the schedule: tiles in the order of their experts, every tile of an expert full but its
+/// last, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
+///
+/// NOTE: one thread. 4096 tokens of 8 experts take a tenth of a millisecond, three orders below their GEMMs.
+///
+/// # Safety
+/// The pointers must be valid for the shapes in [`RouteParams`], the outputs must be writable and overlap nothing, and
+/// `max_tiles` must hold the schedule: `p + (slots - p >> tile_log2)` entries do, `p = min(slots, experts)`.
+pub unsafe fn route(p: &RouteParams) {
+    let (slots, experts) = (p.tokens as usize * p.top_k as usize, p.experts as usize);
+    // SAFETY: the shapes of `RouteParams`, valid by the caller's contract.
+    let (outputs, tile_count) = unsafe {
+        let outputs = Outputs {
+            histogram: slice_mut(p.histogram, experts),
+            offsets: slice_mut(p.offsets, experts + 1),
+            place_of_slot: slice_mut(p.place_of_slot, slots),
+            slot_of_place: slice_mut(p.slot_of_place, slots),
+            tiles: slice_mut(p.tiles, p.max_tiles as usize),
+        };
+        (outputs, &mut *p.tile_count)
+    };
+    let first = i64::from(p.first_expert);
+    let local = |id: i64| (first..first + experts as i64).contains(&id).then(|| (id - first) as usize);
+    *tile_count = if p.ids_are_i64 {
+        // SAFETY: `ids` holds one i64 a slot, by the caller's contract.
+        let ids = unsafe { slice(p.ids.cast::<i64>(), slots) };
+        sort(outputs, p.tile_log2, |slot| local(ids[slot]))
+    } else {
+        // SAFETY: `ids` holds one i32 a slot, by the caller's contract.
+        let ids = unsafe { slice(p.ids.cast::<i32>(), slots) };
+        sort(outputs, p.tile_log2, |slot| local(i64::from(ids[slot])))
+    };
+}
+
+struct Outputs<'a> {
+    histogram: &'a mut [i32],
+    offsets: &'a mut [i32],
+    place_of_slot: &'a mut [i32],
+    slot_of_place: &'a mut [i32],
+    tiles: &'a mut [Tile],
+}
+
+/// Counting sort; `expert` is a slot's local expert or `None`. Returns the number of tiles.
+fn sort(out: Outputs, tile_log2: i32, expert: impl Fn(usize) -> Option<usize>) -> i32 {
+    out.histogram.fill(0);
+    for slot in 0..out.place_of_slot.len() {
+        if let Some(e) = expert(slot) {
+            out.histogram[e] += 1;
+        }
+    }
+
+    let mut placed = 0;
+    for (offset, count) in out.offsets.iter_mut().zip(&*out.histogram) {
+        *offset = placed;
+        placed += count;
+    }
+    out.offsets[out.histogram.len()] = placed;
+
+    // `offsets` runs along as the next free place of each expert and is set back below.
+    for (slot, place) in out.place_of_slot.iter_mut().enumerate() {
+        *place = -1;
+        if let Some(e) = expert(slot) {
+            *place = out.offsets[e];
+            out.slot_of_place[*place as usize] = slot as i32;
+            out.offsets[e] += 1;
+        }
+    }
+    out.slot_of_place[placed as usize..].fill(-1);
+    for (offset, count) in out.offsets.iter_mut().zip(&*out.histogram) {
+        *offset -= count;
+    }
+
+    let mut tiles = 0;
+    for (e, &count) in out.histogram.iter().enumerate() {
+        for first in (0..count).step_by(1 << tile_log2) {
+            let count = (count - first).min(1 << tile_log2);
+            out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };
+            tiles += 1;
+        }
+    }
+    out.tiles[tiles..].fill(NO_TILE);
+    tiles as i32
+}
+
+/// # Safety
+/// `data` must be valid for reads of `len` values; it may be anything for none.
+unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts(data, len) }
+}
+
+/// # Safety
+/// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
+unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
+    if len == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts_mut(data, len) }
+}

@@ -1,0 +1,67 @@
+//! One error type for the whole crate and its one conversion to Python exceptions.
+
+use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyValueError};
+use pyo3::PyErr;
+use std::fmt;
+
+#[derive(Debug)]
+pub enum Error {
+    /// An operand breaks its contract. → ValueError
+    Contract(String),
+    /// A combination that no kernel serves; the text lists what is served. → NotImplementedError
+    Unsupported(String),
+    /// Missing driver, a GPU without kernels in this wheel, a failed CUDA call. → RuntimeError
+    Cuda(String),
+    /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
+    Python(PyErr),
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) => f.write_str(text),
+            Error::Python(error) => error.fmt(f),
+        }
+    }
+}
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> PyErr {
+        match error {
+            Error::Contract(text) => PyValueError::new_err(text),
+            Error::Unsupported(text) => PyNotImplementedError::new_err(text),
+            Error::Cuda(text) => PyRuntimeError::new_err(text),
+            Error::Python(error) => error,
+        }
+    }
+}
+
+impl From<PyErr> for Error {
+    fn from(error: PyErr) -> Error {
+        Error::Python(error)
+    }
+}
+
+/// Runs the body of a Python-facing function: a panic (a bug here, or a driver without a symbol that cudarc loads lazily) becomes a
+/// RuntimeError instead of pyo3's PanicException, which `except Exception` does not catch.
+pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> pyo3::PyResult<T> {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+        Ok(result) => Ok(result?),
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            Err(PyRuntimeError::new_err(format!("oxmoe: internal error, please report it: {text}")))
+        }
+    }
+}
+
+/// `return Err(Error::Contract(format!(...)))`
+#[macro_export]
+macro_rules! contract {
+    ($($text:tt)*) => { return Err($crate::error::Error::Contract(format!($($text)*))) };
+}

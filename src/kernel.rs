@@ -1,0 +1,250 @@
+//! Kernels: loaded once per device, launched here and nowhere else.
+
+use crate::device::{cuda_error, Current, Device, Gpu};
+use crate::error::{Error, Result};
+use crate::params::{CombineParams, GroupedGemmParams, RaggedParams, RouteParams, SelectParams};
+use crate::tma::TensorMap;
+use crate::variants::Variant;
+use cudarc::driver::{result, sys};
+use std::ffi::{c_void, CString};
+use std::sync::OnceLock;
+
+/// Aligned so that the driver may read the image as words.
+#[repr(C, align(64))]
+#[allow(dead_code)] // unused by a build without kernels
+struct Image<T: ?Sized>(T);
+
+/// A row of the table that build.rs writes.
+#[derive(Debug)]
+pub struct Kernel {
+    pub variant: Variant,
+    pub symbol: &'static str,
+    /// Index into IMAGES.
+    image: usize,
+    /// Compiled architectures ("80", "90a", ...).
+    pub archs: &'static [&'static str],
+}
+
+impl Kernel {
+    /// Most dynamic shared memory that a launch on this device may ask for.
+    fn dynamic_shared_limit(&self, device: &Device) -> u32 {
+        self.variant.shared_bytes().unwrap_or(device.shared_bytes - crate::variants::ROUTING_STATIC_SHARED)
+    }
+}
+
+mod table {
+    #[allow(unused_imports)] // Image: unused by a build without kernels
+    use super::{Image, Kernel};
+    include!(concat!(env!("OUT_DIR"), "/images.rs"));
+}
+pub use table::{IMAGES, KERNELS};
+
+/// The architectures that were compiled in, e.g. ["80", "90a"].
+pub fn compiled_archs() -> Vec<&'static str> {
+    env!("OXMOE_COMPILED_ARCHS").split(';').filter(|a| !a.is_empty()).collect()
+}
+
+/// How a kernel is launched. Comes from the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    pub variant: Variant,
+    pub grid: u32,
+    pub block: u32,
+    pub cluster: u32,
+    pub shared_bytes: u32,
+}
+
+impl std::fmt::Display for Launch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Launch { variant, grid, block, cluster, shared_bytes } = self;
+        let symbol = variant.symbol();
+        write!(f, "{symbol} (grid {grid}, block {block}, cluster {cluster}, {shared_bytes} bytes of shared memory)")
+    }
+}
+
+/// The parameters of each kernel family, so that a launch cannot be given another family's.
+#[derive(Clone, Copy)]
+pub enum Args<'a> {
+    /// Top-k, alone or with the sort behind it.
+    Select(&'a SelectParams, &'a RouteParams),
+    /// The sort of given ids.
+    Sort(&'a RouteParams),
+    Ragged(&'a RaggedParams),
+    GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
+    GemmPortable(&'a GroupedGemmParams),
+    Combine(&'a CombineParams),
+}
+
+fn address<T>(value: &T) -> *mut c_void {
+    (value as *const T).cast_mut().cast()
+}
+
+impl Args<'_> {
+    /// Addresses of the parameters in the order of the kernel's signature.
+    fn pointers(&self) -> [*mut c_void; 2] {
+        let none = std::ptr::null_mut();
+        match *self {
+            Args::Select(s, r) => [address(s), address(r)],
+            Args::Sort(p) => [address(p), none],
+            Args::Ragged(p) => [address(p), none],
+            Args::GemmSm90(map, p) => [address(&map.0), address(p)],
+            Args::GemmPortable(p) => [address(p), none],
+            Args::Combine(p) => [address(p), none],
+        }
+    }
+
+    fn fits(&self, variant: &Variant) -> bool {
+        matches!(
+            (self, variant),
+            (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. })
+                | (Args::Sort(_), Variant::Route { experts_per_lane: 0 } | Variant::Histogram | Variant::Place)
+                | (Args::Ragged(_), Variant::Ragged)
+                | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
+                | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
+                | (Args::Combine(_), Variant::Combine { .. })
+        )
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Function(sys::CUfunction);
+// SAFETY: a handle that the driver lets any thread use.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+struct Module(sys::CUmodule);
+// SAFETY: a handle that the driver lets any thread use.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+const MAX_DEVICES: usize = 64;
+static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
+    [const { [const { OnceLock::new() }; KERNELS.len()] }; MAX_DEVICES];
+static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
+    [const { [const { OnceLock::new() }; IMAGES.len()] }; MAX_DEVICES];
+
+fn position(variant: &Variant) -> Option<usize> {
+    KERNELS.iter().position(|k| k.variant == *variant)
+}
+
+/// Whether the wheel has machine code of this kernel for the device.
+pub fn available(variant: &Variant, gpu: &Gpu) -> bool {
+    position(variant).is_some_and(|i| KERNELS[i].archs.contains(&gpu.device.arch.image()))
+}
+
+/// Loads a kernel on a device if it is not there yet. Done when weights are loaded, so that no launch inside a stream capture has to.
+/// The device's context must be current.
+fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
+    let functions = &FUNCTIONS[gpu.ordinal as usize];
+    let row = position(variant);
+    if let Some(function) = row.and_then(|i| functions[i].get()) {
+        return Ok(*function);
+    }
+    let Some(index) = row.filter(|&i| KERNELS[i].archs.contains(&gpu.device.arch.image())) else {
+        return Err(Error::Cuda(format!(
+            "cuda:{} ({}) is {}; this wheel has {} for {}: build oxmoe with OXMOE_CUDA_ARCHS={}",
+            gpu.ordinal,
+            gpu.device.name,
+            gpu.device.arch,
+            variant.symbol(),
+            row.map_or("no GPU".into(), |i| KERNELS[i].archs.join(", ")),
+            gpu.device.arch.image()
+        )));
+    };
+    let kernel = &KERNELS[index];
+    let module = &MODULES[gpu.ordinal as usize][kernel.image];
+    if module.get().is_none() {
+        // SAFETY: a fatbin made by nvcc at build time, 64-byte aligned, alive for ever.
+        let loaded = unsafe { result::module::load_data(IMAGES[kernel.image].as_ptr().cast()) }.map_err(|e| {
+            cuda_error(format_args!("loading {} on cuda:{} ({})", kernel.symbol, gpu.ordinal, gpu.device.arch), e)
+        })?;
+        if let Err(second) = module.set(Module(loaded)) {
+            // SAFETY: another thread was faster; nobody has seen this copy.
+            let _ = unsafe { result::module::unload(second.0) };
+        }
+    }
+    let module = module.get().map(|m| m.0).unwrap_or(std::ptr::null_mut());
+    let name = CString::new(kernel.symbol).unwrap_or_default();
+    // SAFETY: the module was loaded above and is never unloaded.
+    let function = unsafe { result::module::get_function(module, name) }
+        .map_err(|e| cuda_error(format_args!("finding {}", kernel.symbol), e))?;
+    let attribute = |which, value: i32| {
+        // SAFETY: the function belongs to a loaded module.
+        unsafe { result::function::set_function_attribute(function, which, value) }
+            .map_err(|e| cuda_error(format_args!("setting {which:?} of {} to {value}", kernel.symbol), e))
+    };
+    use sys::CUfunction_attribute_enum as A;
+    if kernel.dynamic_shared_limit(&gpu.device) > 48 * 1024 {
+        attribute(A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.dynamic_shared_limit(&gpu.device) as i32)?;
+    }
+    if matches!(kernel.variant, Variant::Route { .. }) && gpu.device.arch.0 >= 90 {
+        attribute(A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
+    }
+    Ok(*functions[index].get_or_init(|| Function(function)))
+}
+
+/// Loads kernels ahead of their first launch.
+pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
+    let _current = Current::new(gpu)?;
+    for variant in variants {
+        load(gpu, variant)?;
+    }
+    Ok(())
+}
+
+/// A stream of a device whose context is current: what launches go to.
+pub struct Stream<'a> {
+    gpu: &'a Gpu,
+    raw: sys::CUstream,
+    _current: Current,
+}
+
+impl<'a> Stream<'a> {
+    /// `raw` is torch's current stream of this GPU.
+    pub fn new(gpu: &'a Gpu, raw: *mut c_void) -> Result<Stream<'a>> {
+        Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
+    }
+
+    /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
+    /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
+    pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
+        debug_assert!(args.fits(&launch.variant), "{op}: wrong parameters for {:?}", launch.variant);
+        let function = load(self.gpu, &launch.variant)?;
+        let mut attributes = [sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        }; 2];
+        let mut count = 0;
+        if self.gpu.device.arch >= crate::device::Arch::SM90 {
+            count = 1;
+            if launch.cluster > 1 {
+                attributes[1].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+                attributes[1].value.clusterDim.x = launch.cluster;
+                attributes[1].value.clusterDim.y = 1;
+                attributes[1].value.clusterDim.z = 1;
+                count = 2;
+            }
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: launch.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: self.raw,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: count,
+        };
+        let mut pointers = args.pointers();
+        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (Args is per family), they live
+        // until the call returns; device memory behind them was checked by the op's contract.
+        unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(|e| cuda_error(format_args!("{op}: launching {launch}"), e))
+    }
+}

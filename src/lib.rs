@@ -1,0 +1,60 @@
+//! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
+
+pub mod cpu;
+pub mod device;
+mod dlpack;
+pub mod error;
+pub mod kernel;
+pub mod moe;
+pub mod params;
+pub mod quant;
+pub mod tensor;
+pub mod tma;
+pub mod variants;
+pub mod workspace;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _oxmoe {
+    #[pymodule_export]
+    use crate::device_info;
+    #[pymodule_export]
+    use crate::moe::topk::{routing_tables, sort_by_expert, topk};
+    #[pymodule_export]
+    use crate::moe::weights::ExpertWeights;
+    #[pymodule_export]
+    use crate::moe::{explain, moe, moe_tensors, workspace_bytes};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        m.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}
+
+/// What this build and this machine are: a dict with version, nvcc, archs, driver, gpus, cpu, threads.
+#[pyfunction]
+fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
+    let info = pyo3::types::PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("nvcc", env!("OXMOE_NVCC_VERSION"))?;
+    info.set_item("archs", kernel::compiled_archs())?;
+    info.set_item("kernels", kernel::KERNELS.len())?;
+    info.set_item("cpu", cpu::instruction_set())?;
+    info.set_item("threads", rayon::current_num_threads())?;
+    info.set_item("driver", device::driver_present())?;
+    let gpus = pyo3::types::PyList::empty(py);
+    for ordinal in 0..error::guard(|| if device::driver_present() { device::count() } else { Ok(0) })? {
+        let gpu = error::guard(|| device::gpu(ordinal))?;
+        let entry = pyo3::types::PyDict::new(py);
+        entry.set_item("name", &gpu.device.name)?;
+        entry.set_item("arch", gpu.device.arch.to_string())?;
+        entry.set_item("multiprocessors", gpu.device.multiprocessors)?;
+        entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
+        entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
+        gpus.append(entry)?;
+    }
+    info.set_item("gpus", gpus)?;
+    Ok(info)
+}

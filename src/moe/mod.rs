@@ -1,0 +1,547 @@
+//! The MoE layer: contract → plan → launches, top to bottom.
+
+pub mod grouped_gemm;
+pub mod plan;
+pub mod routing;
+pub mod topk;
+pub mod weights;
+
+use crate::contract;
+use crate::cpu;
+use crate::device::{gpu, Arch, Device};
+use crate::error::{guard, Error, Result};
+use crate::kernel::{Args, Stream};
+use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
+use crate::quant;
+use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use plan::{MoeDesc, MoePlan, MoeWorkspace};
+use pyo3::prelude::*;
+use topk::Selection;
+use weights::{ExpertWeights, Layer, LayerDesc};
+
+/// Options of one call that are not tensors.
+#[derive(Clone, Copy)]
+struct CallOptions {
+    routed_scaling_factor: f32,
+    apply_router_weight_on_input: bool,
+    no_combine: bool,
+    keep_router_weight: bool,
+    first_expert: i64,
+}
+
+/// How tokens find their experts.
+enum Routing<'a> {
+    Given { weights: &'a TensorRef, ids: &'a TensorRef },
+    Logits(SelectParams),
+}
+
+/// The parameter structs of the five stages; device and CPU run the same ones.
+struct Stages {
+    select: Option<SelectParams>,
+    route: RouteParams,
+    up: GroupedGemmParams,
+    down: GroupedGemmParams,
+    combine: CombineParams,
+}
+
+const IDENTITY: Activation = Activation {
+    kind: ActivationKind::Identity,
+    alpha: 1.0,
+    beta: 0.0,
+    gate_limit: f32::INFINITY,
+    silu_limit: f32::INFINITY,
+    up_limit: f32::INFINITY,
+};
+
+impl Stages {
+    fn new(
+        layer: &Layer,
+        desc: &MoeDesc,
+        options: &CallOptions,
+        routing: &Routing<'_>,
+        (x, out): (*const u8, *mut u8),
+        (ws, base): (&MoeWorkspace, *mut u8),
+        (tile_log2, max_tiles): (i32, i32),
+    ) -> Stages {
+        let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
+        let select = match routing {
+            Routing::Logits(s) => Some(SelectParams { ids: ws.ids.at(base), weights: ws.weights.at(base), ..*s }),
+            Routing::Given { .. } => None,
+        };
+        let (ids, ids_are_i64, weights) = match routing {
+            Routing::Given { weights, ids } => {
+                (ids.data.cast_const(), ids.elem == Elem::I64, weights.data.cast::<f32>().cast_const())
+            }
+            Routing::Logits(_) => (ws.ids.at::<u8>(base).cast_const(), false, ws.weights.at::<f32>(base).cast_const()),
+        };
+        let route = RouteParams {
+            ids,
+            ids_are_i64,
+            tokens,
+            top_k,
+            experts: layer.desc.experts as i32,
+            first_expert: options.first_expert as i32,
+            tile_log2,
+            max_tiles,
+            histogram: ws.histogram.at(base),
+            offsets: ws.offsets.at(base),
+            place_of_slot: ws.place_of_slot.at(base),
+            slot_of_place: ws.slot_of_place.at(base),
+            tiles: ws.tiles.at(base),
+            tile_count: ws.tile_count.at(base),
+            block_histogram: ws.block_histogram.at(base),
+        };
+        let up = GroupedGemmParams {
+            x,
+            slot_of_place: route.slot_of_place,
+            row_divisor: top_k,
+            tiles: route.tiles,
+            tile_count: route.tile_count,
+            weights: layer.up.data,
+            bias: layer.up.bias,
+            bias_dtype: layer.up.bias_dtype,
+            slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
+            out: ws.hidden.at(base),
+            rows: layer.up.rows as i32,
+            k: layer.up.k as i32,
+            out_columns: layer.desc.intermediate as i32,
+            layout: layer.layout,
+            activation: layer.activation,
+            next_unit: std::ptr::null_mut(),
+            schedule_is_older: false,
+        };
+        let down = GroupedGemmParams {
+            x: up.out,
+            slot_of_place: std::ptr::null(),
+            row_divisor: 1,
+            weights: layer.down.data,
+            bias: layer.down.bias,
+            bias_dtype: layer.down.bias_dtype,
+            slot_weights: std::ptr::null(),
+            out: ws.rows.at(base),
+            rows: layer.down.rows as i32,
+            k: layer.down.k as i32,
+            out_columns: layer.desc.hidden as i32,
+            activation: IDENTITY,
+            // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
+            schedule_is_older: true,
+            ..up
+        };
+        let weighted = !options.apply_router_weight_on_input && (!options.no_combine || options.keep_router_weight);
+        let combine = CombineParams {
+            y: down.out,
+            place_of_slot: route.place_of_slot,
+            weights: if weighted { weights } else { std::ptr::null() },
+            out,
+            tokens,
+            top_k,
+            hidden: layer.desc.hidden as i32,
+            scale: options.routed_scaling_factor,
+            keep_slots: options.no_combine,
+        };
+        Stages { select, route, up, down, combine }
+    }
+
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer) -> Result<()> {
+        routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
+        grouped_gemm::launch(stream, "moe: GEMM1", &plan.up, &layer.up_maps, &self.up)?;
+        grouped_gemm::launch(stream, "moe: GEMM2", &plan.down, &layer.down_maps, &self.down)?;
+        stream.launch("moe: combine", &plan.combine, Args::Combine(&self.combine))
+    }
+
+    fn run_cpu(&self, dtype: Dtype) {
+        // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
+        unsafe {
+            if let Some(select) = &self.select {
+                cpu::select(select);
+            }
+            cpu::route(&self.route);
+            cpu::grouped_gemm(&self.up, dtype);
+            cpu::grouped_gemm(&self.down, dtype);
+            cpu::combine(&self.combine, dtype);
+        }
+    }
+}
+
+// SAFETY: addresses only; the tensors behind them are kept alive by the caller for the whole call.
+unsafe impl Send for Stages {}
+// SAFETY: as above.
+unsafe impl Sync for Stages {}
+
+const MAX_TOP_K: i64 = 32;
+
+/// The layer on borrowed tensors.
+struct Call<'a, 'py> {
+    layer: &'a Layer,
+    x: (&'a Bound<'py, PyAny>, TensorRef),
+    routing: Routing<'a>,
+    desc: MoeDesc,
+    options: CallOptions,
+    out: Option<&'a Bound<'py, PyAny>>,
+    workspace: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl<'py> Call<'_, 'py> {
+    /// Contract of out and workspace, then the launches. Returns out.
+    fn run(self, contract: &mut Contract) -> Result<Bound<'py, PyAny>> {
+        let (x_object, x) = &self.x;
+        let py = x_object.py();
+        let (layer, desc) = (self.layer, &self.desc);
+        // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
+        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
+        let elements = desc.tokens * layer.desc.hidden.max(layer.desc.intermediate);
+        if desc.tokens * desc.top_k > i32::MAX as i64 / 2 || elements / vector > i32::MAX as i64 {
+            return Err(Error::Unsupported(format!(
+                "x: {} tokens x top-{} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch",
+                desc.tokens, desc.top_k
+            )));
+        }
+        let (out_object, out) = match self.out {
+            Some(object) => (object.clone(), TensorRef::borrow("out", object)?),
+            None => {
+                let three = [desc.tokens, desc.top_k, layer.desc.hidden];
+                let two = [desc.tokens, layer.desc.hidden];
+                let object = tensor::empty(x_object, x, if self.options.no_combine { &three } else { &two }, x.elem)?;
+                let borrowed = TensorRef::borrow("out", &object)?;
+                (object, borrowed)
+            }
+        };
+        let out_dims: &[Dim] = if self.options.no_combine {
+            &[Dim::Named("tokens"), Dim::Is("top_k", desc.top_k), Dim::Named("hidden")]
+        } else {
+            &[Dim::Named("tokens"), Dim::Named("hidden")]
+        };
+        contract.check("out", &out, out_dims, &[x.elem])?;
+        if x.place != Place::Cpu && layer.desc.hidden % 8 == 0 {
+            for (name, t) in [("x", x), ("out", &out)] {
+                if !(t.data as usize).is_multiple_of(16) {
+                    contract!(
+                        "{name}: must start at a multiple of 16 bytes, got address {:p}; pass {name}.clone()",
+                        t.data
+                    );
+                }
+            }
+        }
+        if out.overlaps(x) && out.data != x.data {
+            contract!("out: overlaps x without being x");
+        }
+        let Layer { up, down, .. } = layer;
+        let element = x.elem.bytes();
+        for (name, matrix) in [("w13", up), ("w2", down)] {
+            let bytes = layer.desc.experts as usize * matrix.rows as usize * matrix.k as usize * element;
+            if out.overlaps_range(matrix.data, bytes) {
+                contract!("out: overlaps {name}");
+            }
+        }
+        if let Routing::Given { weights, ids } = &self.routing {
+            if out.overlaps(weights) || out.overlaps(ids) {
+                contract!("out: overlaps topk_weights or topk_ids");
+            }
+        }
+        if desc.tokens == 0 {
+            return Ok(out_object);
+        }
+        let ws = plan::workspace(&layer.desc, desc.tokens, desc.top_k);
+        let scratch = self.scratch(contract, ws.bytes, &out)?;
+        let stages = |schedule| {
+            Stages::new(layer, desc, &self.options, &self.routing, (x.data, out.data), (&ws, scratch.base), schedule)
+        };
+        match x.place {
+            Place::Cpu => {
+                let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_LOG2);
+                let stages = stages((plan::CPU_TILE_LOG2, most));
+                let dtype = layer.desc.dtype;
+                py.detach(|| stages.run_cpu(dtype));
+            }
+            Place::Cuda(ordinal) => {
+                let gpu = gpu(ordinal)?;
+                let plan = MoePlan::new(desc, &gpu.device)?;
+                let stream = Stream::new(gpu, x.current_stream(py)?)?;
+                stages((plan.tile_log2, plan.max_tiles)).run_cuda(&stream, &plan, layer)?;
+            }
+        }
+        Ok(out_object)
+    }
+
+    /// The caller's workspace, or one for this call.
+    fn scratch(&self, contract: &mut Contract, bytes: usize, out: &TensorRef) -> Result<Scratch<'py>> {
+        let (x_object, x) = &self.x;
+        let Some(object) = self.workspace else {
+            if x.place == Place::Cpu {
+                let mut own = Vec::<u128>::with_capacity(bytes.div_ceil(16));
+                return Ok(Scratch { base: own.as_mut_ptr().cast(), _own: own, _tensor: None });
+            }
+            // torch's caching allocator reuses the block in stream order: letting go of it after the launches is safe.
+            let object = tensor::empty(x_object, x, &[bytes as i64], Elem::U8)?;
+            let base = TensorRef::borrow("workspace", &object)?.data;
+            return Ok(Scratch { base, _own: Vec::new(), _tensor: Some(object) });
+        };
+        let given = TensorRef::borrow("workspace", object)?;
+        contract.check("workspace", &given, &[Dim::Named("bytes")], &[Elem::U8])?;
+        if given.bytes() < bytes {
+            contract!("workspace: expected at least {bytes} bytes (workspace_bytes), got {}", given.bytes());
+        }
+        // What torch's allocators give: 64 on CPU, 512 on GPUs.
+        let alignment = if x.place == Place::Cpu { 64 } else { crate::workspace::ALIGNMENT };
+        if !(given.data as usize).is_multiple_of(alignment) {
+            contract!("workspace: must be {alignment}-byte aligned, got address {:p}", given.data);
+        }
+        if given.overlaps(x) || given.overlaps(out) {
+            contract!("workspace: overlaps x or out");
+        }
+        Ok(Scratch { base: given.data, _own: Vec::new(), _tensor: None })
+    }
+}
+
+/// A workspace and what keeps it alive for the call.
+struct Scratch<'py> {
+    base: *mut u8,
+    _own: Vec<u128>,
+    _tensor: Option<Bound<'py, PyAny>>,
+}
+
+/// The MoE layer: out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]).
+///
+/// x [T, H] of the weights' dtype; topk_weights fp32 [T, k] and topk_ids int32 or int64 [T, k] (-1: no expert), or router_logits
+/// [T, E] with top_k and the options of `topk`. Returns out [T, H] ([T, k, H] with no_combine). Deterministic.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (x, weights, topk_weights=None, topk_ids=None, *, router_logits=None, top_k=0, scoring_func="softmax", renormalize=true,
+    correction_bias=None, num_expert_group=0, topk_group=0, num_token_non_padded=None, routed_scaling_factor=1.0,
+    apply_router_weight_on_input=false, no_combine=false, keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None))]
+pub fn moe<'py>(
+    x: &Bound<'py, PyAny>,
+    weights: &Bound<'py, ExpertWeights>,
+    topk_weights: Option<&Bound<'py, PyAny>>,
+    topk_ids: Option<&Bound<'py, PyAny>>,
+    router_logits: Option<&Bound<'py, PyAny>>,
+    top_k: i64,
+    scoring_func: &str,
+    renormalize: bool,
+    correction_bias: Option<&Bound<'py, PyAny>>,
+    num_expert_group: i64,
+    topk_group: i64,
+    num_token_non_padded: Option<&Bound<'py, PyAny>>,
+    routed_scaling_factor: f32,
+    apply_router_weight_on_input: bool,
+    no_combine: bool,
+    keep_router_weight: bool,
+    ep_size: i64,
+    ep_rank: i64,
+    out: Option<&Bound<'py, PyAny>>,
+    workspace: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    guard(|| {
+        let layer = &weights.get().layer;
+        if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
+            contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
+        }
+        let experts = layer.desc.experts * ep_size;
+        let options = CallOptions {
+            routed_scaling_factor,
+            apply_router_weight_on_input,
+            no_combine,
+            keep_router_weight,
+            first_expert: ep_rank * layer.desc.experts,
+        };
+        if let Some(logits) = router_logits {
+            if topk_weights.is_some() || topk_ids.is_some() {
+                contract!("router_logits: give either router_logits or topk_weights and topk_ids, not both");
+            }
+            let selection = Selection {
+                top_k,
+                scoring_func,
+                renormalize,
+                num_expert_group,
+                topk_group,
+                group_score: None,
+                num_fused_shared_experts: 0,
+                scale: 1.0,
+                shared_weight: 1.0,
+            };
+            let x_ref = TensorRef::borrow("x", x)?;
+            let mut contract =
+                Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden), ("experts", experts)]);
+            contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
+            let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
+            let select = selection.params(&operands, &mut contract)?;
+            let desc =
+                MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(selection.logits(experts)) };
+            return Call { layer, x: (x, x_ref), routing: Routing::Logits(select), desc, options, out, workspace }
+                .run(&mut contract);
+        }
+        let (Some(topk_weights), Some(topk_ids)) = (topk_weights, topk_ids) else {
+            contract!("topk_weights and topk_ids: both are needed, or router_logits with top_k");
+        };
+        forward(layer, (x, topk_weights, topk_ids), options, out, workspace)
+    })
+}
+
+/// The layer with given ids and weights: `moe` and `fused_experts` meet here.
+fn forward<'py>(
+    layer: &Layer,
+    operands: (&Bound<'py, PyAny>, &Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    options: CallOptions,
+    out: Option<&Bound<'py, PyAny>>,
+    workspace: Option<&Bound<'py, PyAny>>,
+) -> Result<Bound<'py, PyAny>> {
+    let (x, topk_weights, topk_ids) = operands;
+    let x_ref = TensorRef::borrow("x", x)?;
+    let weights = TensorRef::borrow("topk_weights", topk_weights)?;
+    let ids = TensorRef::borrow("topk_ids", topk_ids)?;
+    let mut contract = Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden)]);
+    contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
+    contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
+    contract.check("topk_ids", &ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
+    let top_k = contract.get("top_k");
+    if !(1..=MAX_TOP_K).contains(&top_k) {
+        contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
+    }
+    let desc = MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: None };
+    Call {
+        layer,
+        x: (x, x_ref),
+        routing: Routing::Given { weights: &weights, ids: &ids },
+        desc,
+        options,
+        out,
+        workspace,
+    }
+    .run(&mut contract)
+}
+
+/// `moe` on bare weight tensors: SGLang's `fused_experts` after its arguments were read. Describes the weights at every call
+/// (about 1 us more than `moe`), so nothing can go stale when a caller swaps or moves weights.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0,
+    beta=0.0, limit=None, clamp="before", routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
+    keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None))]
+pub fn moe_tensors<'py>(
+    x: &Bound<'py, PyAny>,
+    w13: &Bound<'py, PyAny>,
+    w2: &Bound<'py, PyAny>,
+    topk_weights: &Bound<'py, PyAny>,
+    topk_ids: &Bound<'py, PyAny>,
+    b13: Option<&Bound<'py, PyAny>>,
+    b2: Option<&Bound<'py, PyAny>>,
+    layout: &str,
+    activation: &str,
+    gated: Option<bool>,
+    alpha: f32,
+    beta: f32,
+    limit: Option<f32>,
+    clamp: &str,
+    routed_scaling_factor: f32,
+    apply_router_weight_on_input: bool,
+    no_combine: bool,
+    keep_router_weight: bool,
+    ep_size: i64,
+    ep_rank: i64,
+    out: Option<&Bound<'py, PyAny>>,
+    workspace: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    guard(|| {
+        if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
+            contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
+        }
+        let options = weights::Options { layout, activation, gated, alpha, beta, limit, clamp };
+        let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
+        let borrow = |name, t: Option<&Bound<'py, PyAny>>| t.map(|t| TensorRef::borrow(name, t)).transpose();
+        let (b13, b2) = (borrow("b13", b13)?, borrow("b2", b2)?);
+        if up.elem.dtype().is_none() {
+            return Err(Error::Unsupported(format!(
+                "w13: dtype {}; oxmoe serves bfloat16, float16, float32 (on CPU)",
+                up.elem
+            )));
+        }
+        let layer = Layer::new(&up, &down, b13.as_ref(), b2.as_ref(), up.elem, &options)?;
+        let call = CallOptions {
+            routed_scaling_factor,
+            apply_router_weight_on_input,
+            no_combine,
+            keep_router_weight,
+            first_expert: ep_rank * layer.desc.experts,
+        };
+        forward(&layer, (x, topk_weights, topk_ids), call, out, workspace)
+    })
+}
+
+fn elem(dtype: Dtype) -> Elem {
+    match dtype {
+        Dtype::F16 => Elem::F16,
+        Dtype::Bf16 => Elem::Bf16,
+        _ => Elem::F32,
+    }
+}
+
+/// Bytes of workspace that `moe` needs for up to num_tokens tokens with these weights: exact, never decreasing in num_tokens.
+#[pyfunction]
+pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
+    guard(|| {
+        if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
+            contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
+        }
+        Ok(plan::workspace(&weights.get().layer.desc, num_tokens, top_k).bytes)
+    })
+}
+
+/// The plan for a shape, as text: launches, tiles, warps, grids, shared memory, workspace and the roofline floor. Needs no GPU.
+///
+/// arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
+pub fn explain(
+    num_experts: i64,
+    top_k: i64,
+    hidden_size: i64,
+    intermediate_size: i64,
+    num_tokens: i64,
+    format: &str,
+    gated: bool,
+    arch: Option<&str>,
+) -> PyResult<String> {
+    guard(|| {
+        let Some(spec) = quant::by_name(format) else {
+            let known: Vec<&str> = quant::FORMATS.iter().map(|f| f.name).collect();
+            return Err(Error::Unsupported(format!("format {format:?}; supported: {}", known.join(", "))));
+        };
+        let sizes = [
+            ("num_experts", num_experts, 4096),
+            ("top_k", top_k, MAX_TOP_K.min(num_experts)),
+            ("hidden_size", hidden_size, 1 << 24),
+            ("intermediate_size", intermediate_size, 1 << 24),
+        ];
+        for (name, got, most) in sizes {
+            if !(1..=most).contains(&got) {
+                contract!("{name}: expected 1 to {most}, got {got}");
+            }
+        }
+        if !(0..=1 << 24).contains(&num_tokens) {
+            contract!("num_tokens: expected 0 to 2^24, got {num_tokens}");
+        }
+        let layer = LayerDesc {
+            experts: num_experts,
+            hidden: hidden_size,
+            intermediate: intermediate_size,
+            gated,
+            dtype: spec.compute,
+        };
+        let desc = MoeDesc {
+            layer,
+            tokens: num_tokens,
+            top_k,
+            logits: Some(plan::routing::Logits { experts: num_experts as u32, groups: 1 }),
+        };
+        let device = match arch {
+            Some("cpu") => None,
+            Some(name) => match Arch::parse(name) {
+                Some(arch) => Some(Device::typical(arch)),
+                None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
+            },
+            None => gpu(0).ok().map(|g| g.device.clone()),
+        };
+        plan::explain(&desc, device.as_ref())
+    })
+}

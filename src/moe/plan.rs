@@ -1,0 +1,309 @@
+//! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
+//! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
+
+pub mod portable;
+pub mod routing;
+pub mod sm90;
+
+use super::weights::LayerDesc;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Launch;
+use crate::params::{Dtype, Tile};
+use crate::quant;
+use crate::variants::{Element, Variant};
+use crate::workspace::{Layout, Range};
+use routing::{RoutingDesc, RoutingPlan};
+use std::fmt::Write as _;
+
+/// One call of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MoeDesc {
+    pub layer: LayerDesc,
+    pub tokens: i64,
+    pub top_k: i64,
+    /// Experts with a router logit and their groups; None: ids and weights are given.
+    pub logits: Option<routing::Logits>,
+}
+
+/// Where everything lies in the workspace. The same for every arch; CPU uses the same ranges.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MoeWorkspace {
+    pub ids: Range,
+    pub weights: Range,
+    pub histogram: Range,
+    pub offsets: Range,
+    pub place_of_slot: Range,
+    pub slot_of_place: Range,
+    pub tiles: Range,
+    pub tile_count: Range,
+    pub block_histogram: Range,
+    /// GEMM1's output, [slots, intermediate].
+    pub hidden: Range,
+    /// GEMM2's output, [slots, hidden].
+    pub rows: Range,
+    pub bytes: usize,
+}
+
+impl MoeWorkspace {
+    /// Sized for the smallest tile and for both ways of routing, so that one buffer serves every call up to `tokens` tokens.
+    fn new(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
+        let slots = (tokens * top_k) as usize;
+        let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
+        let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_LOG2) as usize;
+        let mut layout = Layout::default();
+        let mut add = |name, bytes| layout.add(name, bytes);
+        let mut w = MoeWorkspace {
+            ids: add("ids", slots * 4),
+            weights: add("weights", slots * 4),
+            histogram: add("histogram", experts * 4),
+            offsets: add("offsets", (experts + 1) * 4),
+            place_of_slot: add("place_of_slot", slots * 4),
+            slot_of_place: add("slot_of_place", slots * 4),
+            tiles: add("tiles", most_tiles * size_of::<Tile>()),
+            tile_count: add("tile_count", 4),
+            block_histogram: add(
+                "block_histogram",
+                routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
+            ),
+            hidden: add("hidden", slots * layer.intermediate as usize * element),
+            rows: add("rows", slots * layer.hidden as usize * element),
+            bytes: 0,
+        };
+        w.bytes = layout.bytes;
+        w
+    }
+
+    fn ranges(&self) -> [&Range; 11] {
+        [
+            &self.ids,
+            &self.weights,
+            &self.histogram,
+            &self.offsets,
+            &self.place_of_slot,
+            &self.slot_of_place,
+            &self.tiles,
+            &self.tile_count,
+            &self.block_histogram,
+            &self.hidden,
+            &self.rows,
+        ]
+    }
+}
+
+/// The schedule's tiles are at least 2^3 tokens: the narrowest wgmma.
+const MIN_TILE_LOG2: i32 = 3;
+
+/// CPU tiles: wide enough that a weight panel is read once for all tokens of an expert in every usual batch.
+pub const CPU_TILE_LOG2: i32 = 7;
+
+/// The most schedule entries that `slots` slots over `experts` experts can need: every expert may have one partial tile.
+pub fn max_tiles(slots: i64, experts: i64, tile_log2: i32) -> i32 {
+    let partial = slots.min(experts);
+    (partial + ((slots - partial) >> tile_log2)) as i32
+}
+
+/// A layer call on a GPU.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MoePlan {
+    pub desc: MoeDesc,
+    pub tile_log2: i32,
+    pub max_tiles: i32,
+    pub routing: RoutingPlan,
+    pub up: Launch,
+    pub down: Launch,
+    pub combine: Launch,
+    pub workspace: MoeWorkspace,
+}
+
+fn element(dtype: Dtype) -> Element {
+    if dtype == Dtype::F16 {
+        Element::F16
+    } else {
+        Element::Bf16
+    }
+}
+
+/// Whether both GEMMs of a layer run on the Hopper kernel. A property of the weights, never of the batch: a row's bits must not depend on
+/// the batch around it.
+fn hopper(device: &Device, layer: &LayerDesc) -> bool {
+    let rows = layer.intermediate * if layer.gated { 2 } else { 1 };
+    sm90::serves(device, layer.dtype, layer.gated, rows as u32, layer.hidden as u32)
+        && sm90::serves(device, layer.dtype, false, layer.hidden as u32, layer.intermediate as u32)
+}
+
+impl MoePlan {
+    pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
+        let layer = &desc.layer;
+        let slots = desc.tokens * desc.top_k;
+        let element = element(layer.dtype);
+        let up_rows = layer.intermediate * if layer.gated { 2 } else { 1 };
+        let up =
+            GemmDesc { element, gated: layer.gated, slots, experts: layer.experts, rows: up_rows, k: layer.hidden };
+        let down = GemmDesc {
+            element,
+            gated: false,
+            slots,
+            experts: layer.experts,
+            rows: layer.hidden,
+            k: layer.intermediate,
+        };
+        let (tile_log2, up, down) = if hopper(device, layer) {
+            let tile_log2 = sm90::tile_log2(&up, &down, device);
+            (tile_log2, sm90::gemm(&up, tile_log2, device), sm90::gemm(&down, tile_log2, device))
+        } else {
+            let tile_log2 = portable::tile_log2(&up, &down, device);
+            (tile_log2, portable::gemm(&up, tile_log2, device), portable::gemm(&down, tile_log2, device))
+        };
+        Ok(MoePlan {
+            desc: *desc,
+            tile_log2,
+            max_tiles: max_tiles(slots, layer.experts, tile_log2),
+            routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
+            up,
+            down,
+            combine: combine(desc, element, device),
+            workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
+        })
+    }
+}
+
+/// The routing launches of `tokens` tokens.
+pub fn routing(
+    tokens: i64,
+    top_k: i64,
+    experts: i64,
+    logits: Option<routing::Logits>,
+    device: &Device,
+) -> Result<RoutingPlan> {
+    let (tokens, top_k, experts) = (tokens as u32, top_k as u32, experts as u32);
+    RoutingPlan::new(&RoutingDesc { tokens, top_k, experts, logits, sm: device.arch.0 }).ok_or_else(|| {
+        Error::Unsupported(format!(
+            "routing {experts} experts with top-{top_k}, logits {logits:?}; supported on GPUs: up to {} experts held here, {} with a logit in up to 32 groups, top_k up to {}",
+            routing::MAX_EXPERTS + routing::MAX_TOP_K, routing::MAX_EXPERTS, routing::MAX_TOP_K
+        ))
+    })
+}
+
+/// One grouped GEMM as the tile choice sees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GemmDesc {
+    pub element: Element,
+    pub gated: bool,
+    pub slots: i64,
+    pub experts: i64,
+    pub rows: i64,
+    pub k: i64,
+}
+
+/// Bytes of workspace for up to `tokens` tokens, on any device.
+pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
+    MoeWorkspace::new(layer, tokens, top_k)
+}
+
+/// Combine: a CTA takes 1024 elements (128 threads x 8) of one token's row.
+fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
+    let variant = Variant::Combine { element };
+    let columns = (desc.layer.hidden as u32).div_ceil(variant.threads() * 8);
+    Launch { variant, grid: columns * desc.tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// Every kernel that some call of this layer can use on this device: loaded with the weights.
+pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
+    let gemms = if hopper(device, layer) {
+        sm90::variants(element(layer.dtype))
+    } else {
+        portable::variants(element(layer.dtype))
+    };
+    let mut all = gemms;
+    all.push(Variant::Combine { element: element(layer.dtype) });
+    all.extend(routing::variants());
+    all
+}
+
+/// Bytes that must move and flops that must be done, as times on a device: (memory, compute) in microseconds. Each expert that is
+/// expected to be active under uniform routing is read once, x and the output once.
+pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
+    let layer = &desc.layer;
+    let spec = quant::by_name(quant::name(layer.dtype)).unwrap_or(&quant::FORMATS[0]);
+    let matrices = if layer.gated { 3.0 } else { 2.0 };
+    let weights = matrices * (layer.hidden * layer.intermediate) as f64;
+    let (experts, slots) = (layer.experts as f64, (desc.tokens * desc.top_k) as f64);
+    let active = experts * (1.0 - (1.0 - desc.top_k as f64 / experts).max(0.0).powf(desc.tokens as f64));
+    let io = 2.0 * (desc.tokens * layer.hidden) as f64 * 2.0;
+    let memory = (active * weights * spec.bits_per_weight / 8.0 + io) / device.bandwidth;
+    (memory * 1e6, slots * 2.0 * weights / device.flops * 1e6)
+}
+
+/// The plan as text. `device` None: the CPU backend.
+pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
+    let layer = &desc.layer;
+    let mut text = String::new();
+    let form = if layer.gated { "gated" } else { "plain" };
+    let _ = writeln!(
+        text,
+        "MoE layer: {} experts, top-{}, hidden {}, intermediate {} ({form}), {}, {} tokens",
+        layer.experts,
+        desc.top_k,
+        layer.hidden,
+        layer.intermediate,
+        quant::name(layer.dtype),
+        desc.tokens
+    );
+    if let Some(device) = device {
+        let _ = writeln!(
+            text,
+            "on {} ({}, {} multiprocessors, {} KiB shared memory a CTA)",
+            device.name,
+            device.arch,
+            device.multiprocessors,
+            device.shared_bytes / 1024
+        );
+        let (memory, compute) = floor(desc, device);
+        let _ = writeln!(text, "floor: {memory:.1} us of memory traffic, {compute:.1} us of arithmetic");
+        if desc.tokens > 0 && layer.dtype != Dtype::F32 {
+            let plan = MoePlan::new(desc, device)?;
+            let _ = writeln!(
+                text,
+                "schedule: tiles of up to {} tokens, at most {} of them",
+                1 << plan.tile_log2,
+                plan.max_tiles
+            );
+            let launches = plan.routing.launches().chain([plan.up, plan.down, plan.combine]);
+            for (i, l) in launches.enumerate() {
+                let cluster = if l.cluster > 1 { format!(" in clusters of {}", l.cluster) } else { String::new() };
+                let _ = writeln!(
+                    text,
+                    "launch {i}: {}: {} CTAs{cluster} x {} warps, {} bytes of shared memory",
+                    l.variant.symbol(),
+                    l.grid,
+                    l.block / 32,
+                    l.shared_bytes
+                );
+            }
+        } else if layer.dtype == Dtype::F32 {
+            let _ = writeln!(text, "fp32 runs on CPU tensors only");
+        }
+    } else {
+        let _ =
+            writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), rayon::current_num_threads());
+    }
+    let workspace = workspace(layer, desc.tokens, desc.top_k);
+    let _ = writeln!(text, "workspace: {} bytes", workspace.bytes);
+    for range in workspace.ranges() {
+        let _ = writeln!(text, "  {:>12} + {:<12} {}", range.offset, range.bytes, range.name);
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schedule_length() {
+        assert_eq!(max_tiles(3, 128, 3), 3);
+        assert_eq!(max_tiles(128 + 16, 128, 3), 130);
+        assert_eq!(max_tiles(0, 128, 7), 0);
+    }
+}

@@ -1,0 +1,201 @@
+//! Tile, grid and warps of the portable grouped GEMM: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
+
+use super::{max_tiles, GemmDesc};
+use crate::device::{Arch, Device};
+use crate::kernel::Launch;
+use crate::quant;
+use crate::variants::{Element, PortableTile, Variant, PORTABLE_TILES};
+
+/// The kernel walks its work in a fixed stride: the grid is what is resident at once.
+const PERSISTENT: bool = true;
+
+/// Fewest warps a CTA may have.
+///
+/// Non-persistent kernels that read MXFP4 scales where the checkpoint has them (no swizzled layout) need 4 warps on sm_120: with the one
+/// or two that a small tile would get, they fault or give wrong sums.
+pub fn min_warps(arch: Arch, persistent: bool, format: &str) -> u32 {
+    if arch.image() == "120f" && !persistent && format == "mxfp4" {
+        4
+    } else {
+        1
+    }
+}
+
+fn format(element: Element) -> &'static str {
+    quant::name(match element {
+        Element::F16 => crate::params::Dtype::F16,
+        Element::Bf16 => crate::params::Dtype::Bf16,
+    })
+}
+
+/// The tiles that can run a GEMM, by tokens.
+fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = PortableTile> + 'a {
+    let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
+    let warps = min_warps(device.arch, PERSISTENT, format(gemm.element));
+    PORTABLE_TILES
+        .into_iter()
+        .filter(move |t| t.vector == vector && t.warps >= warps && t.shared_bytes() <= device.shared_bytes)
+}
+
+/// CTAs that a multiprocessor holds: it has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
+fn resident(tile: PortableTile, device: &Device) -> u32 {
+    tile.ctas().min((device.shared_bytes + 1024) / (tile.shared_bytes() + 1024))
+}
+
+/// Blocks of weight rows of an expert.
+fn row_blocks(gemm: &GemmDesc, tile: PortableTile) -> u32 {
+    (gemm.rows as u32).div_ceil(tile.rows)
+}
+
+/// The narrowest tile that takes `tokens` tokens, else the widest there is.
+fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
+    let mut fitting = tiles(gemm, device).filter(|t| t.tokens >= tokens);
+    fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
+}
+
+/// log2 of the schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
+/// once; above 192, reading tokens and weights from shared memory less often pays for the padding, unless the wide tile leaves a
+/// multiprocessor one CTA where the narrower one leaves it two (sm_80).
+pub fn tile_log2(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+    let mean = up.slots as f64 / up.experts.max(1) as f64;
+    let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
+    let wanted = if mean <= 8.0 {
+        16
+    } else if mean <= 192.0 || overlaps(128) < overlaps(64) {
+        64
+    } else {
+        128
+    };
+    let fills = |tokens: u32| {
+        let log2 = tokens.ilog2() as i32;
+        [up, down].into_iter().all(|g| {
+            max_tiles(g.slots, g.experts, log2) as u32 * row_blocks(g, tile(g, tokens, device))
+                >= device.multiprocessors
+        })
+    };
+    let mut tokens = wanted.min(tile(up, wanted, device).tokens).min(tile(down, wanted, device).tokens);
+    // Few experts: narrower tiles, until every multiprocessor has work.
+    while tokens > 16 && !fills(tokens) {
+        tokens /= 2;
+    }
+    tokens.ilog2() as i32
+}
+
+pub fn gemm(gemm: &GemmDesc, tile_log2: i32, device: &Device) -> Launch {
+    let tile = tile(gemm, 1 << tile_log2, device);
+    let variant = tile.variant(gemm.element, gemm.gated);
+    let units = max_tiles(gemm.slots, gemm.experts, tile_log2) as u32 * row_blocks(gemm, tile);
+    Launch {
+        variant,
+        grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
+        block: variant.threads(),
+        cluster: 1,
+        shared_bytes: tile.shared_bytes(),
+    }
+}
+
+pub fn variants(element: Element) -> Vec<Variant> {
+    PORTABLE_TILES.iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];
+
+    fn layer(tokens: i64, top_k: i64, experts: i64, hidden: i64, intermediate: i64) -> (GemmDesc, GemmDesc) {
+        let (element, slots) = (Element::Bf16, tokens * top_k);
+        (
+            GemmDesc { element, gated: true, slots, experts, rows: 2 * intermediate, k: hidden },
+            GemmDesc { element, gated: false, slots, experts, rows: hidden, k: intermediate },
+        )
+    }
+
+    #[test]
+    fn warps_of_plain_mxfp4_scales_on_sm120() {
+        assert_eq!(min_warps(Arch::SM120, false, "mxfp4"), 4);
+        assert_eq!(min_warps(Arch(121), false, "mxfp4"), 4);
+        assert_eq!(min_warps(Arch::SM120, true, "mxfp4"), 1);
+        assert_eq!(min_warps(Arch::SM120, false, "bf16"), 1);
+        for arch in [80, 89, 90, 100, 103] {
+            assert_eq!(min_warps(Arch(arch), false, "mxfp4"), 1);
+        }
+    }
+
+    #[test]
+    fn every_tile_fits_every_device() {
+        for t in PORTABLE_TILES {
+            assert!(t.shared_bytes() <= 99 * 1024, "{t:?}");
+            assert!(t.ctas() * t.warps * 32 * if t.ctas() == 2 { 255 } else { 168 } <= 65536, "{t:?}");
+        }
+        for arch in ARCHS {
+            assert!(Device::typical(Arch(arch)).shared_bytes >= 99 * 1024);
+        }
+    }
+
+    #[test]
+    fn tile_follows_the_mean() {
+        for (tokens, log2) in [(1, 4), (16, 4), (128, 4), (256, 6), (1024, 6), (4096, 7)] {
+            let (up, down) = layer(tokens, 8, 128, 2048, 768);
+            for arch in ARCHS {
+                // Two CTAs of 64 tokens fit into the 164 KiB of sm_80, but one of 128.
+                let log2 = if arch == 80 { log2.min(6) } else { log2 };
+                assert_eq!(tile_log2(&up, &down, &Device::typical(Arch(arch))), log2, "{tokens} tokens on {arch}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_experts_get_narrow_tiles() {
+        let (up, down) = layer(256, 1, 1, 1024, 512);
+        assert_eq!(tile_log2(&up, &down, &Device::typical(Arch::SM80)), 4);
+    }
+
+    #[test]
+    fn odd_k_takes_single_elements_in_its_own_tile() {
+        let (up, down) = layer(4096, 8, 128, 511, 128);
+        let device = Device::typical(Arch::SM120);
+        let log2 = tile_log2(&up, &down, &device);
+        assert_eq!(log2, 6);
+        let vector = |g: &GemmDesc| match gemm(g, log2, &device).variant {
+            Variant::GroupedGemmPortable { vector, .. } => vector,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!((vector(&up), vector(&down)), (1, 8));
+    }
+
+    #[test]
+    fn grids_are_resident_and_cover_small_work() {
+        for arch in ARCHS {
+            let device = Device::typical(Arch(arch));
+            for tokens in [0, 1, 7, 64, 4096] {
+                let (up, down) = layer(tokens, 8, 128, 2048, 768);
+                let log2 = tile_log2(&up, &down, &device);
+                for g in [up, down] {
+                    let launch = gemm(&g, log2, &device);
+                    let resident = launch.grid.div_ceil(device.multiprocessors);
+                    assert!(launch.grid >= 1 && resident * (launch.shared_bytes + 1024) <= device.shared_bytes + 1024);
+                    let units =
+                        max_tiles(g.slots, g.experts, log2) as u32 * row_blocks(&g, tile(&g, 1 << log2, &device));
+                    assert!(launch.grid == units.max(1) || launch.grid % device.multiprocessors == 0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_variant_is_chosen_somewhere() {
+        let device = Device::typical(Arch::SM120);
+        let mut chosen = Vec::new();
+        for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, 511)] {
+            let (up, down) = layer(tokens, 8, 128, hidden, 768);
+            let (up, down) = (up, GemmDesc { gated: false, k: up.k, ..down });
+            let log2 = tile_log2(&up, &down, &device);
+            chosen.extend([gemm(&up, log2, &device).variant, gemm(&down, log2, &device).variant]);
+        }
+        for variant in variants(Element::Bf16) {
+            assert!(chosen.contains(&variant), "{variant:?}");
+        }
+    }
+}

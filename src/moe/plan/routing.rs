@@ -1,0 +1,344 @@
+//! Launch shapes of routing: a pure function of the problem and the architecture, the same on every rank.
+//!
+//! Few tokens take one launch of one CTA, more one cluster whose CTAs talk through distributed shared memory, many two launches:
+//! Select (or Histogram, when ids are given) and Place.
+
+use crate::kernel::Launch;
+use crate::variants::{Variant, EXPERTS_PER_LANE};
+
+/// What is to be routed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoutingDesc {
+    pub tokens: u32,
+    /// Slots a token: routed and fused shared experts.
+    pub top_k: u32,
+    /// Experts to sort by (`RouteParams::experts`), fused shared experts included.
+    pub experts: u32,
+    /// Experts with a logit and the groups they are chosen in (1: none); `None` when ids are given.
+    pub logits: Option<Logits>,
+    /// 80, 86, 89, 90, 100, 103, 120.
+    pub sm: u32,
+}
+
+/// The router logits of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Logits {
+    pub experts: u32,
+    pub groups: u32,
+}
+
+/// One launch, or two in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoutingPlan {
+    pub first: Launch,
+    pub second: Option<Launch>,
+}
+
+/// Most experts with a logit, and most slots a token.
+pub const MAX_EXPERTS: u32 = 512;
+pub const MAX_TOP_K: u32 = 32;
+
+impl Logits {
+    /// Experts that a lane holds. Groups are aligned to lanes: the next power of two of their number divides the warp.
+    fn per_lane(self) -> Option<u32> {
+        if self.experts == 0
+            || self.experts > MAX_EXPERTS
+            || self.groups == 0
+            || self.groups > 32
+            || self.experts % self.groups != 0
+        {
+            return None;
+        }
+        let lanes = 32 / self.groups.next_power_of_two();
+        let need = (self.experts / self.groups).div_ceil(lanes);
+        EXPERTS_PER_LANE.into_iter().find(|&n| n >= need)
+    }
+}
+
+impl RoutingPlan {
+    /// `None`: more experts, groups or slots a token than the kernels take.
+    pub fn new(desc: &RoutingDesc) -> Option<Self> {
+        let d = desc;
+        if d.experts == 0 || d.experts > MAX_EXPERTS + MAX_TOP_K || d.top_k == 0 || d.top_k > MAX_TOP_K {
+            return None;
+        }
+        let experts_per_lane = match d.logits {
+            Some(logits) => logits.per_lane()?,
+            None => 0,
+        };
+        let (cluster, threads) = d.one_launch_shape();
+        let one = Launch {
+            variant: Variant::Route { experts_per_lane },
+            grid: cluster,
+            block: d.block(threads),
+            cluster,
+            shared_bytes: d.route_bytes(cluster),
+        };
+        if cluster > 0 && one.shared_bytes <= d.max_shared_bytes() {
+            return Some(Self { first: one, second: None });
+        }
+        Some(d.two_launches(experts_per_lane))
+    }
+
+    pub fn launches(&self) -> impl Iterator<Item = Launch> {
+        [Some(self.first), self.second].into_iter().flatten()
+    }
+}
+
+/// Top-k without a sort. `None` as in `RoutingPlan::new`.
+pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
+    let warps = tokens.clamp(1, 8);
+    Some(Launch {
+        variant: Variant::Select { experts_per_lane: logits.per_lane()? },
+        grid: tokens.div_ceil(warps).clamp(1, 2048),
+        block: 32 * warps,
+        cluster: 1,
+        shared_bytes: 0,
+    })
+}
+
+/// triton_kernels' tables: a CTA for 4096 slots.
+pub fn ragged(slots: u32) -> Launch {
+    let variant = Variant::Ragged;
+    Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// A block's counts are 16 bits.
+const MOST_BLOCK_SLOTS: u32 = 65535;
+
+/// Bytes of `RouteParams::block_histogram` that any two launches need; never decreasing in tokens, the same on every architecture.
+pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
+    let blocks = tokens.clamp(1, 128).max(tokens.div_ceil(MOST_BLOCK_SLOTS / top_k));
+    blocks as usize * experts.div_ceil(2) as usize * 4
+}
+
+/// Every kernel that some plan can choose.
+pub fn variants() -> Vec<Variant> {
+    let selecting = EXPERTS_PER_LANE
+        .into_iter()
+        .flat_map(|experts_per_lane| [Variant::Select { experts_per_lane }, Variant::Route { experts_per_lane }]);
+    selecting
+        .chain([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged])
+        .collect()
+}
+
+impl RoutingDesc {
+    /// CTAs and threads of the one-launch form, 0 CTAs: too much work. Borders measured on H200 (E 128 and 256, k 8): with logits,
+    /// as long as every token has its warp.
+    fn one_launch_shape(&self) -> (u32, u32) {
+        let most_ctas = match self.sm {
+            90 | 100 | 103 => 16,
+            120 => 8,
+            _ => 1,
+        };
+        // (most tokens, or most slots when ids are given; CTAs; threads), the best first.
+        let (work, shapes): (u32, &[(u32, u32, u32)]) = match self.logits {
+            Some(_) => (
+                self.tokens,
+                &[
+                    (8, 1, 512),
+                    (32, 4, 256),
+                    (64, 8, 256),
+                    (128, 16, 256),
+                    (128, 8, 512),
+                    (256, 16, 512),
+                    (32, 1, 1024),
+                ],
+            ),
+            None => (self.slots(), &[(256, 1, 512), (2048, 8, 256), (4096, 16, 256), (512, 1, 512)]),
+        };
+        let found = shapes.iter().find(|&&(most, ctas, _)| work <= most && ctas <= most_ctas);
+        found.map_or((0, 0), |&(_, ctas, threads)| (ctas, threads))
+    }
+
+    /// Both launches have the same blocks of tokens. Shapes measured on H200.
+    fn two_launches(&self, experts_per_lane: u32) -> RoutingPlan {
+        let words = self.experts.div_ceil(2);
+        let (wanted, many) = match self.logits {
+            Some(_) => (self.tokens.div_ceil(16), self.tokens > 2048),
+            None => (self.slots().div_ceil(256), self.slots() > 32768),
+        };
+        let blocks = wanted
+            .clamp(1, if many { 128 } else { 64 })
+            .max(self.tokens.div_ceil(MOST_BLOCK_SLOTS / self.top_k))
+            .min(self.tokens.max(1));
+        let block_slots = self.tokens.div_ceil(blocks).saturating_mul(self.top_k);
+
+        let (variant, block) = if experts_per_lane == 0 {
+            (Variant::Histogram, block_slots.next_power_of_two().clamp(256, 1024))
+        } else {
+            (Variant::Select { experts_per_lane }, 1024)
+        };
+        let first = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes: words * 8 };
+
+        // With many blocks most of the time goes into adding up their counts: 4 threads an expert.
+        let useful = if many { block_slots.max(4 * self.experts) } else { block_slots };
+        let mut block = self.block(useful.next_power_of_two().clamp(256, 1024));
+        while self.place_bytes(block) > self.max_shared_bytes() && block > self.block(64) {
+            block = self.block(block / 2);
+        }
+        let shared_bytes = self.place_bytes(block);
+        let second = Launch { variant: Variant::Place, grid: blocks, block, cluster: 1, shared_bytes };
+        RoutingPlan { first, second: Some(second) }
+    }
+
+    fn slots(&self) -> u32 {
+        self.tokens.saturating_mul(self.top_k)
+    }
+
+    /// Every expert has its thread.
+    fn block(&self, threads: u32) -> u32 {
+        threads.max(self.experts.next_multiple_of(32))
+    }
+
+    /// csrc/moe/slot_sort.cuh, Schedule.
+    fn schedule_bytes(&self) -> u32 {
+        256 + 16 * self.experts
+    }
+
+    /// csrc/moe/place.cuh.
+    fn place_bytes(&self, threads: u32) -> u32 {
+        self.schedule_bytes() + threads / 32 * self.experts * 8
+    }
+
+    /// csrc/moe/route.cuh; saturating, since it also tells that a share is too large.
+    fn route_bytes(&self, ctas: u32) -> u32 {
+        let ctas = u64::from(ctas.max(1));
+        let (tokens, top_k, experts) = (u64::from(self.tokens), u64::from(self.top_k), u64::from(self.experts));
+        let (units, unit_slots) = if self.logits.is_some() { (tokens, top_k) } else { (tokens * top_k, 1) };
+        let share = units.div_ceil(ctas);
+        let counts = if ctas > 1 { ctas * experts * 4 } else { 0 };
+        let bytes =
+            u64::from(self.schedule_bytes()) + share.div_ceil(32) * experts * 8 + counts + share * unit_slots * 2;
+        u32::try_from(bytes).unwrap_or(u32::MAX)
+    }
+
+    fn max_shared_bytes(&self) -> u32 {
+        match self.sm {
+            90 | 100 | 103 => 227 * 1024,
+            _ => 99 * 1024,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKENS: [u32; 13] = [1, 2, 16, 17, 64, 100, 256, 650, 1024, 2048, 4096, 16384, 65536];
+
+    fn descs() -> impl Iterator<Item = RoutingDesc> {
+        let shapes = [
+            (1, 1, 1),
+            (8, 1, 2),
+            (60, 1, 4),
+            (128, 1, 8),
+            (160, 8, 6),
+            (256, 8, 8),
+            (384, 1, 8),
+            (511, 1, 10),
+            (512, 1, 32),
+        ];
+        shapes.into_iter().flat_map(|(experts, groups, top_k)| {
+            [80, 86, 89, 90, 100, 103, 120].into_iter().flat_map(move |sm| {
+                TOKENS.into_iter().flat_map(move |tokens| {
+                    [Some(Logits { experts, groups }), None].into_iter().flat_map(move |logits| {
+                        [0, 1, 32].map(|shared| RoutingDesc { tokens, top_k, experts: experts + shared, logits, sm })
+                    })
+                })
+            })
+        })
+    }
+
+    #[test]
+    fn every_shape_fits_its_gpu() {
+        for d in descs() {
+            let plan = RoutingPlan::new(&d).unwrap();
+            for l in plan.launches() {
+                assert!(l.block >= 32 && l.block <= 1024 && l.block % 32 == 0, "{d:?} {l:?}");
+                assert!(
+                    l.shared_bytes <= if matches!(d.sm, 90 | 100 | 103) { 227 * 1024 } else { 99 * 1024 },
+                    "{d:?} {l:?}"
+                );
+                assert!(l.grid >= 1 && l.grid % l.cluster == 0, "{d:?} {l:?}");
+                match d.sm {
+                    90 | 100 | 103 => assert!(l.cluster <= 16, "{d:?} {l:?}"),
+                    120 => assert!(l.cluster <= 8, "{d:?} {l:?}"),
+                    _ => assert_eq!(l.cluster, 1, "{d:?} {l:?}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn kernels_find_what_they_assume() {
+        for d in descs() {
+            let plan = RoutingPlan::new(&d).unwrap();
+            match plan.second {
+                None => {
+                    assert!(matches!(plan.first.variant, Variant::Route { .. }));
+                    assert_eq!(plan.first.grid, plan.first.cluster, "{d:?}");
+                    assert!(plan.first.block >= d.experts, "{d:?}");
+                }
+                Some(place) => {
+                    assert_eq!(place.variant, Variant::Place);
+                    assert_eq!(place.grid, plan.first.grid, "{d:?}");
+                    assert!(place.block >= 64 && place.block >= d.experts, "{d:?}");
+                    assert!(d.tokens.div_ceil(place.grid) * d.top_k <= 65535, "{d:?}");
+                    assert!(place.grid <= d.tokens, "{d:?}");
+                    let bytes = block_histogram_bytes(d.tokens, d.experts, d.top_k);
+                    assert!(bytes >= place.grid as usize * d.experts.div_ceil(2) as usize * 4, "{d:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn lanes_hold_all_experts() {
+        for (experts, groups, per_lane) in [
+            (1, 1, 1),
+            (32, 1, 1),
+            (33, 1, 2),
+            (128, 1, 4),
+            (160, 8, 8),
+            (256, 8, 8),
+            (256, 1, 8),
+            (384, 1, 12),
+            (385, 1, 16),
+            (512, 8, 16),
+        ] {
+            assert_eq!(Logits { experts, groups }.per_lane(), Some(per_lane), "{experts} in {groups}");
+        }
+        for (experts, groups) in [(0, 1), (513, 1), (256, 33), (256, 7), (512, 17), (495, 5)] {
+            assert_eq!(Logits { experts, groups }.per_lane(), None, "{experts} in {groups}");
+        }
+    }
+
+    #[test]
+    fn few_tokens_take_one_launch() {
+        for tokens in [1, 8, 32] {
+            for sm in [80, 89, 90, 100, 120] {
+                for logits in [Some(Logits { experts: 128, groups: 1 }), None] {
+                    let d = RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm };
+                    assert_eq!(RoutingPlan::new(&d).unwrap().second, None, "{d:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn million_tokens_keep_16_bit_counts() {
+        let d = RoutingDesc { tokens: 1 << 20, top_k: 32, experts: 512, logits: None, sm: 90 };
+        let plan = RoutingPlan::new(&d).unwrap();
+        assert!(d.tokens.div_ceil(plan.first.grid) * d.top_k <= 65535);
+    }
+
+    #[test]
+    fn refuses_what_no_kernel_takes() {
+        let d =
+            RoutingDesc { tokens: 1, top_k: 8, experts: 128, logits: Some(Logits { experts: 128, groups: 1 }), sm: 90 };
+        assert!(RoutingPlan::new(&d).is_some());
+        assert_eq!(RoutingPlan::new(&RoutingDesc { top_k: 33, ..d }), None);
+        assert_eq!(RoutingPlan::new(&RoutingDesc { experts: 545, logits: None, ..d }), None);
+    }
+}

@@ -1,0 +1,60 @@
+"""Marks, devices and seeds: no GPU, no `gpu` tests; every run draws a new seed, printed at the top."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+
+_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+_SEED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of all random inputs (default: a new one)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--seed")
+    config.stash[_SEED] = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    gpu = torch.cuda.get_device_name() if _GPUS else "none"
+    return f"oxmoe: --seed={config.stash[_SEED]}, GPU: {gpu}, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and _GPUS < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "multi_gpu" in item.keywords and _GPUS < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator seeded by run and test name: one test alone draws what it drew in the suite."""
+    seed = request.config.stash[_SEED]
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {request.node.nodeid}".encode()))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", torch.float32), id="cpu-f32"),
+        pytest.param(("cpu", torch.bfloat16), id="cpu-bf16"),
+        pytest.param(("cpu", torch.float16), id="cpu-f16"),
+        pytest.param(("cuda", torch.bfloat16), id="cuda-bf16", marks=pytest.mark.gpu),
+        pytest.param(("cuda", torch.float16), id="cuda-f16", marks=pytest.mark.gpu),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    """(device, dtype): every pair that has a kernel."""
+    return request.param

@@ -1,0 +1,192 @@
+"""What a test has done in the process with the stand-in driver: `python calls.py <function> <keyword arguments as JSON>`.
+
+Prints the function's result as JSON. Driver records of a call are taken from FAKE_LOG right after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
+
+import oxmoe._oxmoe as oxmoe  # noqa: E402
+from tensors import Tensor, install_torch  # noqa: E402
+
+install_torch()
+_read = 0
+
+
+def records() -> list[dict]:
+    """What the driver was asked since the last time."""
+    global _read
+    if not os.path.exists(os.environ.get("FAKE_LOG", "")):
+        return []
+    with open(os.environ["FAKE_LOG"]) as log:
+        log.seek(_read)
+        lines = log.read()
+        _read = log.tell()
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def attempt(function, *arguments, **options) -> str | None:
+    """"RuntimeError: text" of what the call raised."""
+    try:
+        function(*arguments, **options)
+    except BaseException as error:  # a panic is a BaseException
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Layer:
+    """The operands of one layer and its calls."""
+
+    def __init__(self, experts, top_k, hidden, intermediate, dtype="bfloat16", gated=True, bias=False, device=0, **options):
+        rows = 2 * intermediate if gated else intermediate
+        self.shape, self.top_k, self.dtype, self.gated, self.device = (experts, top_k, hidden, intermediate), top_k, dtype, gated, device
+        self.tensors = {"w13": self.tensor((experts, rows, hidden), dtype), "w2": self.tensor((experts, hidden, intermediate), dtype)}
+        if bias:
+            self.tensors["b13"] = self.tensor((experts, rows), "float32")
+            self.tensors["b2"] = self.tensor((experts, hidden), dtype)
+        make = oxmoe.ExpertWeights.bf16 if dtype == "bfloat16" else oxmoe.ExpertWeights.f16
+        if not gated:
+            options.setdefault("activation", "relu2")
+        self.weights = make(**self.tensors, gated=gated, **options)
+
+    def tensor(self, shape, dtype):
+        return Tensor(shape, dtype, self.device)
+
+    def call(self, tokens, routing="logits", **options):
+        experts, top_k, hidden, _ = self.shape
+        self.tensors["x"] = x = self.tensor((tokens, hidden), self.dtype)
+        self.tensors["out"] = self.tensor((tokens, hidden), self.dtype)
+        self.tensors["workspace"] = self.tensor((oxmoe.workspace_bytes(self.weights, tokens, top_k),), "uint8")
+        options |= {"out": self.tensors["out"], "workspace": self.tensors["workspace"]}
+        if routing == "logits":
+            self.tensors["router_logits"] = logits = self.tensor((tokens, experts), "float32")
+            return oxmoe.moe(x, self.weights, router_logits=logits, top_k=top_k, **options)
+        self.tensors["topk_weights"] = self.tensor((tokens, top_k), "float32")
+        self.tensors["topk_ids"] = self.tensor((tokens, top_k), routing)
+        return oxmoe.moe(x, self.weights, self.tensors["topk_weights"], self.tensors["topk_ids"], **options)
+
+    def explain(self, tokens, arch=None):
+        name = "bf16" if self.dtype == "bfloat16" else "f16"
+        return oxmoe.explain(*self.shape, tokens, format=name, gated=self.gated, arch=arch)
+
+    def addresses(self):
+        return {name: tensor.address for name, tensor in self.tensors.items()}
+
+
+def sequences(layers, arch, routings=("logits", "int32", "int64")):
+    """Every layer at each of its token counts: the plan as text, for this GPU and by name, and what was asked of the driver."""
+    results = []
+    for layer in layers:
+        counts = layer.pop("tokens")
+        made = Layer(**layer)
+        load = records()
+        for tokens in counts:
+            for routing in routings:
+                returned = made.call(tokens, routing) is made.tensors["out"]
+                results.append(
+                    {
+                        "layer": layer,
+                        "tokens": tokens,
+                        "routing": routing,
+                        "returned_out": returned,
+                        "explain": made.explain(tokens),
+                        "explain_by_arch": made.explain(tokens, arch),
+                        "addresses": made.addresses(),
+                        "load": load,
+                        "records": records(),
+                    }
+                )
+    return results
+
+
+def load(**layer):
+    """Weights alone."""
+    made = Layer(**layer)
+    return {"addresses": made.addresses(), "records": records()}
+
+
+def calls(layer, tokens, count, **options):
+    """The same call some times; records of loading first, then of each call."""
+    made = Layer(**layer)
+    every = [records()]
+    for _ in range(count):
+        made.call(tokens, **options)
+        every.append(records())
+    return every
+
+
+def routing_operations(tokens, experts, top_k):
+    """topk with and without given outputs, sort_by_expert, routing_tables: [(records, addresses)]."""
+    logits, ids = Tensor((tokens, experts), "bfloat16"), Tensor((tokens, top_k), "int32")
+    weights = Tensor((tokens, top_k), "float32")
+    results = []
+    for result in (
+        lambda: oxmoe.topk(logits, top_k, topk_weights=weights, topk_ids=ids),
+        lambda: oxmoe.topk(logits, top_k),
+        lambda: oxmoe.sort_by_expert(ids, experts),
+        lambda: oxmoe.routing_tables(weights, ids, experts),
+    ):
+        tensors = result()
+        results.append([records(), [tensor.address for tensor in tensors]])
+    return {"logits": logits.address, "ids": ids.address, "weights": weights.address, "results": results}
+
+
+def foreign_context(layer, context):
+    """A call while another context is current: (records, the context that is current afterwards), and what loading left."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    current = ctypes.c_void_p()
+
+    def get():
+        driver.cuCtxGetCurrent(ctypes.byref(current))
+        return current.value or 0
+
+    def put(value):
+        driver.cuCtxSetCurrent(ctypes.c_void_p(value))
+
+    put(context)
+    made = Layer(**layer)
+    loaded = get()
+    records()
+    made.call(3)
+    foreign, after = records(), get()
+    put(0xC000)
+    records()
+    made.call(3)
+    return {"loaded": loaded, "foreign": foreign, "after": after, "own": records(), "after_own": get()}
+
+
+def failing(layer, tokens):
+    """Loads and calls twice: what each attempt raised, and the launches of the last."""
+    errors, made = [], None
+    for _ in range(2):
+        if made is None:
+            try:
+                made = Layer(**layer)
+            except BaseException as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                continue
+        errors.append(attempt(made.call, tokens))
+        mark = records()
+    return {"errors": errors, "records": mark}
+
+
+def refused(layer, tokens):
+    """What loading, topk, explain and device_info say where GPU calls cannot work."""
+    logits = Tensor((tokens, layer["experts"]), "float32")
+    return {
+        "load": attempt(Layer, **layer),
+        "topk": attempt(oxmoe.topk, logits, layer["top_k"]),
+        "explain": attempt(oxmoe.explain, 8, 2, 256, 128, 4),
+        "device_info": attempt(oxmoe.device_info),
+        "info": oxmoe.device_info() if attempt(oxmoe.device_info) is None else None,
+    }
+
+
+if __name__ == "__main__":
+    json.dump(globals()[sys.argv[1]](**json.loads(sys.argv[2])), sys.stdout)

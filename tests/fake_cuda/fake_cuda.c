@@ -1,0 +1,377 @@
+// A stand-in libcuda.so.1 for tests without a GPU: every driver call that oxmoe makes, with the real driver's rules, recorded.
+// Compiled against NVIDIA's cuda.h, so a wrong structure layout in the caller shows.
+//
+// FAKE_LOG         file that gets one JSON object a call
+// FAKE_CC          compute capability times 10 (90)
+// FAKE_SMS         multiprocessors (132)
+// FAKE_SHARED      most dynamic shared memory of a CTA, bytes (232448)
+// FAKE_DEVICES     GPUs (1)
+// FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
+// FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
+
+#include <cuda.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { kMaxFunctions = 64, kDefaultShared = 48 * 1024, kFatbinMagic = 0xBA55ED50u };
+
+struct CUmod_st {
+    CUcontext context;
+    int index;
+};
+
+struct CUfunc_st {
+    char name[160];
+    CUcontext context;
+    int max_dynamic_shared;
+    int any_cluster_size;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static _Thread_local CUcontext current;
+
+static long number(const char* name, long otherwise) {
+    const char* text = getenv(name);
+    return text && *text ? strtol(text, NULL, 0) : otherwise;
+}
+
+static int capability(void) { return (int)number("FAKE_CC", 90); }
+static int shared_limit(void) { return (int)number("FAKE_SHARED", 227 * 1024); }
+
+__attribute__((format(printf, 1, 2))) static void record(const char* format, ...) {
+    const char* path = getenv("FAKE_LOG");
+    if (!path) return;
+    pthread_mutex_lock(&lock);
+    FILE* file = fopen(path, "a");
+    if (file) {
+        va_list arguments;
+        va_start(arguments, format);
+        vfprintf(file, format, arguments);
+        va_end(arguments);
+        fputc('\n', file);
+        fclose(file);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+// The injected result of this call, if FAKE_FAIL names it.
+static CUresult injected(const char* function) {
+    static struct {
+        const char* function;
+        int calls;
+    } counts[kMaxFunctions];
+    pthread_mutex_lock(&lock);
+    int i = 0;
+    while (counts[i].function && strcmp(counts[i].function, function)) ++i;
+    counts[i].function = function;
+    const int call = ++counts[i].calls;
+    pthread_mutex_unlock(&lock);
+    char name[64];
+    int nth, code;
+    const char* text = getenv("FAKE_FAIL");
+    if (!text || sscanf(text, "%63[^:]:%d:%d", name, &nth, &code) != 3) return CUDA_SUCCESS;
+    return !strcmp(name, function) && nth == call ? (CUresult)code : CUDA_SUCCESS;
+}
+
+// A refusal that the real driver would also make; `rule` tells the test which.
+static CUresult refuse(const char* function, CUresult code, const char* rule) {
+    record("{\"call\": \"refused\", \"function\": \"%s\", \"code\": %d, \"rule\": \"%s\"}", function, code, rule);
+    return code;
+}
+
+#define ENTER()                                     \
+    do {                                            \
+        const CUresult wanted = injected(__func__); \
+        if (wanted != CUDA_SUCCESS) return wanted;  \
+    } while (0)
+#define REQUIRE(condition, code) \
+    if (!(condition)) return refuse(__func__, code, #condition)
+
+CUresult cuInit(unsigned flags) {
+    ENTER();
+    REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+    ENTER();
+    *count = (int)number("FAKE_DEVICES", 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+    ENTER();
+    REQUIRE(ordinal >= 0 && ordinal < number("FAKE_DEVICES", 1), CUDA_ERROR_INVALID_DEVICE);
+    *device = ordinal;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+    ENTER();
+    snprintf(name, (size_t)length, "Stand-in %d", device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    ENTER();
+    (void)device;
+    switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+            *value = capability() / 10;
+            break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+            *value = capability() % 10;
+            break;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+            *value = (int)number("FAKE_SMS", 132);
+            break;
+        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+            *value = shared_limit();
+            break;
+        default:
+            return refuse(__func__, CUDA_ERROR_INVALID_VALUE, "an attribute that the stand-in knows");
+    }
+    return CUDA_SUCCESS;
+}
+
+// The primary context of device i is address 0xC000 + i.
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+    ENTER();
+    *context = (CUcontext)(uintptr_t)(0xC000 + device);
+    record("{\"call\": \"cuDevicePrimaryCtxRetain\", \"device\": %d}", device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+    ENTER();
+    *context = current;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+    ENTER();
+    current = context;
+    record("{\"call\": \"cuCtxSetCurrent\", \"context\": %llu}", (unsigned long long)(uintptr_t)context);
+    return CUDA_SUCCESS;
+}
+
+// Whether the image has machine code for this GPU: the entries of a fatbin have kind (2: cubin) at byte 0, the size of their own
+// header at 4, of their data at 8, and the architecture at 28.
+static int has_code(const unsigned char* image) {
+    uint16_t header;
+    uint64_t size;
+    memcpy(&header, image + 6, sizeof header);
+    memcpy(&size, image + 8, sizeof size);
+    for (const unsigned char *entry = image + header, *end = entry + size; entry < end;) {
+        uint16_t kind;
+        uint32_t entry_header, arch;
+        uint64_t data;
+        memcpy(&kind, entry, sizeof kind);
+        memcpy(&entry_header, entry + 4, sizeof entry_header);
+        memcpy(&data, entry + 8, sizeof data);
+        memcpy(&arch, entry + 28, sizeof arch);
+        if (kind == 2 && arch / 10 == (uint32_t)capability() / 10 && arch <= (uint32_t)capability()) return 1;
+        entry += entry_header + data;
+    }
+    return 0;
+}
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+    static int loaded;
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE((uintptr_t)image % 64 == 0, CUDA_ERROR_INVALID_IMAGE);
+    uint32_t magic;
+    memcpy(&magic, image, sizeof magic);
+    REQUIRE(magic == kFatbinMagic, CUDA_ERROR_INVALID_IMAGE);
+    REQUIRE(has_code(image), CUDA_ERROR_NO_BINARY_FOR_GPU);
+    *module = calloc(1, sizeof **module);
+    (*module)->context = current;
+    (*module)->index = loaded++;
+    record("{\"call\": \"cuModuleLoadData\", \"image\": %llu}", (unsigned long long)(uintptr_t)image);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuModuleUnload(CUmodule module) {
+    ENTER();
+    record("{\"call\": \"cuModuleUnload\", \"module\": %d}", module->index);
+    free(module);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    ENTER();
+    REQUIRE(module && module->context == current, CUDA_ERROR_INVALID_HANDLE);
+    REQUIRE(strlen(name) < sizeof(*function)->name, CUDA_ERROR_NOT_FOUND);
+    *function = calloc(1, sizeof **function);
+    strcpy((*function)->name, name);
+    (*function)->context = module->context;
+    (*function)->max_dynamic_shared = kDefaultShared;
+    record("{\"call\": \"cuModuleGetFunction\", \"kernel\": \"%s\", \"module\": %d}", name, module->index);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+    ENTER();
+    switch (attribute) {
+        case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+            REQUIRE(value >= 0 && value <= shared_limit(), CUDA_ERROR_INVALID_VALUE);
+            function->max_dynamic_shared = value;
+            break;
+        case CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
+            REQUIRE(capability() >= 90, CUDA_ERROR_NOT_SUPPORTED);
+            function->any_cluster_size = value;
+            break;
+        default:
+            return refuse(__func__, CUDA_ERROR_INVALID_VALUE, "an attribute that the stand-in knows");
+    }
+    record("{\"call\": \"cuFuncSetAttribute\", \"kernel\": \"%s\", \"attribute\": %d, \"value\": %d}", function->name, attribute,
+           value);
+    return CUDA_SUCCESS;
+}
+
+static void list(char* text, size_t length, const unsigned long long* values, unsigned count) {
+    size_t used = (size_t)snprintf(text, length, "[");
+    for (unsigned i = 0; i < count && used < length; ++i) {
+        used += (size_t)snprintf(text + used, length - used, "%s%llu", i ? ", " : "", values[i]);
+    }
+    if (used < length) snprintf(text + used, length - used, "]");
+}
+
+// The map's first words: its number, the tensor's address.
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+    static uint64_t encoded;
+    ENTER();
+    (void)promotion;
+    REQUIRE(capability() >= 90, CUDA_ERROR_NOT_SUPPORTED);
+    REQUIRE((uintptr_t)map % 64 == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE((uintptr_t)address % 16 == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(rank >= 1 && rank <= 5, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(interleave == CU_TENSOR_MAP_INTERLEAVE_NONE, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CUDA_ERROR_INVALID_VALUE);
+    unsigned long long values[3][5] = {{0}};
+    for (cuuint32_t i = 0; i < rank; ++i) {
+        REQUIRE(sizes[i] >= 1 && sizes[i] <= 1ull << 32, CUDA_ERROR_INVALID_VALUE);
+        REQUIRE(box[i] >= 1 && box[i] <= 256, CUDA_ERROR_INVALID_VALUE);
+        REQUIRE(steps[i] >= 1 && steps[i] <= 8, CUDA_ERROR_INVALID_VALUE);
+        values[0][i] = sizes[i];
+        values[1][i] = box[i];
+        if (i + 1 == rank) continue;
+        REQUIRE(strides[i] % 16 == 0, CUDA_ERROR_INVALID_VALUE);
+        REQUIRE(strides[i] < 1ull << 40, CUDA_ERROR_INVALID_VALUE);
+        values[2][i] = strides[i];
+    }
+    const cuuint32_t spans[] = {0, 32, 64, 128};
+    REQUIRE(box[0] * 2 % 16 == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(swizzle <= CU_TENSOR_MAP_SWIZZLE_128B, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || box[0] * 2 <= spans[swizzle], CUDA_ERROR_INVALID_VALUE);
+    memset(map, 0, sizeof *map);
+    const uint64_t words[2] = {++encoded, (uint64_t)(uintptr_t)address};
+    memcpy(map, words, sizeof words);
+    char text[3][128];
+    list(text[0], sizeof text[0], values[0], rank);
+    list(text[1], sizeof text[1], values[1], rank);
+    list(text[2], sizeof text[2], values[2], rank - 1);
+    record(
+        "{\"call\": \"cuTensorMapEncodeTiled\", \"map\": %llu, \"address\": %llu, \"type\": %d, \"sizes\": %s, \"box\": %s, "
+        "\"strides\": %s, \"swizzle\": %d}",
+        (unsigned long long)encoded, (unsigned long long)(uintptr_t)address, type, text[0], text[1], text[2], swizzle);
+    return CUDA_SUCCESS;
+}
+
+// Sizes of a kernel's parameters by FAKE_PARAMETERS; returns how many there are.
+static int parameter_sizes(const char* kernel, long sizes[4]) {
+    const char* best = NULL;
+    size_t best_length = 0;
+    for (const char* at = getenv("FAKE_PARAMETERS"); at && *at;) {
+        const size_t length = strcspn(at, ":");
+        if (!strncmp(at, kernel, length) && length > best_length) {
+            best = at + length + 1;
+            best_length = length;
+        }
+        at = strchr(at, ';');
+        if (at) ++at;
+    }
+    int count = 0;
+    while (best && count < 4) {
+        char* end;
+        sizes[count++] = strtol(best, &end, 10);
+        best = *end == ',' ? end + 1 : NULL;
+    }
+    return count;
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra) {
+    ENTER();
+    REQUIRE(current && function->context == current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!extra, CUDA_ERROR_INVALID_VALUE);
+    const unsigned threads = config->blockDimX * config->blockDimY * config->blockDimZ;
+    REQUIRE(threads >= 1 && threads <= 1024, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(config->gridDimX >= 1 && config->gridDimX <= 0x7fffffffu, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(config->gridDimY >= 1 && config->gridDimY <= 65535, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(config->gridDimZ >= 1 && config->gridDimZ <= 65535, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(config->sharedMemBytes <= (unsigned)function->max_dynamic_shared, CUDA_ERROR_INVALID_VALUE);
+    unsigned cluster[3] = {1, 1, 1}, cooperative = 0, pdl = 0;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const CUlaunchAttributeValue* value = &config->attrs[i].value;
+        REQUIRE(capability() >= 90, CUDA_ERROR_NOT_SUPPORTED);
+        switch (config->attrs[i].id) {
+            case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
+                pdl = (unsigned)value->programmaticStreamSerializationAllowed;
+                break;
+            case CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
+                cooperative = (unsigned)value->cooperative;
+                break;
+            case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+                cluster[0] = value->clusterDim.x;
+                cluster[1] = value->clusterDim.y;
+                cluster[2] = value->clusterDim.z;
+                break;
+            default:
+                return refuse(__func__, CUDA_ERROR_INVALID_VALUE, "an attribute that the stand-in knows");
+        }
+    }
+    const unsigned ctas = cluster[0] * cluster[1] * cluster[2];
+    REQUIRE(ctas >= 1 && ctas <= (function->any_cluster_size ? 16u : 8u), CUDA_ERROR_INVALID_CLUSTER_SIZE);
+    REQUIRE(config->gridDimX % cluster[0] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
+    REQUIRE(config->gridDimY % cluster[1] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
+    REQUIRE(config->gridDimZ % cluster[2] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
+
+    char text[4096] = "";
+    size_t used = 0;
+    long sizes[4];
+    const int count = parameter_sizes(function->name, sizes);
+    REQUIRE(count > 0, CUDA_ERROR_INVALID_VALUE);
+    for (int i = 0; i < count; ++i) {
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s\"", i ? ", " : "");
+        for (long byte = 0; byte < sizes[i] && used + 4 < sizeof text; ++byte) {
+            used += (size_t)snprintf(text + used, sizeof text - used, "%02x", ((const unsigned char*)parameters[i])[byte]);
+        }
+        used += (size_t)snprintf(text + used, sizeof text - used, "\"");
+    }
+    record(
+        "{\"call\": \"cuLaunchKernelEx\", \"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, "
+        "\"shared_limit\": %d, \"stream\": %llu, \"context\": %llu, \"attributes\": %u, \"pdl\": %u, \"cooperative\": %u, "
+        "\"cluster\": [%u, %u, %u], \"parameters\": [%s]}",
+        function->name, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY,
+        config->blockDimZ, config->sharedMemBytes, function->max_dynamic_shared, (unsigned long long)(uintptr_t)config->hStream,
+        (unsigned long long)(uintptr_t)current, config->numAttrs, pdl, cooperative, cluster[0], cluster[1], cluster[2], text);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorName(CUresult error, const char** name) {
+    static _Thread_local char text[32];
+    snprintf(text, sizeof text, "CUDA_ERROR_%d", error);
+    *name = text;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }

@@ -1,0 +1,102 @@
+"""CUDA tensors without CUDA: shapes and made-up addresses, published through DLPack's C exchange table as torch's tensors are.
+
+Runs in a process of its own, with the stand-in driver on LD_LIBRARY_PATH and without torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import types
+
+STREAM = 0x1234
+
+DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8)}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_TensorFromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))
+_CurrentStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+
+
+class _ExchangeApi(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("managed_from_object", ctypes.c_void_p),
+        ("managed_to_object", ctypes.c_void_p),
+        ("tensor_from_object", _TensorFromObject),
+        ("current_stream", _CurrentStream),
+    ]
+
+
+@_TensorFromObject
+def _tensor_from_object(tensor, out):
+    tensor.fill(out.contents)
+    return 0
+
+
+@_CurrentStream
+def _current_stream(device_type, device, out):
+    out[0] = STREAM
+    return 0
+
+
+_TABLE = _ExchangeApi(1, 3, None, None, None, None, _tensor_from_object, _current_stream)
+_NAME = b"dlpack_exchange_api"
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class Tensor:
+    """A contiguous tensor on cuda:`device` at an address that nothing lives at. Addresses never overlap."""
+
+    __dlpack_c_exchange_api__ = _new_capsule(ctypes.addressof(_TABLE), _NAME, None)
+    requires_grad = False
+    _end = 0x7F00_0000_0000
+
+    def __init__(self, shape, dtype="bfloat16", device=0):
+        code, bits = DTYPES[dtype]
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.address = Tensor._end
+        Tensor._end += -(-max(math.prod(shape) * bits // 8, 1) // 256) * 256
+        self._shape, self._strides = ((ctypes.c_int64 * max(len(shape), 1))(*sizes) for sizes in (shape, strides))
+
+    def fill(self, out):
+        out.data = self.address if math.prod(self.shape) else None
+        out.device_type, out.device_id, out.ndim = 2, self.device, len(self.shape)
+        out.code, out.bits, out.lanes = (*DTYPES[self.dtype], 1)
+        out.shape, out.strides, out.byte_offset = self._shape, self._strides, 0
+
+    def is_neg(self):
+        return False
+
+    def zero_(self):
+        return self
+
+
+def install_torch() -> None:
+    """What the extension asks of torch when it has to make a tensor: `empty` and the dtypes."""
+    torch = types.ModuleType("torch")
+    torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
+    vars(torch).update({name: name for name in DTYPES})
+    sys.modules["torch"] = torch

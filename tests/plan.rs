@@ -1,0 +1,235 @@
+//! Plans against the kernel table and against brute force: no GPU, no Python.
+
+use _oxmoe::device::{Arch, Device};
+use _oxmoe::kernel::Launch;
+use _oxmoe::moe::plan::routing::{self, Logits};
+use _oxmoe::moe::plan::{self, MoeDesc, MoePlan, MoeWorkspace};
+use _oxmoe::moe::weights::LayerDesc;
+use _oxmoe::params::{Dtype, Tile};
+use _oxmoe::variants::{self, Variant};
+use _oxmoe::workspace::ALIGNMENT;
+use std::collections::HashSet;
+
+const ARCHS: [u32; 7] = [80, 86, 89, 90, 100, 103, 120];
+
+/// (experts, top_k, hidden, intermediate): models' layers, their slices under tensor and expert parallelism, and awkward sizes.
+const LAYERS: [(i64, i64, i64, i64); 16] = [
+    (128, 8, 2048, 768),
+    (128, 8, 4096, 1536),
+    (128, 8, 2048, 192),
+    (8, 2, 4096, 14336),
+    (8, 2, 4096, 3584),
+    (32, 4, 2880, 2880),
+    (128, 4, 2880, 360),
+    (256, 8, 7168, 2048),
+    (256, 8, 7168, 256),
+    (384, 8, 7168, 512),
+    (512, 10, 2048, 512),
+    (64, 6, 2048, 1408),
+    (1, 1, 64, 32),
+    (5, 2, 136, 136),
+    (3, 2, 130, 70),
+    (16, 16, 8, 8),
+];
+
+const TOKENS: [i64; 17] = [1, 2, 3, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
+
+fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
+    LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
+        [(true, Dtype::Bf16), (false, Dtype::Bf16), (true, Dtype::F16), (false, Dtype::F16)]
+            .map(|(gated, dtype)| (LayerDesc { experts, hidden, intermediate, gated, dtype }, top_k))
+    })
+}
+
+fn devices() -> impl Iterator<Item = Device> {
+    ARCHS.into_iter().map(|arch| Device::typical(Arch(arch)))
+}
+
+/// Every layer with every number of tokens, with logits and with given ids.
+fn descs() -> impl Iterator<Item = MoeDesc> {
+    layers().flat_map(|(layer, top_k)| {
+        TOKENS.into_iter().flat_map(move |tokens| {
+            let logits = Logits { experts: layer.experts as u32, groups: 1 };
+            [Some(logits), None].map(|logits| MoeDesc { layer, tokens, top_k, logits })
+        })
+    })
+}
+
+fn launches(plan: &MoePlan) -> Vec<Launch> {
+    plan.routing.launches().chain([plan.up, plan.down, plan.combine]).collect()
+}
+
+fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
+    MoePlan::new(desc, device).unwrap_or_else(|e| panic!("{desc:?} on {device:?}: {e}"))
+}
+
+#[test]
+fn every_variant_is_chosen_and_every_choice_is_a_variant() {
+    let table: HashSet<Variant> = variants::all().into_iter().collect();
+    assert_eq!(table.len(), variants::all().len(), "a row is there twice");
+    let mut chosen = HashSet::new();
+    for device in devices() {
+        for desc in descs() {
+            chosen.extend(launches(&plan_of(&desc, &device)).into_iter().map(|l| l.variant));
+            let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
+            chosen.extend(alone.map(|l| l.variant));
+        }
+        chosen.insert(routing::ragged(1).variant);
+    }
+    let unknown: Vec<_> = chosen.difference(&table).collect();
+    assert!(unknown.is_empty(), "chosen and not built: {unknown:#?}");
+    let idle: Vec<_> = table.difference(&chosen).collect();
+    assert!(idle.is_empty(), "built and never chosen: {idle:#?}");
+}
+
+#[test]
+fn symbols_are_unique() {
+    let symbols: HashSet<String> = variants::all().iter().map(Variant::symbol).collect();
+    assert_eq!(symbols.len(), variants::all().len());
+}
+
+#[test]
+fn every_launch_is_legal_and_loaded_with_the_weights() {
+    for device in devices() {
+        for (layer, top_k) in layers() {
+            let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
+            for desc in descs().filter(|d| d.layer == layer && d.top_k == top_k) {
+                for l in launches(&plan_of(&desc, &device)) {
+                    let say = || format!("{desc:?} on {device:?}: {l:?}");
+                    assert!(loaded.contains(&l.variant), "{}", say());
+                    assert!(l.variant.runs_on(device.arch.image()), "{}", say());
+                    assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid % l.cluster == 0, "{}", say());
+                    assert!((32..=1024).contains(&l.block) && l.block % 32 == 0, "{}", say());
+                    assert!(l.block <= l.variant.threads(), "{}", say());
+                    match l.variant.shared_bytes() {
+                        Some(bytes) => {
+                            assert_eq!((l.shared_bytes, l.block), (bytes, l.variant.threads()), "{}", say());
+                            assert!(bytes <= device.shared_bytes, "{}", say());
+                        }
+                        None => {
+                            let most = device.shared_bytes - variants::ROUTING_STATIC_SHARED;
+                            assert!(l.shared_bytes <= most, "{}", say());
+                        }
+                    }
+                    assert!(l.cluster == 1 || device.arch >= Arch::SM90, "{}", say());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
+    let hopper = |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. });
+    for device in devices() {
+        for (layer, top_k) in layers() {
+            let families: HashSet<bool> = TOKENS
+                .iter()
+                .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None }, &device))
+                .flat_map(|plan| [hopper(&plan.up), hopper(&plan.down)])
+                .collect();
+            assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
+        }
+    }
+}
+
+/// Most tiles that any distribution of `slots` slots over `experts` experts needs, by trying all of them.
+fn most_tiles(slots: i64, experts: i64, tile_log2: i32) -> i64 {
+    let tiles = |count: i64| (count + (1 << tile_log2) - 1) >> tile_log2;
+    if experts == 1 {
+        return tiles(slots);
+    }
+    (0..=slots).map(|count| tiles(count) + most_tiles(slots - count, experts - 1, tile_log2)).max().unwrap_or(0)
+}
+
+#[test]
+fn max_tiles_is_the_worst_case() {
+    for tile_log2 in 0..4 {
+        for experts in 1..5 {
+            for slots in 0..22 {
+                let bound = plan::max_tiles(slots, experts, tile_log2) as i64;
+                assert_eq!(
+                    bound,
+                    most_tiles(slots, experts, tile_log2),
+                    "{slots} slots, {experts} experts, 2^{tile_log2}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn schedule_fits_its_range() {
+    for device in devices() {
+        for desc in descs() {
+            let plan = plan_of(&desc, &device);
+            let slots = desc.tokens * desc.top_k;
+            assert_eq!(plan.max_tiles, plan::max_tiles(slots, desc.layer.experts, plan.tile_log2), "{desc:?}");
+            assert!(
+                plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes,
+                "{desc:?} on {device:?}"
+            );
+            assert_eq!(
+                plan.workspace,
+                plan::workspace(&desc.layer, desc.tokens, desc.top_k),
+                "not the same on every GPU"
+            );
+        }
+    }
+    let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32 };
+    for tokens in 0..200 {
+        let most = plan::max_tiles(tokens * 3, cpu.experts, plan::CPU_TILE_LOG2) as usize;
+        assert!(most * size_of::<Tile>() <= plan::workspace(&cpu, tokens, 3).tiles.bytes);
+    }
+}
+
+/// (offset, bytes a kernel may touch) of each range, in their order.
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 9] {
+    let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
+    let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
+    [
+        (w.ids.offset, w.ids.bytes, slots * 4),
+        (w.weights.offset, w.weights.bytes, slots * 4),
+        (w.histogram.offset, w.histogram.bytes, experts * 4),
+        (w.offsets.offset, w.offsets.bytes, (experts + 1) * 4),
+        (w.place_of_slot.offset, w.place_of_slot.bytes, slots * 4),
+        (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
+        (w.tile_count.offset, w.tile_count.bytes, 4),
+        (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
+        (w.rows.offset, w.rows.bytes, slots * layer.hidden as usize * element),
+    ]
+}
+
+#[test]
+fn workspace_is_exact_aligned_and_disjoint() {
+    for (layer, top_k) in layers() {
+        for tokens in [0, 1, 5, 130, 4096] {
+            let w = plan::workspace(&layer, tokens, top_k);
+            let mut ranges = needs(&w, &layer, tokens, top_k).to_vec();
+            for &(_, bytes, need) in &ranges {
+                assert_eq!(bytes, need, "{layer:?} {tokens}");
+            }
+            ranges.extend([(w.tiles.offset, w.tiles.bytes, 0), (w.block_histogram.offset, w.block_histogram.bytes, 0)]);
+            ranges.sort_unstable();
+            let mut end = 0;
+            for (offset, bytes, _) in ranges {
+                assert_eq!(offset % ALIGNMENT, 0);
+                assert_eq!(offset, end, "a gap or an overlap: {w:?}");
+                end = offset + bytes.next_multiple_of(ALIGNMENT);
+            }
+            assert_eq!(w.bytes, end, "{layer:?} {tokens}");
+        }
+    }
+}
+
+#[test]
+fn workspace_never_shrinks_with_tokens() {
+    for (layer, top_k) in layers() {
+        let mut before = 0;
+        for tokens in (0..2000).chain((2000..70_000).step_by(997)) {
+            let bytes = plan::workspace(&layer, tokens, top_k).bytes;
+            assert!(bytes >= before, "{layer:?}: {tokens} tokens need {bytes}, fewer needed {before}");
+            before = bytes;
+        }
+    }
+}

@@ -1,0 +1,152 @@
+"""`python -m oxmoe bench` and `python -m oxmoe doctor`: what they print, write and return."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import oxmoe.sglang
+import pytest
+import torch
+from oxmoe import __main__, doctor, reference
+from oxmoe.bench import layers
+from oxmoe.bench.peers import PEERS, Oxmoe
+from oxmoe.testing import assert_close_ulp, relative_norm
+
+SHAPE = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(layers.SHAPES, "tiny", SHAPE)
+    return "tiny"
+
+
+def package(path: Path, name: str, *modules: str, requires: str | None = None) -> None:
+    (path / name).mkdir()
+    for module in ("__init__", *modules):
+        (path / name / f"{module}.py").touch()
+    if requires is not None:
+        (path / f"{name}-1.0.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: {requires}\n"
+        (path / f"{name}-1.0.dist-info" / "METADATA").write_text(metadata)
+
+
+# bench
+
+
+def test_bench_writes_a_row_for_each_backend(
+    tiny: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--shapes", tiny, "--tokens", "1,5", "--device", device, "--json", str(path)]
+    arguments += ["--peers", "torch-loop,torch-grouped-mm"]
+    assert __main__.main(arguments) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    ours = [row for row in rows if row["backend"] == "oxmoe"]
+    assert [(row["tokens"], row["experts"], row["format"]) for row in ours] == [(1, 6, "bf16"), (5, 6, "bf16")]
+    assert {row["backend"] for row in rows} == {"oxmoe", "torch-loop" if device == "cpu" else "torch-grouped-mm"}
+    assert all(row["us"] > 0 and row["torch"] == torch.__version__ and row["oxmoe"] for row in rows)
+    assert "skipped torch-" in capsys.readouterr().out
+
+
+def test_bench_times_no_wrong_result(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Oxmoe, "calls", lambda self, inputs: [lambda: torch.zeros_like(inputs[0].x)])
+    assert __main__.main(["bench", "--shapes", tiny, "--tokens", "3", "--device", "cpu", "--peers", "none"]) == 1
+    assert "WRONG tiny bf16 M=3, not timed: " in capsys.readouterr().out
+
+
+def test_bench_refuses_unknown_names(tiny: str) -> None:
+    with pytest.raises(SystemExit, match="unknown peer vllm; known: sglang-triton"):
+        __main__.main(["bench", "--peers", "vllm"])
+    with pytest.raises(SystemExit, match=r"unknown shape gpt; known: .*tiny"):
+        __main__.main(["bench", "--shapes", "gpt"])
+
+
+def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["bench", "--overhead", "--device", device]) == 0
+    assert capsys.readouterr().out.count("us a call") == 4
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_run_the_same_layer(name: str, device: str) -> None:
+    reason = PEERS[name].missing(device)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    weights = layers.make_weights(SHAPE, torch.bfloat16, device, 2)
+    inputs = layers.make_inputs(SHAPE, 9, torch.bfloat16, device, 2)
+    results = [call() for call in PEERS[name](SHAPE, weights).calls(inputs)]
+    for result, weight, item in zip(results, weights, inputs, strict=True):
+        expected = reference.moe(item.x, weight.w13, weight.w2, router_logits=item.router_logits, top_k=SHAPE.top_k)
+        assert result.shape == expected.shape and result.dtype == expected.dtype
+        if name != "triton_kernels":  # another activation, see its class
+            assert relative_norm(result, expected) < 2e-2
+
+
+def test_ours_runs_the_same_layer(device: str) -> None:
+    weights = layers.make_weights(SHAPE, torch.bfloat16, device, 2)
+    inputs = layers.make_inputs(SHAPE, 9, torch.bfloat16, device, 2)
+    for call, weight, item in zip(Oxmoe(SHAPE, weights).calls(inputs), weights, inputs, strict=True):
+        expected = reference.moe(item.x, weight.w13, weight.w2, router_logits=item.router_logits, top_k=SHAPE.top_k)
+        assert_close_ulp(call(), expected)
+
+
+# doctor
+
+
+def said(findings: Any) -> dict[str, str]:
+    return {finding.name: finding.text for finding in findings}
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(oxmoe.sglang.SETTING, raising=False)
+    assert __main__.main(["doctor"]) == 0
+    lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["oxmoe"].startswith(oxmoe.__version__)
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["layer on cpu"].startswith("right, ")
+
+
+def test_doctor_fails_where_a_swap_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package(tmp_path, "sglang", requires="packaging")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(oxmoe.sglang.SETTING, "moe")
+    monkeypatch.setattr(oxmoe.sglang, "_active", {})
+    monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.4.99")
+    findings = list(doctor.sglang())
+    assert said(findings)["sglang"].startswith("0.4.99, not supported; supported: 0.5.23")
+    (failed,) = (finding for finding in findings if finding.name == "taken over")
+    assert failed.broken and "SGLang 0.4.99 is not supported" in failed.text
+
+
+def test_doctor_sees_that_the_plugin_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package(tmp_path, "sglang")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.5.23")
+    monkeypatch.setattr(oxmoe.sglang, "install", lambda: None)
+    monkeypatch.setenv(oxmoe.sglang.SETTING, "moe")
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    broken = [finding.text for finding in doctor.sglang() if finding.broken]
+    assert "SGLANG_PLUGINS=other leaves oxmoe out" in broken
+
+
+def test_doctor_tells_two_packages_of_one_name_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, modules in (("unrelated", ()), ("real", ("topk", "matmul_ogs"))):
+        (tmp_path / name).mkdir()
+        package(tmp_path / name, "triton_kernels", *modules)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / name)
+            patch.delitem(sys.modules, "triton_kernels", raising=False)
+            text = said(doctor.peers())["triton_kernels"]
+        assert ("another package" in text) == (name == "unrelated")
+
+
+def test_doctor_names_what_a_half_installed_package_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package(tmp_path, "halfway", requires="surely-absent>=1")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._incomplete("halfway") == "; half installed, without surely-absent"
+    assert doctor._incomplete("packaging") == ""

@@ -1,0 +1,103 @@
+"""The same bits every run, and for a row whatever the batch around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import GPT_OSS, MODELS, Layer, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from oxmoe.testing import same_bits
+
+Place = tuple[str, torch.dtype]
+SMALL = Shape("small", 8, 3, 160, 96, bias=True, options=tuple(GPT_OSS.items()))
+BATCHES = (1, 7, 64, 1024)
+
+
+def check_batches(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """Rows of the largest batch, run in smaller batches at other places and among other rows."""
+    weights = layer.weights()
+    whole = oxmoe.moe(x, weights, topk_weights, topk_ids)
+    tokens = x.shape[0]
+    for batch in (b for b in BATCHES if b <= tokens):
+        starts = {0, (tokens - batch) // 2, tokens - batch}
+        for start in starts:
+            rows = slice(start, start + batch)
+            part = oxmoe.moe(x[rows], weights, topk_weights[rows], topk_ids[rows])
+            assert same_bits(part, whole[rows]), f"rows {start} to {start + batch} alone"
+    order = torch.randperm(tokens).to(x.device)
+    assert same_bits(oxmoe.moe(x[order], weights, topk_weights[order], topk_ids[order]), whole[order]), (
+        "rows in another order"
+    )
+
+
+def operands(
+    shape: Shape, place: Place, pattern: str, tokens: int, rng: torch.Generator
+) -> tuple[Layer, Tensor, Tensor, Tensor]:
+    device, dtype = place
+    topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+    return (
+        make_layer(shape, dtype, device, rng),
+        make_x(tokens, shape, dtype, device, rng),
+        topk_weights.to(device),
+        topk_ids.to(device),
+    )
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes"])
+def test_same_input_same_bits(place: Place, pattern: str, rng: torch.Generator) -> None:
+    layer, x, topk_weights, topk_ids = operands(SMALL, place, pattern, 61, rng)
+    weights = layer.weights()
+    first = oxmoe.moe(x, weights, topk_weights, topk_ids)
+    size = oxmoe.workspace_bytes(weights, 61, SMALL.top_k)
+    for fill in (0x00, 0x55, 0xFF):
+        workspace = make_workspace(size, x.device).fill_(fill)
+        assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
+        # A second run on what the first left behind.
+        assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
+    assert same_bits(oxmoe.moe(x, layer.weights(), topk_weights, topk_ids), first)
+
+
+def test_workspace_of_another_shape_leaves_no_trace(place: Place, rng: torch.Generator) -> None:
+    layer, x, topk_weights, topk_ids = operands(SMALL, place, "uniform", 40, rng)
+    weights = layer.weights()
+    workspace = make_workspace(oxmoe.workspace_bytes(weights, 40, SMALL.top_k), x.device)
+    for tokens in (40, 1, 17, 0, 40, 3):
+        fresh = oxmoe.moe(x[:tokens], weights, topk_weights[:tokens], topk_ids[:tokens])
+        assert same_bits(
+            oxmoe.moe(x[:tokens], weights, topk_weights[:tokens], topk_ids[:tokens], workspace=workspace), fresh
+        )
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "one_expert"])
+def test_a_row_alone_has_the_bits_of_the_batch(place: Place, pattern: str, rng: torch.Generator) -> None:
+    tokens = 64 if place[0] == "cpu" else 1024
+    check_batches(*operands(SMALL, place, pattern, tokens, rng))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
+    check_batches(*operands(shape, ("cuda", dtype), "uniform", 1024, rng))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_topk"])
+def test_topk_rows(device: str, scoring: str, rng: torch.Generator) -> None:
+    logits = tie_free_logits(1024, 128, rng).to(device)
+    whole = oxmoe.topk(logits, 8, scoring_func=scoring)
+    for batch in BATCHES:
+        part = oxmoe.topk(logits[-batch:], 8, scoring_func=scoring)
+        assert same_bits(part[0], whole[0][-batch:]) and same_bits(part[1], whole[1][-batch:])
+
+
+def test_router_logits_rows(place: Place, rng: torch.Generator) -> None:
+    """Choosing inside moe is choosing before it, in every batch size."""
+    device, dtype = place
+    layer, x = make_layer(SMALL, dtype, device, rng), make_x(64, SMALL, dtype, device, rng)
+    logits = tie_free_logits(64, SMALL.experts, rng).to(device)
+    weights = layer.weights()
+    whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, 3))
+    for batch in (1, 2, 7, 64):
+        assert same_bits(oxmoe.moe(x[:batch], weights, router_logits=logits[:batch], top_k=3), whole[:batch])

@@ -1,0 +1,114 @@
+"""CUDA graphs: captured once, replayed a thousand times with changing routing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import MODELS, PATTERNS, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from oxmoe.testing import same_bits
+
+pytestmark = pytest.mark.gpu
+SHAPES = (Shape("small", 16, 4, 256, 192, bias=True), MODELS["qwen3-30b-a3b"])
+
+
+def capture(call: object) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()  # type: ignore[operator]
+    return graph
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Generator) -> None:
+    weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
+    x, out = (
+        make_x(tokens, shape, torch.bfloat16, "cuda", rng),
+        torch.empty((tokens, shape.hidden), dtype=torch.bfloat16, device="cuda"),
+    )
+    routings = [make_routing(PATTERNS[i % len(PATTERNS)], tokens, shape.experts, shape.top_k, rng) for i in range(40)]
+    routings = [(w.cuda(), ids.cuda()) for w, ids in routings]
+    topk_weights, topk_ids = routings[0][0].clone(), routings[0][1].clone()
+    workspace = make_workspace(oxmoe.workspace_bytes(weights, tokens, shape.top_k), "cuda")
+
+    def call() -> Tensor:
+        return oxmoe.moe(x, weights, topk_weights, topk_ids, out=out, workspace=workspace)
+
+    graph = capture(call)
+    expected = [oxmoe.moe(x, weights, w, ids) for w, ids in routings]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for replay in range(1000):
+        topk_weights.copy_(routings[replay % 40][0])
+        topk_ids.copy_(routings[replay % 40][1])
+        out.fill_(torch.nan)
+        graph.replay()
+        wrong += (out.view(torch.int16) != expected[replay % 40].view(torch.int16)).sum()
+    assert int(wrong) == 0
+
+
+def test_first_call_may_be_captured(rng: torch.Generator) -> None:
+    """No lazy load and no allocation is left for the first call: a fresh layer is captured without a warm-up."""
+    shape = Shape("fresh", 6, 2, 96, 80)
+    weights = make_layer(shape, torch.float16, "cuda", rng).weights()
+    x = make_x(3, shape, torch.float16, "cuda", rng)
+    topk_weights, topk_ids = (t.cuda() for t in make_routing("uniform", 3, 6, 2, rng))
+    out = torch.full_like(x, torch.nan)
+    workspace = make_workspace(oxmoe.workspace_bytes(weights, 3, 2), "cuda")
+    graph = capture(lambda: oxmoe.moe(x, weights, topk_weights, topk_ids, out=out, workspace=workspace))
+    graph.replay()
+    assert same_bits(out, oxmoe.moe(x, weights, topk_weights, topk_ids))
+
+
+def test_capture_without_buffers(rng: torch.Generator) -> None:
+    """Without out and workspace the memory comes from torch's allocator, which a capture may use."""
+    shape = SHAPES[0]
+    weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
+    x, logits = make_x(9, shape, torch.bfloat16, "cuda", rng), tie_free_logits(9, shape.experts, rng).cuda()
+    results = {}
+
+    def call() -> None:
+        topk_weights, topk_ids = oxmoe.topk(logits, 4)
+        results["ids"] = oxmoe.moe(x, weights, topk_weights, topk_ids)
+        results["logits"] = oxmoe.moe(x, weights, router_logits=logits, top_k=4)
+        results["tables"] = oxmoe.sort_by_expert(topk_ids, shape.experts)[3]
+
+    call()
+    eager = dict(results)
+    graph = capture(call)
+    graph.replay()
+    for name, expected in eager.items():
+        assert same_bits(results[name], expected), name
+
+
+def test_padded_tokens_change_between_replays(rng: torch.Generator) -> None:
+    shape = SHAPES[0]
+    weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
+    x, logits = make_x(16, shape, torch.bfloat16, "cuda", rng), tie_free_logits(16, shape.experts, rng).cuda()
+    valid = torch.tensor(16, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(x)
+    whole = oxmoe.moe(x, weights, router_logits=logits, top_k=4)
+    graph = capture(lambda: oxmoe.moe(x, weights, router_logits=logits, top_k=4, num_token_non_padded=valid, out=out))
+    for count in (0, 1, 5, 15, 16):
+        valid.fill_(count)
+        graph.replay()
+        assert same_bits(out[:count], whole[:count]) and bool((out[count:] == 0).all())
+
+
+def test_streams_are_torchs(rng: torch.Generator) -> None:
+    """Work goes to torch's current stream: it waits for what was queued there before."""
+    shape = SHAPES[0]
+    weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
+    x = make_x(64, shape, torch.bfloat16, "cuda", rng)
+    topk_weights, topk_ids = (t.cuda() for t in make_routing("uniform", 64, shape.experts, shape.top_k, rng))
+    expected = oxmoe.moe(x, weights, topk_weights, topk_ids)
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(x)
+        result = oxmoe.moe(late, weights, topk_weights, topk_ids)
+        torch.cuda.current_stream().synchronize()
+    assert same_bits(result, expected)

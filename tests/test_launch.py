@@ -1,0 +1,455 @@
+"""The whole CUDA launch path without a GPU: a stand-in driver (fake_cuda/) records what the extension asks of it.
+
+Each case runs in a process of its own, on tensors with made-up addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oxmoe._oxmoe as extension
+import pytest
+
+HERE = Path(__file__).parent / "fake_cuda"
+STREAM = 0x1234
+CONTEXT = 0xC000
+DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CU_FUNC_ATTRIBUTE_*
+
+# Compute capability: (image in the wheel, multiprocessors, KiB of shared memory) of Device::typical.
+GPUS = {
+    80: ("80", 108, 163),
+    89: ("80", 142, 99),
+    90: ("90a", 132, 227),
+    100: ("100f", 148, 227),
+    103: ("100f", 148, 227),
+    120: ("120f", 188, 99),
+}
+
+QWEN3 = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
+SMALL = {"experts": 8, "top_k": 2, "hidden": 256, "intermediate": 128}
+LAYERS = [
+    QWEN3 | {"tokens": [1, 3, 16, 64, 200, 700, 1500, 4096, 20000]},
+    {"experts": 8, "top_k": 2, "hidden": 4096, "intermediate": 7168, "tokens": [1, 100, 5000]},
+    {"experts": 32, "top_k": 4, "hidden": 2880, "intermediate": 2880, "bias": True, "layout": "interleaved", "tokens": [1, 40, 3000]},
+    {"experts": 256, "top_k": 8, "hidden": 7168, "intermediate": 256, "dtype": "float16", "layout": "up_gate", "tokens": [2, 600]},
+    {"experts": 6, "top_k": 3, "hidden": 144, "intermediate": 96, "gated": False, "tokens": [1, 33]},
+    {"experts": 3, "top_k": 2, "hidden": 130, "intermediate": 70, "tokens": [1, 9, 300]},
+]
+
+# Kernel name -> its parameters (variants.rs, `signature`). A number is a plain size: CUtensorMap has 128 bytes.
+SIGNATURES = {
+    "grouped_gemm_sm90": (128, "GroupedGemmParams"),
+    "grouped_gemm_portable": ("GroupedGemmParams",),
+    "select": ("SelectParams", "RouteParams"),
+    "route": ("SelectParams", "RouteParams"),
+    "route_e0": ("RouteParams",),
+    "histogram": ("RouteParams",),
+    "place": ("RouteParams",),
+    "ragged": ("RaggedParams",),
+    "combine": ("CombineParams",),
+}
+
+
+def parameter_structs() -> dict[str, type[ctypes.Structure]]:
+    """The structs of src/params.rs as C lays them out."""
+    text = (Path(__file__).parents[1] / "src" / "params.rs").read_text()
+    types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "f32": ctypes.c_float}
+    types |= dict.fromkeys(re.findall(r"enum (\w+) \{", text), ctypes.c_int32)
+    for name, body in re.findall(r"struct (\w+) \{\n(.*?)\n    \}", text, re.DOTALL):
+        fields = re.findall(r"^        (\w+): (.+?),$", body, re.MULTILINE)
+        kinds = [(field, ctypes.c_uint64 if kind.startswith("*") else types[kind]) for field, kind in fields]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": kinds})
+    return types
+
+
+STRUCTS = parameter_structs()
+
+
+def parameters_of(launch: dict[str, Any]) -> list[Any]:
+    """A launch's parameters: structs, or (map number, address) of a tensor map."""
+    prefix = max((name for name in SIGNATURES if launch["kernel"].startswith(name)), key=len)
+    values = []
+    for kind, text in zip(SIGNATURES[prefix], launch["parameters"], strict=True):
+        data = bytes.fromhex(text)
+        if isinstance(kind, int):
+            values.append((int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little")))
+        else:
+            values.append(STRUCTS[kind].from_buffer_copy(data))
+    return values
+
+
+def launches(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["call"] == "cuLaunchKernelEx"]
+
+
+def named(records: list[dict[str, Any]], call: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["call"] == call]
+
+
+PLANNED = re.compile(r"launch \d+: (\w+): (\d+) CTAs(?: in clusters of (\d+))? x (\d+) warps, (\d+) bytes of shared memory")
+
+
+def planned(text: str) -> list[tuple[Any, ...]]:
+    """(kernel, CTAs, cluster, threads, shared bytes) of each launch that `explain` prints."""
+    return [(name, int(ctas), int(size or 1), 32 * int(warps), int(shared)) for name, ctas, size, warps, shared in PLANNED.findall(text)]
+
+
+def asked(launch: dict[str, Any]) -> tuple[Any, ...]:
+    return (launch["kernel"], launch["grid"][0], launch["cluster"][0], launch["block"][0], launch["shared"])
+
+
+def cuda_headers() -> Path | None:
+    """The folder of NVIDIA's cuda.h in this environment."""
+    roots = [Path(root) for root in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ()]
+    found = [path.parent for root in roots for path in sorted(root.glob("*/include/cuda.h"))]
+    home = os.environ.get("CUDA_HOME")
+    return next((folder for folder in [*found, *([Path(home, "include")] if home else [])] if (folder / "cuda.h").exists()), None)
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in, under both names that it can be opened by."""
+    include = cuda_headers()
+    if include is None:
+        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
+    folder = tmp_path_factory.mktemp("driver")
+    source, library = HERE / "fake_cuda.c", folder / "libcuda.so.1"
+    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *flags, f"-isystem{include}", "-o", library, source], check=True)
+    (folder / "libcuda.so").symlink_to(library)
+    return folder
+
+
+def execute(libraries: Path, tmp_path: Path, call: str, arguments: dict[str, Any], **settings: Any) -> Any:
+    """`fake_cuda/calls.py` in a new process with that driver; fails on a panic, and when the driver had to refuse something."""
+    sizes = {
+        name: ",".join(str(kind if isinstance(kind, int) else ctypes.sizeof(STRUCTS[kind])) for kind in kinds)
+        for name, kinds in SIGNATURES.items()
+    }
+    log = tmp_path / f"driver-{len(list(tmp_path.iterdir()))}.jsonl"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FAKE_")}
+    paths = [str(HERE), str(Path(extension.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment |= {
+        "LD_LIBRARY_PATH": os.pathsep.join([str(libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "FAKE_LOG": str(log),
+        "FAKE_PARAMETERS": ";".join(f"{name}:{text}" for name, text in sizes.items()),
+    }
+    environment |= {f"FAKE_{name.upper()}": str(value) for name, value in settings.items()}
+    command = [sys.executable, str(HERE / "calls.py"), call, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "panicked" not in done.stderr, done.stderr
+    if log.exists():
+        assert '"refused"' not in log.read_text(), log.read_text()
+    return json.loads(done.stdout)
+
+
+def settings_of(capability: int) -> dict[str, int]:
+    image, multiprocessors, shared = GPUS[capability]
+    if image not in extension.device_info()["archs"]:
+        pytest.skip(f"this wheel has no kernels for {image}")
+    return {"cc": capability, "sms": multiprocessors, "shared": shared * 1024}
+
+
+@pytest.fixture
+def run(driver: Path, tmp_path: Path) -> Run:
+    """run(capability, call, {arguments}, driver settings) -> result."""
+
+    def run(capability: int, call: str, arguments: dict[str, Any], **settings: Any) -> Any:
+        return execute(driver, tmp_path, call, arguments, **settings_of(capability) | settings)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=GPUS, ids=lambda capability: f"sm_{capability}")
+def recorded(request: pytest.FixtureRequest, driver: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
+    """(capability, every layer at every token count with logits, int32 and int64 ids)."""
+    settings, folder = settings_of(request.param), tmp_path_factory.mktemp("records")
+    arguments = {"layers": LAYERS, "arch": f"sm_{request.param}"}
+    return request.param, execute(driver, folder, "sequences", arguments, **settings)
+
+
+@pytest.fixture(params=GPUS, ids=lambda capability: f"sm_{capability}")
+def capability(request: pytest.FixtureRequest) -> int:
+    settings_of(request.param)
+    return request.param
+
+
+def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    for result in recorded[1]:
+        plan, made = planned(result["explain_by_arch"]), [asked(launch) for launch in launches(result["records"])]
+        assert len(plan) >= 4 and result["returned_out"]
+        assert planned(result["explain"]) == plan, "the plan for this GPU is not the plan for its architecture"
+        if result["routing"] == "logits":
+            assert made == plan
+        else:
+            assert made[-3:] == plan[-3:]
+            assert [name for name, *_ in made[:-3]] in (["route_e0"], ["histogram", "place"])
+
+
+def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    capability, results = recorded
+    limit = GPUS[capability][2] * 1024
+    for result in results:
+        for launch in launches(result["records"]):
+            assert launch["stream"] == STREAM and launch["context"] == CONTEXT
+            assert launch["grid"][1:] == launch["block"][1:] == launch["cluster"][1:] == [1, 1]
+            assert launch["pdl"] == (capability >= 90)
+            assert launch["attributes"] == (capability >= 90) + (launch["cluster"][0] > 1)
+            assert launch["shared"] <= min(limit, launch["shared_limit"])
+            assert launch["cluster"][0] <= (1 if capability < 90 else 8 if capability >= 120 else 16)
+        # Nothing is asked of the driver in a call but the launches: kernels, attributes and tensor maps come with the weights.
+        assert {record["call"] for record in result["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+
+
+def test_clusters_and_large_shared_memory_are_asked_for(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    capability, results = recorded
+    attributes = {(r["kernel"], r["attribute"]): r["value"] for result in results for r in named(result["load"], "cuFuncSetAttribute")}
+    every = [launch for result in results for launch in launches(result["records"])]
+    for launch in every:
+        if launch["shared"] > 48 * 1024:
+            assert attributes[launch["kernel"], DYNAMIC_SHARED] >= launch["shared"]
+        if launch["cluster"][0] > 8:
+            assert attributes[launch["kernel"], NON_PORTABLE_CLUSTER] == 1
+    sizes = {launch["cluster"][0] for launch in every}
+    assert sizes == ({1} if capability < 90 else {1, 4, 8} if capability >= 120 else {1, 4, 8, 16})
+
+
+def workspace_of(text: str, base: int) -> dict[str, int]:
+    """Addresses of the ranges that `explain` prints."""
+    return {name: base + int(offset) for offset, name in re.findall(r"^ +(\d+) \+ \d+ +(\w+)$", text, re.MULTILINE)}
+
+
+def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    for result in recorded[1]:
+        given, layer = result["addresses"], result["layer"]
+        ranges = workspace_of(result["explain"], given["workspace"])
+        from_logits = result["routing"] == "logits"
+        ids, weights = (ranges["ids"], ranges["weights"]) if from_logits else (given["topk_ids"], given["topk_weights"])
+        *routing, up, down, combine = launches(result["records"])
+        for launch in routing:
+            for p in parameters_of(launch):
+                assert (p.tokens, p.top_k, p.experts) == (result["tokens"], layer["top_k"], layer["experts"])
+                if isinstance(p, STRUCTS["SelectParams"]):
+                    assert (p.logits, p.ids, p.weights) == (given["router_logits"], ids, weights)
+                    assert p.correction_bias == p.num_token_non_padded == 0
+                else:
+                    assert (p.ids, p.ids_are_i64, p.first_expert) == (ids, result["routing"] == "int64", 0)
+                    for name in ("histogram", "offsets", "place_of_slot", "slot_of_place", "tiles", "tile_count", "block_histogram"):
+                        assert getattr(p, name) == ranges[name], name
+        rows = layer["intermediate"] * (2 if layer.get("gated", True) else 1)
+        for launch, name, inputs, outputs, k, columns, p_rows in (
+            (up, "w13", given["x"], ranges["hidden"], layer["hidden"], layer["intermediate"], rows),
+            (down, "w2", ranges["hidden"], ranges["rows"], layer["intermediate"], layer["hidden"], layer["hidden"]),
+        ):
+            *maps, p = parameters_of(launch)
+            assert (p.x, p.out, p.weights, p.bias) == (inputs, outputs, given[name], given.get(name.replace("w", "b"), 0))
+            assert (p.k, p.out_columns, p.rows) == (k, columns, p_rows)
+            assert (p.tiles, p.tile_count, p.slot_weights) == (ranges["tiles"], ranges["tile_count"], 0)
+            assert (p.slot_of_place, p.row_divisor) == ((ranges["slot_of_place"], layer["top_k"]) if launch is up else (0, 1))
+            for number, address in maps:
+                record = next(r for r in named(result["load"], "cuTensorMapEncodeTiled") if r["map"] == number)
+                row_tiles, consumers = map(int, re.search(r"_r(\d+)_c(\d+)_", launch["kernel"]).groups())
+                assert address == given[name]
+                assert record["box"][1] * record["box"][2] * record["box"][3] == 64 * row_tiles * consumers
+        (p,) = parameters_of(combine)
+        assert (p.y, p.place_of_slot, p.weights, p.out) == (ranges["rows"], ranges["place_of_slot"], weights, given["out"])
+        assert (p.tokens, p.top_k, p.hidden, p.scale, p.keep_slots) == (result["tokens"], layer["top_k"], layer["hidden"], 1.0, False)
+
+
+def test_tensor_maps_only_where_the_hopper_kernel_runs(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    capability, results = recorded
+    for result in results:
+        *_, up, down, _ = launches(result["records"])
+        hopper = "sm90" in up["kernel"]
+        assert hopper == ("sm90" in down["kernel"])
+        assert bool(named(result["load"], "cuTensorMapEncodeTiled")) == hopper
+        assert hopper == (capability == 90 and result["layer"]["hidden"] != 130)
+
+
+def rows_of_boxes(record: dict[str, Any], rows: int, k: int) -> list[list[int]]:
+    """The row numbers that each box along the slices of one expert brings, in their order in shared memory."""
+    (columns, inner, halves, slices, _), (_, *strides) = record["sizes"], [0, *record["strides"]]
+    assert columns == k
+    row, half, slice_, expert = (stride // (2 * k) for stride in strides)
+    assert expert == rows and all(stride % (2 * k) == 0 for stride in strides)
+    box = record["box"]
+    assert (box[0], box[1], box[2], box[4]) == (64, inner, halves, 1)
+    numbers = [[s * slice_ + h * half + i * row for h in range(halves) for i in range(inner)] for s in range(slices)]
+    return [sum(numbers[start : start + box[3]], []) for start in range(0, slices, box[3])]
+
+
+@pytest.mark.parametrize("layout", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tensor_maps_pair_gate_and_up_rows(run: Run, layout: str, dtype: str) -> None:
+    experts, hidden, half = 5, 192, 352
+    result = run(90, "load", {"experts": experts, "top_k": 2, "hidden": hidden, "intermediate": half, "layout": layout, "dtype": dtype})
+    maps = named(result["records"], "cuTensorMapEncodeTiled")
+    up = [record for record in maps if record["address"] == result["addresses"]["w13"]]
+    down = [record for record in maps if record["address"] == result["addresses"]["w2"]]
+    assert up and down and len(up) + len(down) == len(maps)
+    for record in maps:
+        assert record["type"] == {"float16": 6, "bfloat16": 9}[dtype] and record["swizzle"] == 3
+        assert record["sizes"][-1] == experts
+    # A 16-row slice: 8 rows of one half, then the 8 rows of the other that belong to them. [up; gate] is read like [gate; up].
+    partner = (lambda row: row + 1) if layout == "interleaved" else (lambda row: row + half)
+    for record in up:
+        boxes = rows_of_boxes(record, 2 * half, hidden)
+        assert sorted(sum(boxes, [])) == list(range(2 * half))
+        for rows in boxes:
+            for start in range(0, len(rows), 16):
+                assert rows[start + 8 : start + 16] == [partner(row) for row in rows[start : start + 8]]
+    for record in down:
+        rows = sum(rows_of_boxes(record, hidden, half), [])
+        assert [row // 16 for row in rows] == [i // 16 for i in range(hidden)] and sorted(rows) == list(range(hidden))
+
+
+def test_no_token_launches_nothing(run: Run, capability: int) -> None:
+    for routing in ("logits", "int32"):
+        _, first, second = run(capability, "calls", {"layer": SMALL, "tokens": 0, "count": 2, "routing": routing})
+        assert first == second == []
+
+
+def test_kernels_are_loaded_once(run: Run, capability: int) -> None:
+    load, *calls = run(capability, "calls", {"layer": QWEN3, "tokens": 40, "count": 3})
+    images, kernels = ([r[key] for r in named(load, call)] for call, key in (("cuModuleLoadData", "image"), ("cuModuleGetFunction", "kernel")))
+    assert images and len(set(images)) == len(images) and len(set(kernels)) == len(kernels)
+    assert len(named(load, "cuDevicePrimaryCtxRetain")) == 1 and not named(load, "cuModuleUnload")
+    for records in calls:
+        assert {record["call"] for record in records} == {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        assert [asked(a) for a in launches(records)] == [asked(b) for b in launches(calls[0])]
+
+
+def test_routing_operations(run: Run, capability: int) -> None:
+    result = run(capability, "routing_operations", {"tokens": 50, "experts": 64, "top_k": 6})
+    (given, given_outputs), (made, made_outputs), (sort, sort_outputs), (tables, tables_outputs) = result["results"]
+    for records, outputs in ((given, given_outputs), (made, made_outputs)):
+        (launch,) = launches(records)
+        select, route = parameters_of(launch)
+        assert launch["kernel"] == "select_e2" and launch["stream"] == STREAM
+        assert [select.logits, select.weights, select.ids] == [result["logits"], *outputs]
+        assert (select.tokens, select.experts, select.top_k) == (50, 64, 6)
+        assert not any(getattr(route, name) for name, kind in route._fields_ if kind is ctypes.c_uint64)
+    assert given_outputs[0] == result["weights"]
+    p = parameters_of(launches(sort)[-1])[-1]
+    assert [p.histogram, p.offsets, p.place_of_slot, p.slot_of_place] == sort_outputs and p.ids == result["ids"]
+    *_, ragged = launches(tables)
+    (p,) = parameters_of(ragged)
+    gate, histogram, _, slot_of_place, _, block_offsets, block_schedule = tables_outputs
+    assert (p.gate, p.histogram, p.slot_of_place) == (gate, histogram, slot_of_place)
+    assert (p.block_offsets, p.block_schedule, p.slot_weights) == (block_offsets, block_schedule, result["weights"])
+    assert (p.slots, p.experts) == (300, 64)
+
+
+def test_context_is_set_and_restored(run: Run, capability: int) -> None:
+    result = run(capability, "foreign_context", {"layer": SMALL, "context": 0xBEEF})
+    foreign = result["foreign"]
+    assert result["loaded"] == result["after"] == 0xBEEF
+    assert [r["context"] for r in named(foreign, "cuCtxSetCurrent")] == [CONTEXT, 0xBEEF]
+    assert foreign[0]["call"] == foreign[-1]["call"] == "cuCtxSetCurrent"
+    assert {launch["context"] for launch in launches(foreign)} == {CONTEXT}
+    assert not named(result["own"], "cuCtxSetCurrent") and result["after_own"] == CONTEXT
+
+
+def test_second_gpu_has_kernels_of_its_own(run: Run, capability: int) -> None:
+    load, call = run(capability, "calls", {"layer": SMALL | {"device": 1}, "tokens": 5, "count": 1}, devices=2)
+    assert [r["device"] for r in named(load, "cuDevicePrimaryCtxRetain")] == [1]
+    assert {launch["context"] for launch in launches(call)} == {CONTEXT + 1}
+
+
+FAILED, ILLEGAL, MEMORY = 719, 700, 2  # launch failed, illegal address, out of memory
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_failed_launch_names_op_kernel_and_grid(run: Run, capability: int, nth: int) -> None:
+    result = run(capability, "failing", {"layer": SMALL, "tokens": 7}, fail=f"cuLaunchKernelEx:{nth}:{FAILED}")
+    error, second = result["errors"]
+    launch = launches(result["records"])[nth - 1]
+    assert error.startswith("RuntimeError: moe: " + ["routing", "GEMM1", "GEMM2", "combine"][nth - 1])
+    assert launch["kernel"] in error and f"grid {launch['grid'][0]}" in error and "CUDA_ERROR_LAUNCH_FAILED" in error
+    assert second is None and len(launches(result["records"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "name"),
+    [
+        ("cuInit", 100, "cuInit: CUDA error CUDA_ERROR_NO_DEVICE"),
+        ("cuDeviceGetCount", 3, "cuDeviceGetCount"),
+        ("cuDeviceGet", 101, "cuDeviceGet of cuda:0"),
+        ("cuDeviceGetAttribute", 1, "cuDeviceGetAttribute of cuda:0"),
+        ("cuDeviceGetName", 1, "cuDeviceGetName of cuda:0"),
+        ("cuDevicePrimaryCtxRetain", MEMORY, "cuDevicePrimaryCtxRetain of cuda:0"),
+        ("cuCtxGetCurrent", 201, "cuCtxGetCurrent"),
+        ("cuCtxSetCurrent", 201, "cuCtxSetCurrent"),
+        ("cuModuleLoadData", MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"),
+        ("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"),
+    ],
+)
+def test_failed_load_is_an_error_and_can_be_tried_again(run: Run, capability: int, function: str, code: int, name: str) -> None:
+    result = run(capability, "failing", {"layer": SMALL, "tokens": 7}, fail=f"{function}:1:{code}")
+    error, second = result["errors"]
+    assert error.startswith("RuntimeError: ") and name in error and "internal error" not in error
+    assert second is None and len(launches(result["records"])) == 4
+
+
+def test_failed_tensor_map_prints_its_numbers(run: Run) -> None:
+    result = run(90, "failing", {"layer": SMALL, "tokens": 7}, fail="cuTensorMapEncodeTiled:2:1")
+    error, second = result["errors"]
+    assert error.startswith("RuntimeError: cuTensorMapEncodeTiled") and "box" in error and "strides" in error
+    assert second is None
+
+
+def test_without_a_driver(tmp_path: Path) -> None:
+    """Empty files in the driver's place: also a machine that has one finds none."""
+    folder = tmp_path / "none"
+    folder.mkdir()
+    for name in ("libcuda.so", "libcuda.so.1"):
+        (folder / name).touch()
+    result = execute(folder, tmp_path, "refused", {"layer": SMALL, "tokens": 7})
+    for call in ("load", "topk"):
+        assert result[call].startswith("RuntimeError: no CUDA driver") and "install NVIDIA's driver" in result[call]
+    assert result["explain"] is None and result["device_info"] is None
+    assert result["info"]["driver"] is False and result["info"]["gpus"] == []
+
+
+def test_gpu_without_kernels_in_the_wheel(driver: Path, tmp_path: Path) -> None:
+    # sm_110 is in no default build.
+    result = execute(driver, tmp_path, "refused", {"layer": SMALL, "tokens": 7}, cc=110, sms=20)
+    for call in ("load", "topk"):
+        assert result[call].startswith("RuntimeError: ") and "OXMOE_CUDA_ARCHS=110f" in result[call] and "sm_110" in result[call]
+    assert result["explain"] is None and [gpu["kernels"] for gpu in result["info"]["gpus"]] == [False]
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_architecture_left_out_of_the_wheel(driver: Path, tmp_path: Path, capability: int) -> None:
+    image, multiprocessors, shared = GPUS[capability]
+    if image in extension.device_info()["archs"]:
+        pytest.skip(f"this wheel has kernels for {image}")
+    result = execute(driver, tmp_path, "refused", {"layer": SMALL, "tokens": 7}, cc=capability, sms=multiprocessors, shared=shared * 1024)
+    for call in ("load", "topk"):
+        assert result[call].startswith("RuntimeError: ") and f"OXMOE_CUDA_ARCHS={image}" in result[call]
+
+
+def test_gpu_older_than_any_kernel(driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "refused", {"layer": SMALL, "tokens": 7}, cc=75)
+    for call in ("load", "topk"):
+        assert result[call].startswith("RuntimeError: ") and "sm_75" in result[call] and "sm_80" in result[call]
+
+
+def test_gpu_that_does_not_exist(driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "refused", {"layer": SMALL | {"device": 3}, "tokens": 7})
+    assert result["load"] == "RuntimeError: cuda:3 does not exist, the driver sees 1 GPUs"

@@ -1,0 +1,77 @@
+"""Without torch: the package imports, and numpy arrays go through the same functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+PRELUDE = """
+import sys
+sys.modules["torch"] = None  # any import of torch raises
+import numpy as np
+import oxmoe
+"""
+
+
+def run(program: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(program)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_and_names() -> None:
+    run(
+        """
+        assert all(getattr(oxmoe, name) is not None for name in oxmoe.__all__)
+        assert isinstance(oxmoe.explain(128, 8, 2048, 768, 16, arch="sm_90"), str)
+        assert isinstance(oxmoe.device_info(), dict)
+        assert not any(name.startswith("torch.") for name in sys.modules)
+        """
+    )
+
+
+def test_moe() -> None:
+    run(
+        """
+        def silu(a):
+            return a / (1 + np.exp(-a))
+
+        rng = np.random.default_rng()
+        make_f32, make_f16 = oxmoe.ExpertWeights.f32, oxmoe.ExpertWeights.f16
+        for dtype, make, tolerance in ((np.float32, make_f32, 1e-5), (np.float16, make_f16, 1e-2)):
+            w13 = (rng.standard_normal((4, 32, 24)) / 5).astype(dtype)
+            w2 = (rng.standard_normal((4, 24, 16)) / 4).astype(dtype)
+            x = rng.standard_normal((7, 24)).astype(dtype)
+            ids = rng.integers(-1, 4, (7, 2)).astype(np.int32)
+            gates = rng.random((7, 2)).astype(np.float32)
+            weights = make(w13, w2)
+            result = oxmoe.moe(x, weights, gates, ids)
+            assert isinstance(result, np.ndarray) and result.dtype == dtype and result.shape == x.shape
+            for t in range(7):
+                expected = np.zeros(24)
+                for gate, e in zip(gates[t], ids[t]):
+                    if e >= 0:
+                        sums = w13[e].astype(np.float64) @ x[t].astype(np.float64)
+                        expected += gate * (w2[e].astype(np.float64) @ (silu(sums[:16]) * sums[16:]))
+                assert np.allclose(result[t], expected, rtol=tolerance, atol=tolerance), (dtype, t)
+            out = np.full_like(x, np.nan)
+            assert oxmoe.moe(x, weights, gates, ids, out=out) is out and np.array_equal(out, result)
+            assert oxmoe.moe(x[:0], weights, gates[:0], ids[:0]).shape == (0, 24)
+        """
+    )
+
+
+def test_topk_and_sort() -> None:
+    run(
+        """
+        logits = np.array([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 0.0, 9.0]], np.float32)
+        weights, ids = oxmoe.topk(logits, 2)
+        assert ids.tolist() == [[1, 3], [3, 0]] and ids.dtype == np.int32 and weights.dtype == np.float32
+        assert np.allclose(weights.sum(1), 1)
+        histogram, offsets, place, slot = oxmoe.sort_by_expert(ids, 4)
+        assert histogram.tolist() == [1, 1, 0, 2] and offsets.tolist() == [0, 1, 2, 2, 4]
+        assert place.tolist() == [1, 2, 3, 0] and slot.tolist() == [3, 0, 1, 2]
+        """
+    )

@@ -1,0 +1,125 @@
+"""routing: triton_kernels' tables, checked by invariants, against the reference and against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import tie_free_logits
+from oxmoe import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((0, 8, 2), (1, 32, 4), (1, 128, 8), (7, 8, 3), (61, 32, 4), (300, 128, 8), (2000, 16, 2))
+
+
+def check(logits: Tensor, top_k: int, **options: object) -> tuple[oxmoe.RoutingData, Tensor, Tensor]:
+    """Against the reference, all seven tables; then what a grouped GEMM relies on, without it."""
+    data, gather, scatter = oxmoe.routing(logits, top_k, **options)
+    gates, *tables = reference.routing_tables(logits, top_k, **options)
+    metadata = data.expt_data
+    assert metadata is not None
+    combine, dispatch = gather.src_indx, gather.dst_indx
+    assert scatter.src_indx is dispatch and scatter.dst_indx is combine
+    ours = (
+        data.expt_hist,
+        metadata.slice_offs,
+        combine,
+        dispatch,
+        metadata.block_offs_data,
+        metadata.block_schedule_data,
+    )
+    names = ("expt_hist", "slice_offs", "combine", "dispatch", "block_offs_data", "block_schedule_data")
+    for name, table, expected in zip(names, ours, tables, strict=True):
+        assert table.dtype == torch.int32 and torch.equal(table, expected), name
+    placed = combine >= 0
+    assert data.gate_scal.dtype == logits.dtype and data.gate_scal.shape == combine.shape
+    # One rounding to the logits' dtype of an fp32 softmax: half an ulp, and the softmax's own last bits.
+    tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
+    torch.testing.assert_close(data.gate_scal[placed], gates[placed], rtol=tolerance, atol=1e-7)
+
+    slots = combine[placed].long()
+    assert torch.equal(dispatch[slots].long(), torch.arange(slots.numel(), device=slots.device))
+    assert int(data.expt_hist.sum()) == slots.numel()
+    for size in metadata.block_sizes():
+        schedule = metadata.block_schedule(size)
+        used = schedule[schedule >= 0]
+        assert int(metadata.block_offs(size)[-1]) == used.numel() <= data.n_blocks(combine.numel(), size)
+        rows = (data.expt_hist[(used & 0xFFFF).long()] - (used >> 16) * size).clamp(max=size)
+        assert bool((rows > 0).all()) and int(rows.sum()) == slots.numel()
+    return data, combine, dispatch
+
+
+@pytest.mark.parametrize("sm_first", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens,experts,top_k", SIZES)
+def test_chosen(
+    device: str, tokens: int, experts: int, top_k: int, dtype: torch.dtype, sm_first: bool, rng: torch.Generator
+) -> None:
+    # NOTE: the step is wide enough that a softmax rounded to half precision keeps the chosen apart.
+    logits = tie_free_logits(tokens, experts, rng, step=1 / 8).to(dtype).to(device)
+    data, _, _ = check(logits, top_k, sm_first=sm_first)
+    assert data.n_expts_tot == experts and data.n_expts_act == top_k
+
+
+def test_hot_expert(device: str, rng: torch.Generator) -> None:
+    logits = tie_free_logits(500, 64, rng)
+    logits[:, 11] += 8
+    data, _, _ = check(logits.to(device), 4)
+    assert int(data.expt_hist[11]) == 500
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_given_experts(device: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    logits = torch.randn((50, 16), generator=rng).to(device)
+    given = torch.stack([torch.randperm(16, generator=rng)[:3] for _ in range(50)])
+    _, combine, _ = check(logits, 3, expt_indx=given.to(dtype).to(device))
+    assert torch.equal(given.view(-1)[combine.long().cpu()], given.view(-1).sort(stable=True).values)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("valid", [0, 1, 20, 49, 50])
+def test_padding_rows(device: str, valid: int, as_tensor: bool, rng: torch.Generator) -> None:
+    logits = tie_free_logits(50, 32, rng).to(device)
+    n_rows = torch.tensor(valid, dtype=torch.int32, device=device) if as_tensor else valid
+    data, combine, _ = check(logits, 4, n_rows=n_rows)
+    assert int(data.expt_hist.sum()) == valid * 4
+    assert bool((combine[valid * 4 :] == -1).all())
+
+
+@pytest.mark.parametrize("simulated_ep", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 30, 200])
+def test_simulated_expert_parallelism(device: str, tokens: int, simulated_ep: int, rng: torch.Generator) -> None:
+    """The first rank's experts alone, its slots at the front of each row."""
+    logits = tie_free_logits(tokens, 32, rng)
+    data, combine, dispatch = check(logits.to(device), 4, simulated_ep=simulated_ep)
+    local = 32 // simulated_ep
+    assert data.n_expts_tot == local and data.expt_hist.shape == (local,)
+    ids = reference.topk(logits, 4, scoring_func="softmax_topk")[1].tolist()
+    kept = [[expert for expert in row if expert < local] for row in ids]
+    assert data.expt_hist.tolist() == [sum(row.count(expert) for row in kept) for expert in range(local)]
+    present = [slot >= 0 for slot in dispatch.tolist()]
+    assert present == [slot < len(row) for row in kept for slot in range(4)]
+    expert_of_slot = {t * 4 + j: expert for t, row in enumerate(kept) for j, expert in enumerate(row)}
+    experts = [expert_of_slot[slot] for slot in combine.tolist() if slot >= 0]
+    assert experts == sorted(experts)
+
+
+def test_older_names() -> None:
+    """ExptData's fields are views of the same tables."""
+    metadata = oxmoe.routing(torch.arange(64.0).view(4, 16), 2)[0].expt_data
+    assert isinstance(metadata, oxmoe.ExptData)
+    assert metadata.hist is metadata.slice_sizes and metadata.token_offs_raw is metadata.slice_offs
+    assert list(metadata.token_offs_pad) == list(metadata.block_pid_map) == [16, 32, 64, 128]
+    assert torch.equal(metadata.block_pid_map[64], metadata.block_schedule_data[2])
+    assert metadata.max_n_blocks(16, 8) == 8 and metadata.block_schedule_data.shape[1] == 8
+
+
+def test_block_tables_against_the_documented_example() -> None:
+    """triton_kernels' docstring: slices of 15, 17, 0 and 127 rows."""
+    offsets, schedule = reference.block_tables(torch.tensor([15, 17, 0, 127]), 159)
+    assert offsets.tolist() == [[0, 1, 3, 3, 11], [0, 1, 2, 2, 6], [0, 1, 2, 2, 4], [0, 1, 2, 2, 3]]
+    pairs = [(entry >> 16, entry & 0xFFFF) for entry in schedule[2].tolist() if entry >= 0]
+    assert pairs == [(0, 0), (0, 1), (0, 3), (1, 3)]
+    assert schedule.shape[1] == reference.max_blocks(4, 159) == 13
