@@ -248,7 +248,7 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
                     assert p.correction_bias == p.num_token_non_padded == 0
                 else:
                     assert (p.ids, p.ids_are_i64, p.first_expert) == (ids, result["routing"] == "int64", 0)
-                    for name in ("histogram", "offsets", "place_of_slot", "slot_of_place", "tiles", "tile_count", "block_histogram"):
+                    for name in ("histogram", "offsets", "place_of_slot", "slot_of_place", "tiles", "tile_count", "next_units", "block_histogram"):
                         assert getattr(p, name) == ranges[name], name
         rows = layer["intermediate"] * (2 if layer.get("gated", True) else 1)
         for launch, name, inputs, outputs, k, columns, p_rows in (
@@ -259,6 +259,7 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
             assert (p.x, p.out, p.weights, p.bias) == (inputs, outputs, given[name], given.get(name.replace("w", "b"), 0))
             assert (p.k, p.out_columns, p.rows) == (k, columns, p_rows)
             assert (p.tiles, p.tile_count, p.slot_weights) == (ranges["tiles"], ranges["tile_count"], 0)
+            assert p.next_unit == ranges["next_units"] + (0 if launch is up else 4)
             assert (p.slot_of_place, p.row_divisor) == ((ranges["slot_of_place"], layer["top_k"]) if launch is up else (0, 1))
             for number, address in maps:
                 record = next(r for r in named(result["load"], "cuTensorMapEncodeTiled") if r["map"] == number)

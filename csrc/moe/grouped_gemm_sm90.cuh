@@ -1,7 +1,10 @@
-// Grouped GEMM for Hopper: out[place] = activation(weights[expert(place)] x[row(place)] + bias[expert(place)]), 16-bit in and
-// out. Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for. Persistent and
-// warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers` warpgroups, each with
-// RowTiles x 64 weight rows.
+// Grouped GEMM for Hopper, 16-bit in and out: out[place] = activation(weights[expert(place)] x[row(place)] +
+// bias[expert(place)]).
+//
+// Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
+//
+// Persistent and warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers`
+// warpgroups, each with RowTiles x 64 weight rows.
 //
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. Any other shape is the
 // portable kernel's. The weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements a box, the 128-byte swizzle, and orders
@@ -44,7 +47,7 @@ struct RingPosition {
     }
 };
 
-template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages, int TileGroup = 4, int Skew = 0>
+template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
     static_assert(MaxTokens % 16 == 0 && MaxTokens <= 256, "a token tile is a wgmma N that the epilogue turns 16 at a time");
     static_assert(MaxTokens * RowTiles <= 256, "the sums must fit in registers");
@@ -56,6 +59,7 @@ struct GroupedGemmSm90 {
     static constexpr int kTokenBytes = MaxTokens * 128;
     static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
     static constexpr int kUnitSlots = 2;
+    static constexpr int kTileGroup = 4;
     static constexpr int kGatherThreads = 64;
     static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
@@ -71,7 +75,7 @@ struct GroupedGemmSm90 {
         uint8_t staging[Consumers][2][kStagingBytes];
         uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next, head_start;
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
     };
     static_assert(sizeof(Shared::stage[0]) % 1024 == 0, "stages start at a swizzle atom");
 
@@ -97,7 +101,6 @@ struct GroupedGemmSm90 {
                 sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
             }
             sm90::barrier_init(&shared.fetch_next, 1);
-            sm90::barrier_init(&shared.head_start, 4);
             sm90::barrier_init_fence();
             sm90::prefetch_tensor_map(&weights);
         }
@@ -130,10 +133,10 @@ private:
         for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
             WorkUnit work{-1, 0, 0, 0};
             if (unit < units) {
-                // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
-                const int group = unit / (TileGroup * row_blocks), place = unit % (TileGroup * row_blocks);
-                const int group_tiles = min(TileGroup, tile_count - group * TileGroup);
-                const Tile tile = p.tiles[group * TileGroup + place % group_tiles];
+                // Tiles fastest inside groups of kTileGroup: CTAs that run together share weight rows as well as tokens.
+                const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
+                const int group_tiles = min(kTileGroup, tile_count - group * kTileGroup);
+                const Tile tile = p.tiles[group * kTileGroup + place % group_tiles];
                 work = {tile.expert, tile.first, tile.count, place / group_tiles};
             }
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
@@ -159,8 +162,7 @@ private:
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        // NOTE: the next unit is fetched as late as its latency allows: a CTA that fetched early would hold work back from idle
-        // ones.
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
         const int fetch_block = max(0, k_blocks(p) - kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
@@ -230,11 +232,10 @@ private:
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
-        const int consumer = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        int head_start = Skew > 0 && consumer == 0 ? min(Skew, k_blocks(p) - 1) : -1;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
@@ -244,7 +245,6 @@ private:
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             if (work.expert < 0) break;
-            if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
@@ -252,8 +252,7 @@ private:
             for (int i = 0; i < RowTiles * MaxTokens / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
             }
-            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring, head_start);
-            head_start = -1;
+            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring);
             const bool activated = prepare_sums(work, sums, p);
             if (!Gated || activated)
                 store<true>(work, sums, p, shared, staging);
@@ -266,21 +265,21 @@ private:
     template <int Low, int High>
     static __device__ __forceinline__ void multiply_at_width(int count, float (&sums)[RowTiles][MaxTokens / 2],
                                                              const GroupedGemmParams& p, Shared& shared,
-                                                             RingPosition<Stages>& ring, int head_start) {
+                                                             RingPosition<Stages>& ring) {
         if constexpr (Low == High) {
-            multiply<Low>(sums, p, shared, ring, head_start);
+            multiply<Low>(sums, p, shared, ring);
         } else {
             constexpr int kMiddle = (Low + High) / 32 * 16;
             if (count <= kMiddle)
-                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring, head_start);
+                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring);
             else
-                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring, head_start);
+                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring);
         }
     }
 
     template <int Width>
     static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][MaxTokens / 2], const GroupedGemmParams& p,
-                                                    Shared& shared, RingPosition<Stages>& ring, int head_start) {
+                                                    Shared& shared, RingPosition<Stages>& ring) {
         const int consumer = threadIdx.x / 128 - 1, blocks = k_blocks(p);
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         int previous = 0;
@@ -304,15 +303,13 @@ private:
             sm90::wgmma_commit();
             sm90::wgmma_wait<1>();
             sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0);
-            if constexpr (Skew > 0) sm90::barrier_arrive_if(&shared.head_start, block == head_start && is_lane_0);
             previous = ring.slot;
         }
         sm90::wgmma_wait<0>();
         sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
     }
 
-    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned on the way through shared memory
-    // ----
+    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned by stmatrix in shared memory ----
 
     static __device__ __forceinline__ float load_bias(const GroupedGemmParams& p, size_t index) {
         if (p.bias_dtype == Dtype::F32) return reinterpret_cast<const float*>(p.bias)[index];
