@@ -80,7 +80,7 @@ fn sort(out: Outputs, tile_log2: i32, expert: impl Fn(usize) -> Option<usize>) -
     for (e, &count) in out.histogram.iter().enumerate() {
         // As few tiles as hold the slots, cut evenly in steps of 16.
         let parts = (count + (1 << tile_log2) - 1) >> tile_log2;
-        let size = if parts > 1 { (count + parts - 1) / parts + 15 & !15 } else { 1 << tile_log2 };
+        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { 1 << tile_log2 };
         for first in (0..count).step_by(size as usize) {
             let count = (count - first).min(size);
             out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };
