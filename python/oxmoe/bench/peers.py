@@ -84,14 +84,14 @@ class SglangTriton(Backend):
             return "needs a GPU"
         if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
             return "sglang and sgl_kernel are not installed"
+        import sglang
+
+        if sglang.__version__ != cls.VERSION:
+            return f"is written for SGLang {cls.VERSION}, found {sglang.__version__}"
         return None
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
-        import sglang
-
-        if sglang.__version__ != self.VERSION:
-            raise RuntimeError(f"written for SGLang {self.VERSION}, found {sglang.__version__}")
         import sgl_kernel
         from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
         from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
