@@ -180,7 +180,7 @@ impl Layer {
         if let Place::Cuda(ordinal) = layer.place {
             if dtype == Dtype::F32 {
                 return Err(Error::Unsupported(
-                    "fp32 experts on CUDA; supported there: bf16, f16 (fp32 runs on CPU tensors)".into(),
+                    "float32 experts on CUDA; supported there: bfloat16, float16 (float32 runs on CPU tensors)".into(),
                 ));
             }
             for (name, t) in [("w13", w13), ("w2", w2)] {
