@@ -70,8 +70,9 @@ class Bar:
 
 # bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: below 0.1 % of
 # results move by an ulp in bf16 and below 0.7 % in f16. One rounding point too many or too few moves 12 % and more, and
-# misses these bars. Tensor cores truncate where they add 16 products to a sum: on an H200 up to 2.9 % of bf16 results move
-# by an ulp or two at K = 7168. f32 has no rounding points: what is left is the order of the sums, which grows with their length.
+# misses these bars. Tensor cores truncate where they add 16 products to a sum: on an H200 up to 2.9 % of bf16 results
+# move by an ulp or two at K = 7168. f32 has no rounding points: what is left is the order of the sums, which grows with
+# their length.
 BARS = {
     torch.bfloat16: Bar(max_ulp=8.0, ulps=0.9, share=5e-2),
     torch.float16: Bar(max_ulp=8.0, ulps=0.9, share=8e-2),
