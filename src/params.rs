@@ -159,6 +159,8 @@ pub mod ffi {
         slot_of_place: *mut i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
+        /// i32 `[2]` that get zeros, or null: `GroupedGemmParams::next_unit` of the layer's two GEMMs.
+        next_units: *mut i32,
         /// Scratch of the two-launch form, null in Route and in a Select that stands alone: slots per expert in each block of tokens,
         /// 16 bits each, two a word, `[blocks, ceil(experts / 2)]`.
         block_histogram: *mut i32,

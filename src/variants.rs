@@ -194,8 +194,9 @@ impl Sm90Tile {
     }
 }
 
+/// By tokens; each serves every narrower tile at its own width too.
 pub const SM90_TILES: [Sm90Tile; 4] = [
-    Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 5 },
     Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
     Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
     Sm90Tile { tokens: 256, row_tiles: 1, consumers: 2, stages: 4 },

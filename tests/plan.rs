@@ -184,7 +184,7 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 9] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 10] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     [
@@ -195,6 +195,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.place_of_slot.offset, w.place_of_slot.bytes, slots * 4),
         (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
         (w.tile_count.offset, w.tile_count.bytes, 4),
+        (w.next_units.offset, w.next_units.bytes, 8),
         (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
         (w.rows.offset, w.rows.bytes, slots * layer.hidden as usize * element),
     ]

@@ -173,6 +173,7 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
                         "slot_of_place",
                         "tiles",
                         "tile_count",
+                        "next_units",
                         "block_histogram",
                     ):
                         assert getattr(p, name) == ranges[name], name
@@ -190,6 +191,7 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
             )
             assert (p.k, p.out_columns, p.rows) == (k, columns, p_rows)
             assert (p.tiles, p.tile_count, p.slot_weights) == (ranges["tiles"], ranges["tile_count"], 0)
+            assert p.next_unit == ranges["next_units"] + (0 if launch is up else 4)
             assert (p.slot_of_place, p.row_divisor) == (
                 (ranges["slot_of_place"], layer["top_k"]) if launch is up else (0, 1)
             )

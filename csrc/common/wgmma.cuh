@@ -32,67 +32,23 @@ __device__ __forceinline__ uint64_t descriptor_128b(uint32_t address, uint32_t o
 template <typename Element, int N>
 struct Wgmma;
 
+// clang-format off
 #define REGISTERS8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define REGISTERS16 \
-    REGISTERS8      \
-    ", "            \
-    "%8, %9, %10, %11, %12, %13, %14, %15"
-#define REGISTERS24 \
-    REGISTERS16     \
-    ", "            \
-    "%16, %17, %18, %19, %20, %21, %22, %23"
-#define REGISTERS32 \
-    REGISTERS24     \
-    ", "            \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS40 \
-    REGISTERS32     \
-    ", "            \
-    "%32, %33, %34, %35, %36, %37, %38, %39"
-#define REGISTERS48 \
-    REGISTERS40     \
-    ", "            \
-    "%40, %41, %42, %43, %44, %45, %46, %47"
-#define REGISTERS56 \
-    REGISTERS48     \
-    ", "            \
-    "%48, %49, %50, %51, %52, %53, %54, %55"
-#define REGISTERS64 \
-    REGISTERS56     \
-    ", "            \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
-#define REGISTERS72 \
-    REGISTERS64     \
-    ", "            \
-    "%64, %65, %66, %67, %68, %69, %70, %71"
-#define REGISTERS80 \
-    REGISTERS72     \
-    ", "            \
-    "%72, %73, %74, %75, %76, %77, %78, %79"
-#define REGISTERS88 \
-    REGISTERS80     \
-    ", "            \
-    "%80, %81, %82, %83, %84, %85, %86, %87"
-#define REGISTERS96 \
-    REGISTERS88     \
-    ", "            \
-    "%88, %89, %90, %91, %92, %93, %94, %95"
-#define REGISTERS104 \
-    REGISTERS96      \
-    ", "             \
-    "%96, %97, %98, %99, %100, %101, %102, %103"
-#define REGISTERS112 \
-    REGISTERS104     \
-    ", "             \
-    "%104, %105, %106, %107, %108, %109, %110, %111"
-#define REGISTERS120 \
-    REGISTERS112     \
-    ", "             \
-    "%112, %113, %114, %115, %116, %117, %118, %119"
-#define REGISTERS128 \
-    REGISTERS120     \
-    ", "             \
-    "%120, %121, %122, %123, %124, %125, %126, %127"
+#define REGISTERS16 REGISTERS8 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS24 REGISTERS16 ", " "%16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS32 REGISTERS24 ", " "%24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS40 REGISTERS32 ", " "%32, %33, %34, %35, %36, %37, %38, %39"
+#define REGISTERS48 REGISTERS40 ", " "%40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS56 REGISTERS48 ", " "%48, %49, %50, %51, %52, %53, %54, %55"
+#define REGISTERS64 REGISTERS56 ", " "%56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS72 REGISTERS64 ", " "%64, %65, %66, %67, %68, %69, %70, %71"
+#define REGISTERS80 REGISTERS72 ", " "%72, %73, %74, %75, %76, %77, %78, %79"
+#define REGISTERS88 REGISTERS80 ", " "%80, %81, %82, %83, %84, %85, %86, %87"
+#define REGISTERS96 REGISTERS88 ", " "%88, %89, %90, %91, %92, %93, %94, %95"
+#define REGISTERS104 REGISTERS96 ", " "%96, %97, %98, %99, %100, %101, %102, %103"
+#define REGISTERS112 REGISTERS104 ", " "%104, %105, %106, %107, %108, %109, %110, %111"
+#define REGISTERS120 REGISTERS112 ", " "%112, %113, %114, %115, %116, %117, %118, %119"
+#define REGISTERS128 REGISTERS120 ", " "%120, %121, %122, %123, %124, %125, %126, %127"
 #define SUM(i) "+f"(d[i])
 #define SUMS8_AT(i) SUM(i), SUM(i + 1), SUM(i + 2), SUM(i + 3), SUM(i + 4), SUM(i + 5), SUM(i + 6), SUM(i + 7)
 #define SUMS8 SUMS8_AT(0)
@@ -111,6 +67,7 @@ struct Wgmma;
 #define SUMS112 SUMS104, SUMS8_AT(104)
 #define SUMS120 SUMS112, SUMS8_AT(112)
 #define SUMS128 SUMS120, SUMS8_AT(120)
+// clang-format on
 
 // COUNT = N / 2 sums; A, B, KEEP: the operand numbers after them.
 #define DEFINE_WGMMA_OF(ELEMENT, NAME, N, COUNT, A, B, KEEP)                                                   \

@@ -1,8 +1,10 @@
-// Grouped GEMM for Hopper: out[place] = activation(weights[expert(place)] x[row(place)] + bias[expert(place)]), 16-bit in and
-// out. Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
+// Grouped GEMM for Hopper, 16-bit in and out: out[place] = activation(weights[expert(place)] x[row(place)] +
+// bias[expert(place)]).
 //
-// Persistent and warp-specialised: a producer warpgroup (its first thread copies weights, its last warp also reads the
-// schedule), then `Consumers` warpgroups of RowTiles x 64 weight rows each.
+// Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
+//
+// Persistent and warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers`
+// warpgroups, each with RowTiles x 64 weight rows.
 //
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. Any other shape is the
 // portable kernel's. The weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements a box, the 128-byte swizzle, and orders
@@ -45,7 +47,7 @@ struct RingPosition {
     }
 };
 
-template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages, int TileGroup = 4, int Skew = 0>
+template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
     static_assert(MaxTokens % 16 == 0 && MaxTokens <= 256, "a token tile is a wgmma N that the epilogue turns 16 at a time");
     static_assert(MaxTokens * RowTiles <= 256, "the sums must fit in registers");
@@ -57,6 +59,9 @@ struct GroupedGemmSm90 {
     static constexpr int kTokenBytes = MaxTokens * 128;
     static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
     static constexpr int kUnitSlots = 2;
+    static constexpr int kTileGroup = 4;
+    static constexpr int kGatherThreads = 64;
+    static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
     // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer.
     static constexpr int kOutputBytes = Gated ? 64 : 128;
@@ -70,7 +75,7 @@ struct GroupedGemmSm90 {
         uint8_t staging[Consumers][2][kStagingBytes];
         uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], head_start;
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
     };
     static_assert(sizeof(Shared::stage[0]) % 1024 == 0, "stages start at a swizzle atom");
 
@@ -88,163 +93,118 @@ struct GroupedGemmSm90 {
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
             for (int s = 0; s < Stages; ++s) {
-                sm90::barrier_init(&shared.full[s], 1 + 128);
+                sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
                 sm90::barrier_init(&shared.empty[s], 4 * Consumers);
             }
             for (int u = 0; u < kUnitSlots; ++u) {
                 sm90::barrier_init(&shared.unit_full[u], 32);
-                sm90::barrier_init(&shared.unit_empty[u], 4 + 4 * Consumers);
+                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
             }
-            sm90::barrier_init(&shared.head_start, 4);
+            sm90::barrier_init(&shared.fetch_next, 1);
             sm90::barrier_init_fence();
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only the producers wait, before they gather.
+        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
-        if (threadIdx.x < 128)
-            produce(weights, p, shared);
-        else
+        if (threadIdx.x < 128) {
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy_weights(weights, p, shared);
+            else if (warp == 1)
+                schedule(p, shared);
+            else
+                gather(p, shared);
+        } else {
             consume(p, shared);
+        }
     }
 
 private:
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
 
-    // ---- schedule: one warp makes work units of the schedule's tiles, each in four steps that leave time for the loads between
-    // ----
+    // ---- schedule: one warp turns the schedule's tiles into work units ----
 
-    struct Scheduler {
-        static constexpr int kSteps = 4, kBlocksAStep = 2, kLaneTokens = (MaxTokens + 31) / 32;
-
-        const GroupedGemmParams& p;
-        Shared& shared;
-        const int lane, row_blocks, tile_count;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
-        const int first_block;
+    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
+        const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
+        const int units = tile_count * row_blocks;
         RingPosition<kUnitSlots> ring;
-        int unit, step = 1;
-        WorkUnit work;
-        int slots[kLaneTokens];
-
-        __device__ __forceinline__ Scheduler(const GroupedGemmParams& p, Shared& shared)
-            : p(p),
-              shared(shared),
-              lane(threadIdx.x % 32),
-              row_blocks((p.rows + kRows - 1) / kRows),
-              tile_count(*p.tile_count),
-              first_block(max(0, k_blocks(p) - kSteps * kBlocksAStep)),
-              unit(blockIdx.x) {
-            finish();
-        }
-
-        // The next unit's step that is due after this K block of the present unit.
-        __device__ __forceinline__ void advance(int block) {
-            if (step < kSteps && block >= first_block + step * kBlocksAStep) take_step();
-        }
-
-        __device__ __forceinline__ void finish() {
-#pragma unroll 1
-            while (step < kSteps) take_step();
-            step = 0;
-        }
-
-        __device__ __forceinline__ void take_step() {
-            switch (step++) {
-                case 0:
-                    if (!p.next_unit)
-                        unit += gridDim.x;
-                    else if (lane == 0)
-                        unit = gridDim.x + atomicAdd(p.next_unit, 1);
-                    break;
-                case 1:
-                    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-                    work = {-1, 0, 0, 0};
-                    if (unit < tile_count * row_blocks) {
-                        // Tiles fastest inside groups of TileGroup: CTAs that run together share weight rows as well as tokens.
-                        const int group = unit / (TileGroup * row_blocks), place = unit % (TileGroup * row_blocks);
-                        const int group_tiles = min(TileGroup, tile_count - group * TileGroup);
-                        const Tile tile = p.tiles[group * TileGroup + place % group_tiles];
-                        work = {tile.expert, tile.first, tile.count, place / group_tiles};
-                    }
-                    break;
-                case 2:
-#pragma unroll
-                    for (int i = 0; i < kLaneTokens; ++i) {
-                        const int place = work.first + i * 32 + lane;
-                        slots[i] = p.slot_of_place && i * 32 + lane < work.count ? p.slot_of_place[place] : place;
-                    }
-                    break;
-                case 3:
-                    sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
-#pragma unroll
-                    for (int i = 0; i < kLaneTokens; ++i) {
-                        const int row = p.slot_of_place ? slots[i] / p.row_divisor : slots[i];
-                        if (i * 32 + lane < work.count) shared.source[ring.slot][i * 32 + lane] = row * (p.k / 8);
-                    }
-                    if (lane == 0) shared.unit[ring.slot] = work;
-                    sm90::barrier_arrive(&shared.unit_full[ring.slot]);
-                    ring.advance();
+        RingPosition<1> fetches;
+        for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
+            WorkUnit work{-1, 0, 0, 0};
+            if (unit < units) {
+                // Tiles fastest inside groups of kTileGroup: CTAs that run together share weight rows as well as tokens.
+                const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
+                const int group_tiles = min(kTileGroup, tile_count - group * kTileGroup);
+                const Tile tile = p.tiles[group * kTileGroup + place % group_tiles];
+                work = {tile.expert, tile.first, tile.count, place / group_tiles};
+            }
+            sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
+            for (int n = lane; n < work.count; n += 32) {
+                const int place = work.first + n;
+                const int row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+                shared.source[ring.slot][n] = row * (p.k / 8);
+            }
+            if (lane == 0) shared.unit[ring.slot] = work;
+            sm90::barrier_arrive(&shared.unit_full[ring.slot]);
+            if (work.expert < 0) break;
+            if (p.next_unit) {
+                sm90::barrier_wait(&shared.fetch_next, fetches.parity);
+                if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
+                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+            } else {
+                unit += gridDim.x;
             }
         }
-    };
-
-    struct NoScheduler {
-        __device__ __forceinline__ void advance(int) {}
-        __device__ __forceinline__ void finish() {}
-    };
-
-    // ---- producers: weights by the copy engine, one box a stage; tokens by cp.async, 8 neighbouring threads 128 bytes of a row
-    // ----
-
-    static __device__ __forceinline__ void produce(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
-        if (threadIdx.x / 32 == 3)
-            produce_units(weights, p, shared, Scheduler(p, shared));
-        else
-            produce_units(weights, p, shared, NoScheduler());
     }
 
-    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, Shared& shared, const WorkUnit& work,
-                                                        int block, int slot) {
-        sm90::barrier_arrive_expect(&shared.full[slot], kWeightBytes);
-        sm90::copy_tensor_5d(shared.stage[slot].weights, &weights,
-                             {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert}, &shared.full[slot]);
-    }
+    // ---- weights: one thread, one box a stage ----
 
-    // Columns of the tile without a token keep old bytes: they reach only sums that are never stored.
-    template <typename Schedule>
-    static __device__ __forceinline__ void produce_units(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared,
-                                                         Schedule schedule) {
-        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
-        constexpr int kPassRows = 128 / 8, kGroup = 2, kGroupRows = kGroup * kPassRows, kGroups = MaxTokens / kGroupRows;
-        const int chunk = threadIdx.x % 8, first = threadIdx.x / 8, chunks = p.k / 8, blocks = k_blocks(p);
-        const uint32_t swizzled = first * 128 + ((chunk ^ first % 8) * 16);
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        const int fetch_block = max(0, k_blocks(p) - kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        bool waited = false;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
-            int weights_ahead = 0;  // K blocks whose weights are under way before x is known
-            if (!waited) {
-                weights_ahead = work.expert < 0 ? 0 : min(Stages, blocks);
-                if (threadIdx.x == 0) {
-                    for (int block = 0; block < weights_ahead; ++block) copy_weights(weights, shared, work, block, block);
-                }
-                pdl::wait();
-                pdl::launch_dependents();
-                waited = true;
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
+                sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
+                                     {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert},
+                                     &shared.full[ring.slot]);
             }
+        }
+    }
+
+    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
+
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
+                      kGroups = MaxTokens / kGroupRows;
+        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
             const uint32_t* sources = shared.source[units.slot];
             const int grouped = work.count / kGroupRows * kGroupRows;
             uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
 #pragma unroll
             for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
-#pragma unroll 1
-            for (int block = 0; block < blocks; ++block, ring.advance()) {
+            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                if (threadIdx.x == 0 && block >= weights_ahead) copy_weights(weights, shared, work, block, ring.slot);
                 // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
                 const bool inside = block * 8 + chunk < chunks;
                 const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
@@ -263,9 +223,7 @@ private:
                     sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], inside);
                 }
                 sm90::copy_async_arrive(&shared.full[ring.slot]);
-                schedule.advance(block);
             }
-            schedule.finish();
             __syncwarp();
             if (threadIdx.x % 32 == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         }
@@ -274,11 +232,10 @@ private:
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
-        const int consumer = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        int head_start = Skew > 0 && consumer == 0 ? min(Skew, k_blocks(p) - 1) : -1;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
@@ -288,7 +245,6 @@ private:
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             if (work.expert < 0) break;
-            if (Skew > 0 && consumer > 0) sm90::barrier_wait(&shared.head_start, 0);
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
@@ -296,8 +252,7 @@ private:
             for (int i = 0; i < RowTiles * MaxTokens / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
             }
-            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring, head_start);
-            head_start = -1;
+            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring);
             const bool activated = prepare_sums(work, sums, p);
             if (!Gated || activated)
                 store<true>(work, sums, p, shared, staging);
@@ -310,21 +265,21 @@ private:
     template <int Low, int High>
     static __device__ __forceinline__ void multiply_at_width(int count, float (&sums)[RowTiles][MaxTokens / 2],
                                                              const GroupedGemmParams& p, Shared& shared,
-                                                             RingPosition<Stages>& ring, int head_start) {
+                                                             RingPosition<Stages>& ring) {
         if constexpr (Low == High) {
-            multiply<Low>(sums, p, shared, ring, head_start);
+            multiply<Low>(sums, p, shared, ring);
         } else {
             constexpr int kMiddle = (Low + High) / 32 * 16;
             if (count <= kMiddle)
-                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring, head_start);
+                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring);
             else
-                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring, head_start);
+                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring);
         }
     }
 
     template <int Width>
     static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][MaxTokens / 2], const GroupedGemmParams& p,
-                                                    Shared& shared, RingPosition<Stages>& ring, int head_start) {
+                                                    Shared& shared, RingPosition<Stages>& ring) {
         const int consumer = threadIdx.x / 128 - 1, blocks = k_blocks(p);
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         int previous = 0;
@@ -348,15 +303,13 @@ private:
             sm90::wgmma_commit();
             sm90::wgmma_wait<1>();
             sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0);
-            if constexpr (Skew > 0) sm90::barrier_arrive_if(&shared.head_start, block == head_start && is_lane_0);
             previous = ring.slot;
         }
         sm90::wgmma_wait<0>();
         sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
     }
 
-    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned on the way through shared memory
-    // ----
+    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned by stmatrix in shared memory ----
 
     static __device__ __forceinline__ float load_bias(const GroupedGemmParams& p, size_t index) {
         if (p.bias_dtype == Dtype::F32) return reinterpret_cast<const float*>(p.bias)[index];

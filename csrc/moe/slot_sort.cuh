@@ -96,6 +96,7 @@ public:
                 params_.histogram[thread] = total;
                 params_.offsets[thread] = offset;
                 if (thread == 0) params_.offsets[experts] = placed_, *params_.tile_count = tile_count_;
+                if (thread == 0 && params_.next_units) params_.next_units[0] = params_.next_units[1] = 0;
             }
         }
         return offset;

@@ -89,6 +89,7 @@ impl Stages {
             slot_of_place: ws.slot_of_place.at(base),
             tiles: ws.tiles.at(base),
             tile_count: ws.tile_count.at(base),
+            next_units: ws.next_units.at(base),
             block_histogram: ws.block_histogram.at(base),
         };
         let up = GroupedGemmParams {
@@ -107,7 +108,7 @@ impl Stages {
             out_columns: layer.desc.intermediate as i32,
             layout: layer.layout,
             activation: layer.activation,
-            next_unit: std::ptr::null_mut(),
+            next_unit: route.next_units,
             schedule_is_older: false,
         };
         let down = GroupedGemmParams {
@@ -123,6 +124,7 @@ impl Stages {
             k: layer.down.k as i32,
             out_columns: layer.desc.hidden as i32,
             activation: IDENTITY,
+            next_unit: route.next_units.wrapping_add(1),
             // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
             schedule_is_older: true,
             ..up

@@ -37,6 +37,7 @@ pub struct MoeWorkspace {
     pub slot_of_place: Range,
     pub tiles: Range,
     pub tile_count: Range,
+    pub next_units: Range,
     pub block_histogram: Range,
     /// GEMM1's output, [slots, intermediate].
     pub hidden: Range,
@@ -62,6 +63,7 @@ impl MoeWorkspace {
             slot_of_place: add("slot_of_place", slots * 4),
             tiles: add("tiles", most_tiles * size_of::<Tile>()),
             tile_count: add("tile_count", 4),
+            next_units: add("next_units", 8),
             block_histogram: add(
                 "block_histogram",
                 routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
@@ -74,7 +76,7 @@ impl MoeWorkspace {
         w
     }
 
-    fn ranges(&self) -> [&Range; 11] {
+    fn ranges(&self) -> [&Range; 12] {
         [
             &self.ids,
             &self.weights,
@@ -84,6 +86,7 @@ impl MoeWorkspace {
             &self.slot_of_place,
             &self.tiles,
             &self.tile_count,
+            &self.next_units,
             &self.block_histogram,
             &self.hidden,
             &self.rows,

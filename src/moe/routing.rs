@@ -22,6 +22,7 @@ pub const NO_SORT: RouteParams = RouteParams {
     slot_of_place: std::ptr::null_mut(),
     tiles: std::ptr::null_mut(),
     tile_count: std::ptr::null_mut(),
+    next_units: std::ptr::null_mut(),
     block_histogram: std::ptr::null_mut(),
 };
 
