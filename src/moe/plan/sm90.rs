@@ -8,7 +8,7 @@ use crate::variants::{Element, Sm90Tile, Variant, SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
-    device.arch == Arch::SM90 && dtype != Dtype::F32 && k % 8 == 0 && rows % 16 == 0
+    device.arch == Arch::SM90 && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
 }
 
 /// Weight rows of a work unit.
