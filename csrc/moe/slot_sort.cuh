@@ -108,8 +108,10 @@ public:
         int4* tiles = reinterpret_cast<int4*>(params_.tiles);
         for (int e = id / 8; e < params_.experts; e += ids / 8) {
             const int4 span = spans_[e];
+            // Cut evenly, in steps of 16: a full tile and a small rest would take longer than two halves.
+            const int size = span.w > 1 ? ((span.y + span.w - 1) / span.w + 15) / 16 * 16 : tile;
             for (int i = id % 8; i < span.w; i += 8)
-                tiles[span.z + i] = make_int4(e, span.x + i * tile, min(tile, span.y - i * tile), 0);
+                tiles[span.z + i] = make_int4(e, span.x + i * size, min(size, span.y - i * size), 0);
         }
         for (int i = tile_count_ + id; i < params_.max_tiles; i += ids) tiles[i] = make_int4(-1, 0, 0, 0);
         for (int i = placed_ + id; i < params_.tokens * params_.top_k; i += ids) params_.slot_of_place[i] = -1;

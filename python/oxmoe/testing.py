@@ -68,11 +68,10 @@ class Bar:
     share: float
 
 
-# bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: below 0.1 % of
-# results move by an ulp in bf16 and below 0.7 % in f16. One rounding point too many or too few moves 12 % and more, and
-# misses these bars. Tensor cores truncate where they add 16 products to a sum: on an H200 up to 2.9 % of bf16 results
-# move by an ulp or two at K = 7168. f32 has no rounding points: what is left is the order of the sums, which grows with
-# their length.
+# bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: on CPU below
+# 0.1 % of results move by an ulp in bf16 and 0.7 % in f16; tensor cores truncate as they add, and on an H200 up to
+# 2.9 % of bf16 results move by an ulp or two at K = 7168. One rounding point too many or too few moves 12 % and more,
+# and misses these bars. f32 has no rounding points: what is left is the order of the sums, which grows with length.
 BARS = {
     torch.bfloat16: Bar(max_ulp=8.0, ulps=0.9, share=5e-2),
     torch.float16: Bar(max_ulp=8.0, ulps=0.9, share=8e-2),

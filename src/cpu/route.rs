@@ -4,8 +4,8 @@ use crate::params::{RouteParams, Tile};
 
 const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, reserved: 0 };
 
-/// Sorts the slots and writes the schedule: tiles in the order of their experts, every tile of an expert full but its
-/// last, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
+/// Sorts the slots and writes the schedule: tiles in the order of their experts, an expert's slots cut evenly in
+/// steps of 16 over as few tiles as hold them, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
 ///
 /// NOTE: one thread. 4096 tokens of 8 experts take a tenth of a millisecond, three orders below their GEMMs.
 ///
@@ -78,8 +78,11 @@ fn sort(out: Outputs, tile_log2: i32, expert: impl Fn(usize) -> Option<usize>) -
 
     let mut tiles = 0;
     for (e, &count) in out.histogram.iter().enumerate() {
-        for first in (0..count).step_by(1 << tile_log2) {
-            let count = (count - first).min(1 << tile_log2);
+        // As few tiles as hold the slots, cut evenly in steps of 16.
+        let parts = (count + (1 << tile_log2) - 1) >> tile_log2;
+        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { 1 << tile_log2 };
+        for first in (0..count).step_by(size as usize) {
+            let count = (count - first).min(size);
             out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };
             tiles += 1;
         }

@@ -94,8 +94,8 @@ impl MoeWorkspace {
     }
 }
 
-/// The schedule's tiles are at least 2^3 tokens: the narrowest wgmma.
-const MIN_TILE_LOG2: i32 = 3;
+/// Tiles are of 16 tokens or more: the narrowest that both GEMM kernels have.
+const MIN_TILE_LOG2: i32 = 4;
 
 /// CPU tiles: wide enough that a weight panel is read once for all tokens of an expert in every usual batch.
 pub const CPU_TILE_LOG2: i32 = 7;

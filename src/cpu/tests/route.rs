@@ -1,5 +1,4 @@
 use super::{Random, Routed};
-use crate::params::Tile;
 
 fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_log2: i32) {
     let narrow: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
@@ -19,29 +18,35 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_log2
             let place = order.iter().position(|&s| s == slot).map_or(-1, |p| p as i32);
             assert_eq!(r.place_of_slot[slot], place);
         }
-        let mut tiles = Vec::new();
+        let mut tiles = r.tiles.iter();
         for e in 0..experts {
             let count = order.iter().filter(|&&s| local(ids[s]) == e as i64).count() as i32;
             let first = order.iter().filter(|&&s| local(ids[s]) < e as i64).count() as i32;
             assert_eq!((r.histogram[e], r.offsets[e]), (count, first));
+            // As few tiles as hold the slots, all of one size, a multiple of 16, but the last.
+            let parts = count.unsigned_abs().div_ceil(1 << tile_log2);
             let mut done = 0;
-            while done < count {
-                let count = (count - done).min(1 << tile_log2);
-                tiles.push(Tile { expert: e as i32, first: first + done, count, reserved: 0 });
-                done += count;
+            for part in 0..parts {
+                let tile = tiles.next().expect("a tile for every part");
+                assert_eq!((tile.expert, tile.first), (e as i32, first + done));
+                assert!(0 < tile.count && tile.count <= 1 << tile_log2);
+                assert!(part + 1 == parts || (tile.count % 16 == 0 && tile.count * parts as i32 >= count));
+                done += tile.count;
             }
+            assert_eq!(done, count);
         }
         assert_eq!(r.offsets[experts], placed as i32);
-        assert_eq!(r.tile_count, tiles.len() as i32);
-        assert_eq!(r.tiles[..tiles.len()], tiles);
-        assert!(r.tiles[tiles.len()..].iter().all(|t| t.expert == -1));
+        assert_eq!(r.tile_count as usize, r.tiles.len() - tiles.len());
+        assert!(tiles.all(|t| t.expert == -1));
     }
 }
 
 #[test]
 fn random_ids() {
     let mut random = Random(1);
-    for (tokens, top_k, experts, tile_log2) in [(1, 8, 128, 3), (7, 2, 8, 0), (64, 4, 16, 4), (301, 8, 5, 7)] {
+    for (tokens, top_k, experts, tile_log2) in
+        [(1, 8, 128, 4), (7, 2, 8, 4), (64, 4, 16, 4), (301, 8, 5, 7), (900, 2, 3, 8)]
+    {
         let ids: Vec<i64> = (0..tokens * top_k).map(|_| random.below(experts + 1) as i64 - 1).collect();
         check(&ids, top_k, experts, 0, tile_log2);
     }
@@ -49,16 +54,16 @@ fn random_ids() {
 
 #[test]
 fn ids_outside_are_skipped() {
-    check(&[5, 4, -1, 9, 8, 7, 4, 1 << 20, -3, 7], 2, 4, 4, 1);
-    check(&[-1; 6], 3, 4, 0, 2);
-    check(&[], 3, 4, 0, 2);
+    check(&[5, 4, -1, 9, 8, 7, 4, 1 << 20, -3, 7], 2, 4, 4, 4);
+    check(&[-1; 6], 3, 4, 0, 4);
+    check(&[], 3, 4, 0, 4);
     // Beyond 32 bits: must not wrap into range.
-    let r = Routed::call([(1i64 << 32) + 1, 1].as_ptr().cast(), true, [2, 2, 4], 0, 2);
+    let r = Routed::call([(1i64 << 32) + 1, 1].as_ptr().cast(), true, [2, 2, 4], 0, 4);
     assert_eq!((r.place_of_slot, r.offsets[4]), (vec![-1, 0], 1));
 }
 
 #[test]
 fn one_expert_takes_all_and_repeats() {
-    check(&[3; 40], 4, 4, 0, 3);
+    check(&[3; 40], 4, 4, 0, 4);
     check(&[3; 40], 4, 4, 0, 10);
 }
