@@ -169,6 +169,13 @@ fn schedule_fits_its_range() {
                 plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes,
                 "{desc:?} on {device:?}"
             );
+            // The schedule cuts experts in steps of 16 places, and a kernel takes tiles of up to its own width.
+            let width = |l: &Launch| match l.variant {
+                Variant::GroupedGemmSm90 { tokens, .. } | Variant::GroupedGemmPortable { tokens, .. } => tokens,
+                other => panic!("{other:?} is no GEMM"),
+            };
+            assert!(plan.tile_log2 >= 4, "{desc:?} on {device:?}");
+            assert!(width(&plan.up).min(width(&plan.down)) >= 1 << plan.tile_log2, "{desc:?} on {device:?}");
             assert_eq!(
                 plan.workspace,
                 plan::workspace(&desc.layer, desc.tokens, desc.top_k),

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from oxmoe import ExpertWeights, device_info, explain, moe, workspace_bytes
+from oxmoe import ExpertWeights, device_info, explain, moe
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 CPU_TOKENS, GPU_TOKENS = (1, 16, 64), (1, 16, 64, 256, 1024, 4096)
@@ -144,9 +144,7 @@ def run(args: argparse.Namespace) -> int:
     for tokens in batches:
         x = library.normal((tokens, HIDDEN), 1.0)
         logits = library.normal((tokens, EXPERTS), 1.0, "float32")
-        workspace = library.empty((workspace_bytes(weights, tokens, TOP_K),), "uint8")
-        options = {"router_logits": logits, "top_k": TOP_K, "out": library.empty(x.shape), "workspace": workspace}
-        call = partial(moe, x, weights, **options)
+        call = partial(moe, x, weights, router_logits=logits, top_k=TOP_K, out=library.empty(x.shape))
         out = call()
         square_error = square = 0.0
         for token in range(0, tokens, -(-tokens // CHECKED_TOKENS)):
