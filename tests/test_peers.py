@@ -10,6 +10,7 @@ import torch
 
 import oxmoe
 from cases import MODELS, Shape, make_layer, make_routing, make_x, tie_free_logits
+from oxmoe.bench.peers import SglangTriton
 from oxmoe.testing import Bar, assert_close_ulp
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +58,13 @@ def test_triton_kernels_routing(
     "shape", [Shape("small", 8, 4, 256, 192), MODELS["qwen3-30b-a3b"]], ids=lambda shape: shape.name
 )
 def test_sglang_fused_experts(shape: Shape, tokens: int, rng: torch.Generator) -> None:
-    theirs = pytest.importorskip("sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", exc_type=ImportError)
+    reason = SglangTriton.missing("cuda")
+    if reason is not None:
+        pytest.skip(reason)
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe as theirs
+
+    SglangTriton.prepare()
 
     layer, x = make_layer(shape, torch.bfloat16, "cuda", rng), make_x(tokens, shape, torch.bfloat16, "cuda", rng)
     topk_output = (*(t.cuda() for t in make_routing("uniform", tokens, shape.experts, shape.top_k, rng)), None)

@@ -98,7 +98,7 @@ struct GroupedGemmSm90 {
             }
             for (int u = 0; u < kUnitSlots; ++u) {
                 sm90::barrier_init(&shared.unit_full[u], 32);
-                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads / 32 + 4 * Consumers);
+                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * Consumers);
             }
             sm90::barrier_init(&shared.fetch_next, 1);
             sm90::barrier_init_fence();
@@ -224,8 +224,7 @@ private:
                 }
                 sm90::copy_async_arrive(&shared.full[ring.slot]);
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         }
     }
 
@@ -239,8 +238,7 @@ private:
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
-            __syncwarp();
-            if (lane == 0) sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);

@@ -90,17 +90,22 @@ class SglangTriton(Backend):
             return f"is written for SGLang {cls.VERSION}, found {sglang.__version__}"
         return None
 
+    @staticmethod
+    def prepare() -> None:
+        """The two settings that fused_experts reads, which a server would have made."""
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(
+            SimpleNamespace(enable_fused_moe_sum_all_reduce=False, enable_deterministic_inference=False)
+        )
+
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
         import sgl_kernel
         from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
         from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
-        from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-        # The two settings that fused_experts reads outside of a server.
-        set_global_server_args_for_scheduler(
-            SimpleNamespace(enable_fused_moe_sum_all_reduce=False, enable_deterministic_inference=False)
-        )
+        self.prepare()
         self.topk_softmax, self.fused_experts = sgl_kernel.topk_softmax, fused_experts
         self.config = MoeRunnerConfig(
             num_experts=shape.experts,
