@@ -46,13 +46,24 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     info.set_item("driver", device::driver_present())?;
     let gpus = pyo3::types::PyList::empty(py);
     for ordinal in 0..error::guard(|| if device::driver_present() { device::count() } else { Ok(0) })? {
-        let gpu = error::guard(|| device::gpu(ordinal))?;
         let entry = pyo3::types::PyDict::new(py);
-        entry.set_item("name", &gpu.device.name)?;
-        entry.set_item("arch", gpu.device.arch.to_string())?;
-        entry.set_item("multiprocessors", gpu.device.multiprocessors)?;
-        entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
-        entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
+        match error::guard(|| device::gpu(ordinal)) {
+            Ok(gpu) => {
+                entry.set_item("name", &gpu.device.name)?;
+                entry.set_item("arch", gpu.device.arch.to_string())?;
+                entry.set_item("multiprocessors", gpu.device.multiprocessors)?;
+                entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
+                entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
+            }
+            // Not a reason to say nothing of the others: a GPU before sm_80, say.
+            Err(error) => {
+                entry.set_item("name", error.value(py).to_string())?;
+                entry.set_item("arch", "not supported")?;
+                entry.set_item("multiprocessors", 0)?;
+                entry.set_item("shared_bytes", 0)?;
+                entry.set_item("kernels", false)?;
+            }
+        }
         gpus.append(entry)?;
     }
     info.set_item("gpus", gpus)?;

@@ -231,7 +231,6 @@ private:
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
-        const int lane = threadIdx.x % 32;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
