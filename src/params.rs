@@ -116,6 +116,8 @@ pub mod ffi {
         shared_experts: i32,
         /// Weight of every shared expert; `scale` does not touch it.
         shared_weight: f32,
+        /// Columns in the order of their ids (triton_kernels) instead of best first; shared experts stay last.
+        order_by_id: bool,
         /// Device scalar or null: rows from this one on get id -1 and weight 0.
         num_token_non_padded: *const i32,
         /// i32 `[tokens, top_k]`.

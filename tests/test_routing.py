@@ -96,7 +96,7 @@ def test_simulated_expert_parallelism(device: str, tokens: int, simulated_ep: in
     data, combine, dispatch = check(logits.to(device), 4, simulated_ep=simulated_ep)
     local = 32 // simulated_ep
     assert data.n_expts_tot == local and data.expt_hist.shape == (local,)
-    ids = reference.topk(logits, 4, scoring_func="softmax_topk")[1].tolist()
+    ids = reference.topk(logits, 4, scoring_func="softmax_topk", order="id")[1].tolist()
     kept = [[expert for expert in row if expert < local] for row in ids]
     assert data.expt_hist.tolist() == [sum(row.count(expert) for row in kept) for expert in range(local)]
     present = [slot >= 0 for slot in dispatch.tolist()]

@@ -198,3 +198,12 @@ def test_reference_against_a_loop(rng: torch.Generator) -> None:
         assert ids[token].tolist() == order
         total = sum(score[e] for e in order)
         assert weights[token].tolist() == pytest.approx([score[e] / total for e in order], rel=1e-5)
+
+
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+def test_columns_by_id(device: str, scoring_func: str, rng: torch.Generator) -> None:
+    logits = tie_free_logits(37, 60, rng).to(device)
+    options = {"scoring_func": scoring_func, "num_fused_shared_experts": 1, "order": "id"}
+    check(logits, 7, **options)
+    ids = oxmoe.topk(logits, 7, **options)[1][:, :6]
+    assert torch.equal(ids, ids.sort(dim=1).values)

@@ -124,6 +124,7 @@ public:
             if (params_.renormalize) term /= sum_of_columns(term) + 1e-20f;
         }
         weight = term * params_.scale;
+        if (params_.order_by_id) order_by_id(id, weight);
         if (!mine) id = params_.experts + lane_ - routed_, weight = params_.shared_weight;
     }
 
@@ -286,6 +287,15 @@ private:
             if (lane_ == j) id = best_id;
         }
         return id;
+    }
+
+    // Column j of the routed ones gets the expert with the j-th lowest id.
+    __device__ __forceinline__ void order_by_id(int& id, float& weight) const {
+        int column = 0, source = lane_;
+        for (int j = 0; j < routed_; ++j) column += __shfl_sync(~0u, id, j) < id;
+        for (int j = 0; j < routed_; ++j)
+            if (__shfl_sync(~0u, column, j) == lane_) source = j;
+        id = __shfl_sync(~0u, id, source), weight = __shfl_sync(~0u, weight, source);
     }
 
     // The same sum in every lane < top_k, always added in the same order.

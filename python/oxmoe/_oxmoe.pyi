@@ -111,6 +111,7 @@ def topk(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,  # weights times routed_scaling_factor
     num_token_non_padded: Tensor | None = None,
+    order: Literal["weight", "id"] = "weight",  # of the columns: best first, or by expert id
     topk_weights: Tensor | None = None,  # fp32 [T, k] output
     topk_ids: Tensor | None = None,  # int32 [T, k] output
 ) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ _FUSED_OPTIONS = (
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
     "int topk_group=0, str? group_score=None, int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
-    "bool apply_routed_scaling_factor_on_output=False, Tensor? num_token_non_padded=None"
+    'bool apply_routed_scaling_factor_on_output=False, Tensor? num_token_non_padded=None, str order="weight"'
 )
 
 SCHEMAS = {

@@ -203,8 +203,9 @@ def topk(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
     num_token_non_padded: Tensor | int | None = None,
+    order: str = "weight",
 ) -> tuple[Tensor, Tensor]:
-    """`oxmoe.topk`: (weights fp32, ids int32), best first, ties to the lower id, shared experts last."""
+    """`oxmoe.topk`: (weights fp32, ids int32), best first or by id, ties to the lower id, shared experts last."""
     tokens, experts = router_logits.shape
     choice = choice_values(
         router_logits,
@@ -221,6 +222,9 @@ def topk(
     if renormalize:
         may_vanish = scoring_func not in ("softmax", "softmax_topk")
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if may_vanish else 0.0))
+    if order == "id":
+        ids, by_id = ids.sort(dim=1)
+        weights = weights.gather(1, by_id)
     if num_fused_shared_experts:
         shared = torch.arange(experts, experts + num_fused_shared_experts, device=ids.device).expand(tokens, -1)
         shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
@@ -286,7 +290,8 @@ def routing_tables(
     """The seven tables of triton_kernels' routing, in the order of `_oxmoe.routing_tables`."""
     rows, experts = logits.shape
     values = torch.softmax(logits, dim=-1) if sm_first else logits
-    ids = best(values.float(), n_expts_act) if expt_indx is None else expt_indx.long()
+    # NOTE: triton_kernels orders a row's chosen experts by id.
+    ids = best(values.float(), n_expts_act).sort(dim=1).values if expt_indx is None else expt_indx.long()
     gates = values.float().gather(1, ids)
     if not sm_first:
         gates = torch.softmax(gates, dim=-1)

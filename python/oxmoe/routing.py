@@ -110,7 +110,7 @@ def _choose(
         n_rows = logits.new_full((), n_rows, dtype=torch.int32)
     if expt_indx is None:
         scoring = "identity" if sm_first else "softmax_topk"
-        return topk(values, top_k, scoring_func=scoring, renormalize=False, num_token_non_padded=n_rows)
+        return topk(values, top_k, scoring_func=scoring, renormalize=False, num_token_non_padded=n_rows, order="id")
     if expt_indx.shape != (logits.shape[0], top_k):
         raise ValueError(f'expt_indx: dimension 1 "n_expts_act": expected {top_k}, got shape {tuple(expt_indx.shape)}')
     weights = values.gather(1, expt_indx.long()).float()
@@ -137,9 +137,9 @@ def routing(
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
     """Routes logits [T, E] (fp32, bf16 or f16) to n_expts_act experts a row.
 
-    sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax
-    over the chosen. expt_indx [T, k]: experts that are given, not chosen. simulated_ep: as on the first of that many
-    expert-parallel ranks. n_rows: rows from this one on are padding.
+    sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax over
+    the chosen. A row's chosen experts are in the order of their ids. expt_indx [T, k]: experts that are given, not
+    chosen. simulated_ep: as on the first of that many expert-parallel ranks. n_rows: rows from this one on are padding.
     """
     experts = logits.shape[1]
     if simulated_ep < 1 or experts % simulated_ep:

@@ -67,6 +67,7 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
         }),
         routed: top_k - p.shared_experts as usize,
         shared_weight: p.shared_weight,
+        order_by_id: p.order_by_id,
     };
     let rows = ids.par_chunks_mut(top_k).zip(weights.par_chunks_mut(top_k)).enumerate();
     rows.with_min_len(TOKENS_PER_TASK).for_each(|(token, (ids, weights))| {
@@ -93,6 +94,7 @@ struct Rules<'a> {
     groups: Option<Groups>,
     routed: usize,
     shared_weight: f32,
+    order_by_id: bool,
 }
 
 impl Rules<'_> {
@@ -134,6 +136,17 @@ impl Rules<'_> {
             *id = (logits.len() + i) as i32;
         }
         routed_weights.iter_mut().for_each(|w| *w *= self.scale);
+        if self.order_by_id {
+            // Insertion sort of both rows: a handful of columns.
+            for end in 1..routed_ids.len() {
+                let mut i = end;
+                while i > 0 && routed_ids[i - 1] > routed_ids[i] {
+                    routed_ids.swap(i - 1, i);
+                    routed_weights.swap(i - 1, i);
+                    i -= 1;
+                }
+            }
+        }
     }
 }
 

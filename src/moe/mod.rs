@@ -360,6 +360,7 @@ pub fn moe<'py>(
                 num_fused_shared_experts: 0,
                 scale: 1.0,
                 shared_weight: 1.0,
+                order: "weight",
             };
             let x_ref = TensorRef::borrow("x", x)?;
             let mut contract =

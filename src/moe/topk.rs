@@ -24,6 +24,7 @@ pub struct Selection<'a> {
     pub num_fused_shared_experts: i64,
     pub scale: f32,
     pub shared_weight: f32,
+    pub order: &'a str,
 }
 
 /// The tensors of a selection.
@@ -97,6 +98,11 @@ impl Selection<'_> {
             "identity" => Scoring::Identity,
             other => contract!("scoring_func: expected {SCORINGS}, got {other:?}"),
         };
+        let order_by_id = match self.order {
+            "weight" => false,
+            "id" => true,
+            other => contract!("order: expected \"weight\" or \"id\", got {other:?}"),
+        };
         let groups = self.num_expert_group;
         let group_score = if groups <= 1 {
             GroupScore::None
@@ -134,6 +140,7 @@ impl Selection<'_> {
             topk_group: self.topk_group as i32,
             shared_experts: self.num_fused_shared_experts as i32,
             shared_weight: self.shared_weight,
+            order_by_id,
             num_token_non_padded: num_token_non_padded
                 .as_ref()
                 .map_or(std::ptr::null(), |n| n.data.cast::<i32>().cast_const()),
@@ -171,7 +178,7 @@ fn output<'py>(
     Ok((object, borrowed))
 }
 
-/// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first, ties to the lower id.
+/// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first (order="id": by id), ties to the lower id.
 ///
 /// router_logits fp32, bf16 or f16 [T, E], E <= 512; top_k <= 32 includes num_fused_shared_experts, which take the last columns with
 /// ids E, E + 1, ... Semantics of SGLang's select_experts; see docs/architecture.md, "Top-k".
@@ -179,7 +186,7 @@ fn output<'py>(
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (router_logits, top_k, *, scoring_func="softmax", renormalize=true, correction_bias=None, num_expert_group=0, topk_group=0,
     group_score=None, num_fused_shared_experts=0, routed_scaling_factor=1.0, apply_routed_scaling_factor_on_output=false,
-    num_token_non_padded=None, topk_weights=None, topk_ids=None))]
+    num_token_non_padded=None, order="weight", topk_weights=None, topk_ids=None))]
 pub fn topk<'py>(
     router_logits: &Bound<'py, PyAny>,
     top_k: i64,
@@ -193,6 +200,7 @@ pub fn topk<'py>(
     routed_scaling_factor: f32,
     apply_routed_scaling_factor_on_output: bool,
     num_token_non_padded: Option<&Bound<'py, PyAny>>,
+    order: &str,
     topk_weights: Option<&Bound<'py, PyAny>>,
     topk_ids: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
@@ -208,6 +216,7 @@ pub fn topk<'py>(
             num_fused_shared_experts,
             scale: if apply_routed_scaling_factor_on_output { routed_scaling_factor } else { 1.0 },
             shared_weight: if apply_routed_scaling_factor_on_output { 1.0 } else { 1.0 / routed_scaling_factor },
+            order,
         };
         let operands = Operands::borrow(router_logits, correction_bias, num_token_non_padded)?;
         let mut contract = Contract::new();

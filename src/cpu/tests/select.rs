@@ -53,6 +53,7 @@ impl Case {
             topk_group: self.group.2 as i32,
             shared_experts: self.shared as i32,
             shared_weight: self.shared_weight,
+            order_by_id: false,
             num_token_non_padded: self.valid.as_ref().map_or(std::ptr::null(), |v| v),
             ids: ids.as_mut_ptr(),
             weights: weights.as_mut_ptr(),
