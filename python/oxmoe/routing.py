@@ -137,8 +137,8 @@ def routing(
 ) -> tuple[RoutingData, GatherIndx, ScatterIndx]:
     """Routes logits [T, E] (fp32, bf16 or f16) to n_expts_act experts a row.
 
-    sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax over
-    the chosen. A row's chosen experts are in the order of their ids. expt_indx [T, k]: experts that are given, not
+    sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax
+    over the chosen. A row's chosen experts are in the order of their ids. expt_indx [T, k]: experts that are given, not
     chosen. simulated_ep: as on the first of that many expert-parallel ranks. n_rows: rows from this one on are padding.
     """
     experts = logits.shape[1]
