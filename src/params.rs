@@ -147,8 +147,8 @@ pub mod ffi {
         /// Local experts.
         experts: i32,
         first_expert: i32,
-        /// log2 of the schedule's largest `Tile::count`, at least 4. An expert's slots are cut evenly in steps of 16.
-        tile_log2: i32,
+        /// The schedule's largest `Tile::count`, a multiple of 16. An expert's slots are cut evenly in steps of 16.
+        tile_tokens: i32,
         /// Length of `tiles`; the schedule ends with at least one -1 when shorter.
         max_tiles: i32,
         /// i32 `[experts]`: slots per expert.

@@ -134,24 +134,24 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
 }
 
 /// Most tiles that any distribution of `slots` slots over `experts` experts needs, by trying all of them.
-fn most_tiles(slots: i64, experts: i64, tile_log2: i32) -> i64 {
-    let tiles = |count: i64| (count + (1 << tile_log2) - 1) >> tile_log2;
+fn most_tiles(slots: i64, experts: i64, tile_tokens: i64) -> i64 {
+    let tiles = |count: i64| (count + tile_tokens - 1) / tile_tokens;
     if experts == 1 {
         return tiles(slots);
     }
-    (0..=slots).map(|count| tiles(count) + most_tiles(slots - count, experts - 1, tile_log2)).max().unwrap_or(0)
+    (0..=slots).map(|count| tiles(count) + most_tiles(slots - count, experts - 1, tile_tokens)).max().unwrap_or(0)
 }
 
 #[test]
 fn max_tiles_is_the_worst_case() {
-    for tile_log2 in 0..4 {
+    for tile_tokens in [1, 2, 3, 4, 8] {
         for experts in 1..5 {
             for slots in 0..22 {
-                let bound = plan::max_tiles(slots, experts, tile_log2) as i64;
+                let bound = plan::max_tiles(slots, experts, tile_tokens as i32) as i64;
                 assert_eq!(
                     bound,
-                    most_tiles(slots, experts, tile_log2),
-                    "{slots} slots, {experts} experts, 2^{tile_log2}"
+                    most_tiles(slots, experts, tile_tokens),
+                    "{slots} slots, {experts} experts, {tile_tokens}"
                 );
             }
         }
@@ -164,7 +164,7 @@ fn schedule_fits_its_range() {
         for desc in descs() {
             let plan = plan_of(&desc, &device);
             let slots = desc.tokens * desc.top_k;
-            assert_eq!(plan.max_tiles, plan::max_tiles(slots, desc.layer.experts, plan.tile_log2), "{desc:?}");
+            assert_eq!(plan.max_tiles, plan::max_tiles(slots, desc.layer.experts, plan.tile_tokens), "{desc:?}");
             assert!(
                 plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes,
                 "{desc:?} on {device:?}"
@@ -174,8 +174,8 @@ fn schedule_fits_its_range() {
                 Variant::GroupedGemmSm90 { tokens, .. } | Variant::GroupedGemmPortable { tokens, .. } => tokens,
                 other => panic!("{other:?} is no GEMM"),
             };
-            assert!(plan.tile_log2 >= 4, "{desc:?} on {device:?}");
-            assert!(width(&plan.up).min(width(&plan.down)) >= 1 << plan.tile_log2, "{desc:?} on {device:?}");
+            assert!(plan.tile_tokens >= 16 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
+            assert!(width(&plan.up).min(width(&plan.down)) >= plan.tile_tokens as u32, "{desc:?} on {device:?}");
             assert_eq!(
                 plan.workspace,
                 plan::workspace(&desc.layer, desc.tokens, desc.top_k),
@@ -185,7 +185,7 @@ fn schedule_fits_its_range() {
     }
     let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32 };
     for tokens in 0..200 {
-        let most = plan::max_tiles(tokens * 3, cpu.experts, plan::CPU_TILE_LOG2) as usize;
+        let most = plan::max_tiles(tokens * 3, cpu.experts, plan::CPU_TILE_TOKENS) as usize;
         assert!(most * size_of::<Tile>() <= plan::workspace(&cpu, tokens, 3).tiles.bytes);
     }
 }

@@ -74,7 +74,7 @@ public:
     __device__ __forceinline__ int scan(int total) {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, experts = params_.experts;
         const bool mine = thread < experts;
-        const int tiles = mine ? (total + (1 << params_.tile_log2) - 1) >> params_.tile_log2 : 0;
+        const int tiles = mine ? (total + params_.tile_tokens - 1) / params_.tile_tokens : 0;
         uint64_t sum = mine ? uint64_t(tiles) << 32 | uint32_t(total) : 0;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
@@ -104,7 +104,7 @@ public:
 
     // After a barrier that follows scan(): this thread's part of the schedule, 8 threads an expert, and of both tails.
     __device__ __forceinline__ void write() const {
-        const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x, tile = 1 << params_.tile_log2;
+        const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x, tile = params_.tile_tokens;
         int4* tiles = reinterpret_cast<int4*>(params_.tiles);
         for (int e = id / 8; e < params_.experts; e += ids / 8) {
             const int4 span = spans_[e];

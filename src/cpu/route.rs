@@ -11,7 +11,7 @@ const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, reserved: 0 };
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`RouteParams`], the outputs must be writable and overlap nothing, and
-/// `max_tiles` must hold the schedule: `p + (slots - p >> tile_log2)` entries do, `p = min(slots, experts)`.
+/// `max_tiles` must hold the schedule: `p + (slots - p) / tile_tokens` entries do, `p = min(slots, experts)`.
 pub unsafe fn route(p: &RouteParams) {
     let (slots, experts) = (p.tokens as usize * p.top_k as usize, p.experts as usize);
     // SAFETY: the shapes of `RouteParams`, valid by the caller's contract.
@@ -30,11 +30,11 @@ pub unsafe fn route(p: &RouteParams) {
     *tile_count = if p.ids_are_i64 {
         // SAFETY: `ids` holds one i64 a slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i64>(), slots) };
-        sort(outputs, p.tile_log2, |slot| local(ids[slot]))
+        sort(outputs, p.tile_tokens, |slot| local(ids[slot]))
     } else {
         // SAFETY: `ids` holds one i32 a slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i32>(), slots) };
-        sort(outputs, p.tile_log2, |slot| local(i64::from(ids[slot])))
+        sort(outputs, p.tile_tokens, |slot| local(i64::from(ids[slot])))
     };
 }
 
@@ -47,7 +47,7 @@ struct Outputs<'a> {
 }
 
 /// Counting sort; `expert` is a slot's local expert or `None`. Returns the number of tiles.
-fn sort(out: Outputs, tile_log2: i32, expert: impl Fn(usize) -> Option<usize>) -> i32 {
+fn sort(out: Outputs, tile_tokens: i32, expert: impl Fn(usize) -> Option<usize>) -> i32 {
     out.histogram.fill(0);
     for slot in 0..out.place_of_slot.len() {
         if let Some(e) = expert(slot) {
@@ -79,8 +79,8 @@ fn sort(out: Outputs, tile_log2: i32, expert: impl Fn(usize) -> Option<usize>) -
     let mut tiles = 0;
     for (e, &count) in out.histogram.iter().enumerate() {
         // As few tiles as hold the slots, cut evenly in steps of 16.
-        let parts = (count + (1 << tile_log2) - 1) >> tile_log2;
-        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { 1 << tile_log2 };
+        let parts = (count + tile_tokens - 1) / tile_tokens;
+        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { tile_tokens };
         for first in (0..count).step_by(size as usize) {
             let count = (count - first).min(size);
             out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };

@@ -104,14 +104,14 @@ struct Routed {
 }
 
 impl Routed {
-    fn new(ids: &[i32], top_k: usize, experts: usize, tile_log2: i32) -> Self {
-        Self::call(ids.as_ptr().cast(), false, [ids.len(), top_k, experts], 0, tile_log2)
+    fn new(ids: &[i32], top_k: usize, experts: usize, tile_tokens: i32) -> Self {
+        Self::call(ids.as_ptr().cast(), false, [ids.len(), top_k, experts], 0, tile_tokens)
     }
 
     /// `sizes` are slots, top_k, experts.
-    fn call(ids: *const u8, ids_are_i64: bool, sizes: [usize; 3], first_expert: i32, tile_log2: i32) -> Self {
+    fn call(ids: *const u8, ids_are_i64: bool, sizes: [usize; 3], first_expert: i32, tile_tokens: i32) -> Self {
         let [slots, top_k, experts] = sizes;
-        let max_tiles = experts + (slots >> tile_log2) + 1;
+        let max_tiles = experts + slots / tile_tokens as usize + 1;
         let mut r = Self {
             histogram: vec![-7; experts],
             offsets: vec![-7; experts + 1],
@@ -127,7 +127,7 @@ impl Routed {
             top_k: top_k as i32,
             experts: experts as i32,
             first_expert,
-            tile_log2,
+            tile_tokens,
             max_tiles: max_tiles as i32,
             histogram: r.histogram.as_mut_ptr(),
             offsets: r.offsets.as_mut_ptr(),

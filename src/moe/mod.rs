@@ -61,7 +61,7 @@ impl Stages {
         routing: &Routing<'_>,
         (x, out): (*const u8, *mut u8),
         (ws, base): (&MoeWorkspace, *mut u8),
-        (tile_log2, max_tiles): (i32, i32),
+        (tile_tokens, max_tiles): (i32, i32),
     ) -> Stages {
         let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
         let select = match routing {
@@ -81,7 +81,7 @@ impl Stages {
             top_k,
             experts: layer.desc.experts as i32,
             first_expert: options.first_expert as i32,
-            tile_log2,
+            tile_tokens,
             max_tiles,
             histogram: ws.histogram.at(base),
             offsets: ws.offsets.at(base),
@@ -250,8 +250,8 @@ impl<'py> Call<'_, 'py> {
         };
         match x.place {
             Place::Cpu => {
-                let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_LOG2);
-                let stages = stages((plan::CPU_TILE_LOG2, most));
+                let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_TOKENS);
+                let stages = stages((plan::CPU_TILE_TOKENS, most));
                 let dtype = layer.desc.dtype;
                 py.detach(|| stages.run_cpu(dtype));
             }
@@ -259,7 +259,7 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let plan = MoePlan::new(desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages((plan.tile_log2, plan.max_tiles)).run_cuda(&stream, &plan, layer)?;
+                stages((plan.tile_tokens, plan.max_tiles)).run_cuda(&stream, &plan, layer)?;
             }
         }
         Ok(out_object)

@@ -51,7 +51,7 @@ impl MoeWorkspace {
     fn new(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
         let slots = (tokens * top_k) as usize;
         let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
-        let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_LOG2) as usize;
+        let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
         let mut layout = Layout::default();
         let mut add = |name, bytes| layout.add(name, bytes);
         let mut w = MoeWorkspace {
@@ -95,22 +95,22 @@ impl MoeWorkspace {
 }
 
 /// Tiles are of 16 tokens or more: the narrowest that both GEMM kernels have.
-const MIN_TILE_LOG2: i32 = 4;
+const MIN_TILE_TOKENS: i32 = 16;
 
 /// CPU tiles: wide enough that a weight panel is read once for all tokens of an expert in every usual batch.
-pub const CPU_TILE_LOG2: i32 = 7;
+pub const CPU_TILE_TOKENS: i32 = 128;
 
 /// The most schedule entries that `slots` slots over `experts` experts can need: every expert may have one partial tile.
-pub fn max_tiles(slots: i64, experts: i64, tile_log2: i32) -> i32 {
+pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     let partial = slots.min(experts);
-    (partial + ((slots - partial) >> tile_log2)) as i32
+    (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
 /// A layer call on a GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoePlan {
     pub desc: MoeDesc,
-    pub tile_log2: i32,
+    pub tile_tokens: i32,
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub up: Launch,
@@ -151,17 +151,17 @@ impl MoePlan {
             rows: layer.hidden,
             k: layer.intermediate,
         };
-        let (tile_log2, up, down) = if hopper(device, layer) {
-            let tile_log2 = sm90::tile_log2(&up, &down, device);
-            (tile_log2, sm90::gemm(&up, tile_log2, device), sm90::gemm(&down, tile_log2, device))
+        let (tile_tokens, up, down) = if hopper(device, layer) {
+            let tile_tokens = sm90::tile_tokens(&up, &down, device);
+            (tile_tokens, sm90::gemm(&up, tile_tokens, device), sm90::gemm(&down, tile_tokens, device))
         } else {
-            let tile_log2 = portable::tile_log2(&up, &down, device);
-            (tile_log2, portable::gemm(&up, tile_log2, device), portable::gemm(&down, tile_log2, device))
+            let tile_tokens = portable::tile_tokens(&up, &down, device);
+            (tile_tokens, portable::gemm(&up, tile_tokens, device), portable::gemm(&down, tile_tokens, device))
         };
         Ok(MoePlan {
             desc: *desc,
-            tile_log2,
-            max_tiles: max_tiles(slots, layer.experts, tile_log2),
+            tile_tokens,
+            max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             up,
             down,
@@ -269,8 +269,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
             let _ = writeln!(
                 text,
                 "schedule: tiles of up to {} tokens, at most {} of them",
-                1 << plan.tile_log2,
-                plan.max_tiles
+                plan.tile_tokens, plan.max_tiles
             );
             let launches = plan.routing.launches().chain([plan.up, plan.down, plan.combine]);
             for (i, l) in launches.enumerate() {
@@ -305,8 +304,8 @@ mod tests {
 
     #[test]
     fn schedule_length() {
-        assert_eq!(max_tiles(3, 128, 3), 3);
-        assert_eq!(max_tiles(128 + 16, 128, 3), 130);
-        assert_eq!(max_tiles(0, 128, 7), 0);
+        assert_eq!(max_tiles(3, 128, 16), 3);
+        assert_eq!(max_tiles(128 + 32, 128, 16), 130);
+        assert_eq!(max_tiles(0, 128, 192), 0);
     }
 }

@@ -14,7 +14,7 @@ pub const NO_SORT: RouteParams = RouteParams {
     top_k: 0,
     experts: 0,
     first_expert: 0,
-    tile_log2: 0,
+    tile_tokens: 16,
     max_tiles: 0,
     histogram: std::ptr::null_mut(),
     offsets: std::ptr::null_mut(),

@@ -291,8 +291,8 @@ fn sort<'py>(
         slot_of_place: int("slot_of_place", tokens * top_k)?,
     };
     // One tile an expert, in scratch memory: the schedule itself is not asked for.
-    let tile_log2 = 30;
-    let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_log2);
+    let tile_tokens = 1 << 30;
+    let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_tokens);
     let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
     let (_count_object, count) = int("tile_count", 1)?;
     let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
@@ -304,7 +304,7 @@ fn sort<'py>(
         top_k: top_k as i32,
         experts: num_experts as i32,
         first_expert: first_expert as i32,
-        tile_log2,
+        tile_tokens,
         max_tiles,
         histogram: sorted.histogram.1.data.cast(),
         offsets: sorted.offsets.1.data.cast(),

@@ -17,7 +17,7 @@ struct Case {
     ids: Vec<i32>,
     top_k: usize,
     experts: usize,
-    tile_log2: i32,
+    tile_tokens: i32,
     k: usize,
     out_columns: usize,
     layout: W13Layout,
@@ -35,7 +35,7 @@ impl Case {
             ids,
             top_k: 2,
             experts: 5,
-            tile_log2: 4,
+            tile_tokens: 16,
             k,
             out_columns,
             layout: W13Layout::GateUp,
@@ -127,7 +127,7 @@ fn activate(a: &Activation, g: f64, u: f64) -> f64 {
 
 fn check(c: &Case, random: &mut Random) {
     let data = Data::new(c, random);
-    let routed = Routed::new(&c.ids, c.top_k, c.experts, c.tile_log2);
+    let routed = Routed::new(&c.ids, c.top_k, c.experts, c.tile_tokens);
     let outs: Vec<_> = sets().map(|set| (set, data.run(c, &routed, set))).collect();
     let gated = cpu::is_gated(c.activation.kind);
     let mut columns: Vec<usize> = (0..6).map(|_| random.below(c.out_columns)).collect();
@@ -248,7 +248,7 @@ fn nan_passes_through_limits() {
         let size = element_size(dtype);
         let nan = Tensor::new(dtype, &[f32::NAN]);
         data.x.bytes[3 * size..4 * size].copy_from_slice(&nan.bytes);
-        let routed = Routed::new(&case.ids, case.top_k, case.experts, case.tile_log2);
+        let routed = Routed::new(&case.ids, case.top_k, case.experts, case.tile_tokens);
         for set in sets() {
             let out = data.run(&case, &routed, set);
             // Token 0 has the NaN; its slots are places 0 and 1.
@@ -264,25 +264,25 @@ fn batch_invariance() {
     let mut random = Random(10);
     for dtype in DTYPES {
         for (k, out_columns) in [(2880, 5), (7, 5), (136, 9)] {
-            let case = |tokens, tile_log2| Case {
+            let case = |tokens, tile_tokens| Case {
                 top_k: 1,
                 experts: 1,
-                tile_log2,
+                tile_tokens,
                 ..Case::new(dtype, vec![0; tokens], k, out_columns)
             };
-            let all = Data::new(&case(64, 0), &mut random);
+            let all = Data::new(&case(64, 16), &mut random);
             for set in sets() {
                 let alone: Vec<Tensor> = (0..7)
                     .map(|row| {
                         let x = Tensor { dtype, bytes: all.x.row(row, k).to_vec() };
                         let weights = Tensor { dtype, bytes: all.weights.bytes.clone() };
                         let data = Data { x, weights, bias: None, slot_weights: vec![] };
-                        data.run(&case(1, 0), &Routed::new(&[0], 1, 1, 0), set)
+                        data.run(&case(1, 16), &Routed::new(&[0], 1, 1, 16), set)
                     })
                     .collect();
-                for (tokens, tile_log2) in [(7, 3), (64, 6), (64, 2), (64, 0), (64, 5)] {
-                    let case = case(tokens, tile_log2);
-                    let out = all.run(&case, &Routed::new(&case.ids, 1, 1, tile_log2), set);
+                for (tokens, tile_tokens) in [(7, 16), (64, 64), (64, 16), (64, 48), (64, 32)] {
+                    let case = case(tokens, tile_tokens);
+                    let out = all.run(&case, &Routed::new(&case.ids, 1, 1, tile_tokens), set);
                     for (row, alone) in alone.iter().enumerate() {
                         assert_eq!(out.row(row, out_columns), alone.bytes, "{set:?} {dtype:?} k {k} row {row}");
                     }

@@ -1,11 +1,11 @@
 use super::{Random, Routed};
 
-fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_log2: i32) {
+fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_tokens: i32) {
     let narrow: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
     let sizes = [ids.len(), top_k, experts];
     for r in [
-        Routed::call(ids.as_ptr().cast(), true, sizes, first_expert, tile_log2),
-        Routed::call(narrow.as_ptr().cast(), false, sizes, first_expert, tile_log2),
+        Routed::call(ids.as_ptr().cast(), true, sizes, first_expert, tile_tokens),
+        Routed::call(narrow.as_ptr().cast(), false, sizes, first_expert, tile_tokens),
     ] {
         // Stable sort of the slots that have a local expert.
         let local = |id: i64| id - i64::from(first_expert);
@@ -24,12 +24,12 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_log2
             let first = order.iter().filter(|&&s| local(ids[s]) < e as i64).count() as i32;
             assert_eq!((r.histogram[e], r.offsets[e]), (count, first));
             // As few tiles as hold the slots, all of one size, a multiple of 16, but the last.
-            let parts = count.unsigned_abs().div_ceil(1 << tile_log2);
+            let parts = count.unsigned_abs().div_ceil(tile_tokens.unsigned_abs());
             let mut done = 0;
             for part in 0..parts {
                 let tile = tiles.next().expect("a tile for every part");
                 assert_eq!((tile.expert, tile.first), (e as i32, first + done));
-                assert!(0 < tile.count && tile.count <= 1 << tile_log2);
+                assert!(0 < tile.count && tile.count <= tile_tokens);
                 assert!(part + 1 == parts || (tile.count % 16 == 0 && tile.count * parts as i32 >= count));
                 done += tile.count;
             }
@@ -44,26 +44,26 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_log2
 #[test]
 fn random_ids() {
     let mut random = Random(1);
-    for (tokens, top_k, experts, tile_log2) in
-        [(1, 8, 128, 4), (7, 2, 8, 4), (64, 4, 16, 4), (301, 8, 5, 7), (900, 2, 3, 8)]
+    for (tokens, top_k, experts, tile_tokens) in
+        [(1, 8, 128, 16), (7, 2, 8, 16), (64, 4, 16, 16), (301, 8, 5, 128), (900, 2, 3, 256), (901, 2, 3, 192)]
     {
         let ids: Vec<i64> = (0..tokens * top_k).map(|_| random.below(experts + 1) as i64 - 1).collect();
-        check(&ids, top_k, experts, 0, tile_log2);
+        check(&ids, top_k, experts, 0, tile_tokens);
     }
 }
 
 #[test]
 fn ids_outside_are_skipped() {
-    check(&[5, 4, -1, 9, 8, 7, 4, 1 << 20, -3, 7], 2, 4, 4, 4);
-    check(&[-1; 6], 3, 4, 0, 4);
-    check(&[], 3, 4, 0, 4);
+    check(&[5, 4, -1, 9, 8, 7, 4, 1 << 20, -3, 7], 2, 4, 4, 16);
+    check(&[-1; 6], 3, 4, 0, 16);
+    check(&[], 3, 4, 0, 16);
     // Beyond 32 bits: must not wrap into range.
-    let r = Routed::call([(1i64 << 32) + 1, 1].as_ptr().cast(), true, [2, 2, 4], 0, 4);
+    let r = Routed::call([(1i64 << 32) + 1, 1].as_ptr().cast(), true, [2, 2, 4], 0, 16);
     assert_eq!((r.place_of_slot, r.offsets[4]), (vec![-1, 0], 1));
 }
 
 #[test]
 fn one_expert_takes_all_and_repeats() {
-    check(&[3; 40], 4, 4, 0, 4);
-    check(&[3; 40], 4, 4, 0, 10);
+    check(&[3; 40], 4, 4, 0, 16);
+    check(&[3; 40], 4, 4, 0, 1024);
 }

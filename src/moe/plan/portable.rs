@@ -53,10 +53,10 @@ fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
     fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
 }
 
-/// log2 of the schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
+/// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
 /// once; above 192, reading tokens and weights from shared memory less often pays for the padding, unless the wide tile leaves a
 /// multiprocessor one CTA where the narrower one leaves it two (sm_80).
-pub fn tile_log2(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
     let wanted = if mean <= 8.0 {
@@ -67,9 +67,8 @@ pub fn tile_log2(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
         128
     };
     let fills = |tokens: u32| {
-        let log2 = tokens.ilog2() as i32;
         [up, down].into_iter().all(|g| {
-            max_tiles(g.slots, g.experts, log2) as u32 * row_blocks(g, tile(g, tokens, device))
+            max_tiles(g.slots, g.experts, tokens as i32) as u32 * row_blocks(g, tile(g, tokens, device))
                 >= device.multiprocessors
         })
     };
@@ -78,13 +77,13 @@ pub fn tile_log2(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     while tokens > 16 && !fills(tokens) {
         tokens /= 2;
     }
-    tokens.ilog2() as i32
+    tokens as i32
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_log2: i32, device: &Device) -> Launch {
-    let tile = tile(gemm, 1 << tile_log2, device);
+pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tile(gemm, tile_tokens as u32, device);
     let variant = tile.variant(gemm.element, gemm.gated);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_log2) as u32 * row_blocks(gemm, tile);
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
     Launch {
         variant,
         grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
@@ -136,12 +135,12 @@ mod tests {
 
     #[test]
     fn tile_follows_the_mean() {
-        for (tokens, log2) in [(1, 4), (16, 4), (128, 4), (256, 6), (1024, 6), (4096, 7)] {
+        for (tokens, tile) in [(1, 16), (16, 16), (128, 16), (256, 64), (1024, 64), (4096, 128)] {
             let (up, down) = layer(tokens, 8, 128, 2048, 768);
             for arch in ARCHS {
                 // Two CTAs of 64 tokens fit into the 164 KiB of sm_80, but one of 128.
-                let log2 = if arch == 80 { log2.min(6) } else { log2 };
-                assert_eq!(tile_log2(&up, &down, &Device::typical(Arch(arch))), log2, "{tokens} tokens on {arch}");
+                let tile = if arch == 80 { tile.min(64) } else { tile };
+                assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch(arch))), tile, "{tokens} tokens on {arch}");
             }
         }
     }
@@ -149,16 +148,16 @@ mod tests {
     #[test]
     fn few_experts_get_narrow_tiles() {
         let (up, down) = layer(256, 1, 1, 1024, 512);
-        assert_eq!(tile_log2(&up, &down, &Device::typical(Arch::SM80)), 4);
+        assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch::SM80)), 16);
     }
 
     #[test]
     fn odd_k_takes_single_elements_in_its_own_tile() {
         let (up, down) = layer(4096, 8, 128, 511, 128);
         let device = Device::typical(Arch::SM120);
-        let log2 = tile_log2(&up, &down, &device);
-        assert_eq!(log2, 6);
-        let vector = |g: &GemmDesc| match gemm(g, log2, &device).variant {
+        let tile = tile_tokens(&up, &down, &device);
+        assert_eq!(tile, 64);
+        let vector = |g: &GemmDesc| match gemm(g, tile, &device).variant {
             Variant::GroupedGemmPortable { vector, .. } => vector,
             other => panic!("{other:?}"),
         };
@@ -171,13 +170,13 @@ mod tests {
             let device = Device::typical(Arch(arch));
             for tokens in [0, 1, 7, 64, 4096] {
                 let (up, down) = layer(tokens, 8, 128, 2048, 768);
-                let log2 = tile_log2(&up, &down, &device);
+                let tile = tile_tokens(&up, &down, &device);
                 for g in [up, down] {
-                    let launch = gemm(&g, log2, &device);
+                    let launch = gemm(&g, tile, &device);
                     let resident = launch.grid.div_ceil(device.multiprocessors);
                     assert!(launch.grid >= 1 && resident * (launch.shared_bytes + 1024) <= device.shared_bytes + 1024);
-                    let units =
-                        max_tiles(g.slots, g.experts, log2) as u32 * row_blocks(&g, tile(&g, 1 << log2, &device));
+                    let units = max_tiles(g.slots, g.experts, tile) as u32
+                        * row_blocks(&g, super::tile(&g, tile as u32, &device));
                     assert!(launch.grid == units.max(1) || launch.grid.is_multiple_of(device.multiprocessors));
                 }
             }
@@ -191,8 +190,8 @@ mod tests {
         for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, 511)] {
             let (up, down) = layer(tokens, 8, 128, hidden, 768);
             let (up, down) = (up, GemmDesc { gated: false, k: up.k, ..down });
-            let log2 = tile_log2(&up, &down, &device);
-            chosen.extend([gemm(&up, log2, &device).variant, gemm(&down, log2, &device).variant]);
+            let tile = tile_tokens(&up, &down, &device);
+            chosen.extend([gemm(&up, tile, &device).variant, gemm(&down, tile, &device).variant]);
         }
         for variant in variants(Element::Bf16) {
             assert!(chosen.contains(&variant), "{variant:?}");

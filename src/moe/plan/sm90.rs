@@ -24,33 +24,33 @@ pub fn tile_rows() -> Vec<u32> {
     rows
 }
 
-/// The narrowest tile that takes 2^log2 tokens.
-fn tile(log2: i32) -> Sm90Tile {
-    *SM90_TILES.iter().find(|t| t.tokens >= 1 << log2).unwrap_or(&SM90_TILES[SM90_TILES.len() - 1])
+/// The narrowest tile that takes this many tokens.
+fn tile(tokens: i32) -> Sm90Tile {
+    *SM90_TILES.iter().find(|t| t.tokens >= tokens as u32).unwrap_or(&SM90_TILES[SM90_TILES.len() - 1])
 }
 
-/// log2 of the schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once. A
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once. A
 /// tile is computed at its own count's width: a wide variant costs stages and resident CTAs, not columns. us a layer by tile:
 ///   qwen3 (E128 k8)     M 1 (mean 0.06)  27.1 at 16, 28.7 at 64;    M 256 (16)  293 at 64, 302 at 128, 316 at 256
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
-pub fn tile_log2(up: &GemmDesc, _down: &GemmDesc, _device: &Device) -> i32 {
+pub fn tile_tokens(up: &GemmDesc, _down: &GemmDesc, _device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     // The means leave room for the spread of random routing: 40 + 3.8 and 96 + 3.2 standard deviations.
     if mean <= 0.5 {
-        4
+        16
     } else if mean <= 40.0 {
-        6
+        64
     } else if mean <= 96.0 {
-        7
+        128
     } else {
-        8
+        256
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_log2: i32, device: &Device) -> Launch {
-    let tile = tile(tile_log2);
+pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tile(tile_tokens);
     let variant = tile.variant(gemm.element, gemm.gated);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_log2) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
     Launch {
         variant,
         grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()).max(1),
@@ -75,7 +75,7 @@ mod tests {
         for tokens in [1, 4, 16, 64, 256, 1024, 4096, 16384] {
             let gemm =
                 GemmDesc { element: Element::Bf16, gated: true, slots: tokens * 8, experts: 128, rows: 1536, k: 2048 };
-            let launch = super::gemm(&gemm, tile_log2(&gemm, &gemm, &device), &device);
+            let launch = super::gemm(&gemm, tile_tokens(&gemm, &gemm, &device), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);
         }
