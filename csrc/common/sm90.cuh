@@ -80,6 +80,16 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // Makes st.shared and cp.async writes that this thread made or observed visible to wgmma and to the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Moves registers between warpgroups: all threads of one, a multiple of 8; an increase waits for the decreases it needs.
+template <int Registers>
+__device__ __forceinline__ void registers_increase() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void registers_decrease() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
 // Stores 8 x 8 tiles of 16 bits transposed. Lane l holds rows l / 4, columns 2 (l % 4), + 1 of each tile; lanes 8 i ... 8 i + 7
 // give the addresses of tile i's columns, 16 bytes each.
 __device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[4]) {

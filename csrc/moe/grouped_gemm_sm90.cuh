@@ -50,7 +50,7 @@ struct RingPosition {
 template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
     static_assert(MaxTokens % 16 == 0 && MaxTokens <= 256, "a token tile is a wgmma N that the epilogue turns 16 at a time");
-    static_assert(MaxTokens * RowTiles <= 256, "the sums must fit in registers");
+    static_assert(MaxTokens * RowTiles <= 384, "the sums must fit in registers");
     static_assert(Stages >= 2, "a stage is released while the next is multiplied");
 
     static constexpr int kRows = 64 * RowTiles * Consumers;
@@ -66,6 +66,7 @@ struct GroupedGemmSm90 {
     // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer.
     static constexpr int kOutputBytes = Gated ? 64 : 128;
     static constexpr int kChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
+    static_assert(MaxTokens % kChunk == 0, "whole chunks");
     static constexpr int kStagingBytes = kChunk * kOutputBytes;
 
     struct alignas(128) Shared {
@@ -87,6 +88,9 @@ struct GroupedGemmSm90 {
                                             : MaxTokens * RowTiles > 32 ? 768 / kThreads
                                                                         : 1152 / kThreads;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+    // Beyond 128 sums a thread, consumers take registers from the producers: 56 + 2 * 224 is what 3 * 168 make.
+    static constexpr bool kMovesRegisters = MaxTokens * RowTiles > 256;
+    static_assert(!kMovesRegisters || Consumers == 2, "the registers of all threads");
 
     static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -108,6 +112,7 @@ struct GroupedGemmSm90 {
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
+            if constexpr (kMovesRegisters) sm90::registers_decrease<56>();
             const int warp = threadIdx.x / 32;
             if (warp == 0)
                 copy_weights(weights, p, shared);
@@ -116,6 +121,7 @@ struct GroupedGemmSm90 {
             else
                 gather(p, shared);
         } else {
+            if constexpr (kMovesRegisters) sm90::registers_increase<224>();
             consume(p, shared);
         }
     }
