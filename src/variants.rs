@@ -199,7 +199,7 @@ pub const SM90_TILES: [Sm90Tile; 4] = [
     Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 5 },
     Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
     Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
-    Sm90Tile { tokens: 256, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 192, row_tiles: 2, consumers: 2, stages: 3 },
 ];
 
 /// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.

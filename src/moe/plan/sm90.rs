@@ -29,10 +29,12 @@ fn tile(tokens: i32) -> Sm90Tile {
     *SM90_TILES.iter().find(|t| t.tokens >= tokens as u32).unwrap_or(&SM90_TILES[SM90_TILES.len() - 1])
 }
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once. A
-/// tile is computed at its own count's width: a wide variant costs stages and resident CTAs, not columns. us a layer by tile:
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once; beyond that
+/// 192 tokens by 256 rows, which moves the fewest bytes a flop. A tile is computed at its own count's width: a wide variant costs
+/// stages and resident CTAs, not columns. us a layer by tile (docs/measured.md):
 ///   qwen3 (E128 k8)     M 1 (mean 0.06)  27.1 at 16, 28.7 at 64;    M 256 (16)  293 at 64, 302 at 128, 316 at 256
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
+///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256
 pub fn tile_tokens(up: &GemmDesc, _down: &GemmDesc, _device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     // The means leave room for the spread of random routing: 40 + 3.8 and 96 + 3.2 standard deviations.
@@ -43,7 +45,7 @@ pub fn tile_tokens(up: &GemmDesc, _down: &GemmDesc, _device: &Device) -> i32 {
     } else if mean <= 96.0 {
         128
     } else {
-        256
+        192
     }
 }
 
