@@ -206,25 +206,40 @@ impl TensorRef {
             }
             tensor.assume_init()
         };
-        // The table checks neither of these, `__dlpack__` does.
+        Self::refuse_lazy_state(operand, object)?;
+        Self::from_dlpack(operand, &tensor, Origin::Torch(api), None)
+    }
+
+    /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.
+    fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
+        let py = object.py();
         if object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
             contract!("{operand}: requires grad; oxmoe has no backward: pass {operand}.detach() or call under torch.no_grad()");
         }
         if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
             contract!("{operand}: has its negative bit set (a lazily negated view); pass {operand}.resolve_neg()");
         }
-        Self::from_dlpack(operand, &tensor, Origin::Torch(api), None)
+        Ok(())
     }
 
-    /// The Python protocol: a capsule that owns a reference until the borrow ends.
+    /// torch 2.9's function (it neither synchronises nor asks for a stream), else the Python protocol: a capsule that owns a reference until the borrow ends.
     fn borrow_capsule(operand: &'static str, object: &Bound<'_, PyAny>, origin: Origin) -> Result<TensorRef> {
         let py = object.py();
-        let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
-            contract!("{operand}: expected a torch tensor or a numpy array, got {}", object.get_type().name()?);
+        let capsule = if origin == Origin::OldTorch {
+            Self::refuse_lazy_state(operand, object)?;
+            py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((object,))
+        } else {
+            let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
+                contract!("{operand}: expected a torch tensor or a numpy array, got {}", object.get_type().name()?);
+            };
+            method.call0()
         };
-        let capsule = match method.call0() {
+        let capsule = match capsule {
             Ok(capsule) => capsule,
-            Err(error) => contract!("{operand}: cannot be read through DLPack: {}", error.value(py)),
+            Err(error) => {
+                let error = error.value(py).to_string();
+                contract!("{operand}: cannot be read through DLPack: {}", error.lines().next().unwrap_or_default())
+            }
         };
         let capsule = Capsule(capsule.unbind());
         let Some(tensor) = capsule.tensor(py) else { contract!("{operand}: __dlpack__ returned no DLPack capsule") };
