@@ -9,11 +9,14 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
 
-# cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests embed Python, so they must find libpython.
+# cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
+# installed (Debian: python3-dev), else with a library of nothing but the names.
 LIBPYTHON = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
-CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LD_LIBRARY_PATH=$(LIBPYTHON):$$LD_LIBRARY_PATH cargo
+PYTHON_NAMES := $(CURDIR)/target/python-names
+CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
+	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv install demo test wheel lint stubs fmt gpu-test bench sanitize clean
+.PHONY: help venv install python-names demo test wheel lint stubs fmt gpu-test bench sanitize clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -34,7 +37,13 @@ demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .ven
 	$(DEMO)/bin/python -m pip install --quiet numpy $(if $(shell command -v nvidia-smi),torch) .
 	$(DEMO)/bin/python -m oxmoe demo
 
-test: lint stubs ## lints, stubs, Rust tests, Python tests that need no GPU
+python-names: install
+	mkdir -p $(PYTHON_NAMES)
+	(echo Py_InitializeEx; nm -D --undefined-only $(VENV)/lib/python3*/site-packages/oxmoe/_oxmoe*.so | awk '$$2 ~ /^_?Py/ {print $$2}') \
+		| sort -u | sed 's/.*/char &[64];/' | $(CC) -shared -x c - -o \
+		$(PYTHON_NAMES)/libpython$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LDVERSION"))').so
+
+test: lint stubs python-names ## lints, stubs, Rust tests, Python tests that need no GPU
 	$(CARGO) test
 	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -167,6 +168,11 @@ def test_overlaps(right: Call) -> None:
     assert torch.equal(right.layer.w2, before)
     size = right.options["workspace"].numel()
     if size:
+        experts = torch.zeros(256 + max(size, right.layer.w2.nbytes), dtype=torch.uint8, device=x.device)
+        start = -experts.data_ptr() % 256
+        w2 = experts[start : start + right.layer.w2.nbytes].view(right.layer.w2.dtype).view(right.layer.w2.shape)
+        inside = dataclasses.replace(right.layer, w2=w2).weights()
+        right.refuse(ValueError, r"^workspace: overlaps w2", weights=inside, workspace=experts[start : start + size])
         start = max(size - 256, 0) // 256 * 256
         room = make_workspace(size + x.numel() * x.element_size(), x.device)
         x_inside = room[start:][: x.numel() * x.element_size()].view(x.dtype).view(x.shape)

@@ -227,19 +227,7 @@ impl<'py> Call<'_, 'py> {
         if out.overlaps(x) && out.data != x.data {
             contract!("out: overlaps x without being x");
         }
-        let Layer { up, down, .. } = layer;
-        let element = x.elem.bytes();
-        for (name, matrix) in [("w13", up), ("w2", down)] {
-            let bytes = layer.desc.experts as usize * matrix.rows as usize * matrix.k as usize * element;
-            if out.overlaps_range(matrix.data, bytes) {
-                contract!("out: overlaps {name}");
-            }
-        }
-        if let Routing::Given { weights, ids } = &self.routing {
-            if out.overlaps(weights) || out.overlaps(ids) {
-                contract!("out: overlaps topk_weights or topk_ids");
-            }
-        }
+        self.refuse_overlap("out", &out)?;
         if desc.tokens == 0 {
             return Ok(out_object);
         }
@@ -263,6 +251,23 @@ impl<'py> Call<'_, 'py> {
             }
         }
         Ok(out_object)
+    }
+
+    /// Nothing that is written may share memory with experts, ids or weights.
+    fn refuse_overlap(&self, operand: &str, written: &TensorRef) -> Result<()> {
+        let Layer { desc, up, down, .. } = self.layer;
+        for (name, matrix) in [("w13", up), ("w2", down)] {
+            let elements = desc.experts as usize * matrix.rows as usize * matrix.k as usize;
+            if written.overlaps_range(matrix.data, elements * elem(desc.dtype).bytes()) {
+                contract!("{operand}: overlaps {name}");
+            }
+        }
+        if let Routing::Given { weights, ids } = &self.routing {
+            if written.overlaps(weights) || written.overlaps(ids) {
+                contract!("{operand}: overlaps topk_weights or topk_ids");
+            }
+        }
+        Ok(())
     }
 
     /// The caller's workspace, or one for this call.
@@ -291,6 +296,7 @@ impl<'py> Call<'_, 'py> {
         if given.overlaps(x) || given.overlaps(out) {
             contract!("workspace: overlaps x or out");
         }
+        self.refuse_overlap("workspace", &given)?;
         Ok(Scratch { base: given.data, _own: Vec::new(), _tensor: None })
     }
 }
@@ -335,16 +341,13 @@ pub fn moe<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
         let layer = &weights.get().layer;
-        if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
-            contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
-        }
         let experts = layer.desc.experts * ep_size;
         let options = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
-            first_expert: ep_rank * layer.desc.experts,
+            first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
         if let Some(logits) = router_logits {
             if topk_weights.is_some() || topk_ids.is_some() {
@@ -445,9 +448,6 @@ pub fn moe_tensors<'py>(
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
-            contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
-        }
         let options = weights::Options { layout, activation, gated, alpha, beta, limit, clamp };
         let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
         let borrow = |name, t: Option<&Bound<'py, PyAny>>| t.map(|t| TensorRef::borrow(name, t)).transpose();
@@ -464,10 +464,18 @@ pub fn moe_tensors<'py>(
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
-            first_expert: ep_rank * layer.desc.experts,
+            first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
         forward(&layer, (x, topk_weights, topk_ids), call, out, workspace)
     })
+}
+
+/// The global id of a rank's first expert.
+fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
+    if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
+        contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
+    }
+    Ok(ep_rank * experts)
 }
 
 fn elem(dtype: Dtype) -> Elem {
