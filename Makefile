@@ -10,7 +10,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
 
 # cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
-# installed (Debian: python3-dev), else with a library of nothing but the names.
+# installed (Debian: python3-dev), else with a library of nothing but the names: the module's, and those that pyo3 adds without abi3.
 LIBPYTHON = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
 PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
@@ -39,7 +39,7 @@ demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .ven
 
 python-names: install
 	mkdir -p $(PYTHON_NAMES)
-	(echo Py_InitializeEx; nm -D --undefined-only $(VENV)/lib/python3*/site-packages/oxmoe/_oxmoe*.so | awk '$$2 ~ /^_?Py/ {print $$2}') \
+	(printf '%s\n' Py_InitializeEx PyType_GetName PyType_GetQualName _Py_Dealloc; nm -D --undefined-only $(VENV)/lib/python3*/site-packages/oxmoe/_oxmoe*.so | awk '$$2 ~ /^_?Py/ {print $$2}') \
 		| sort -u | sed 's/.*/char &[64];/' | $(CC) -shared -x c - -o \
 		$(PYTHON_NAMES)/libpython$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LDVERSION"))').so
 
