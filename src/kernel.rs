@@ -2,7 +2,7 @@
 
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
-use crate::params::{CombineParams, GroupedGemmParams, RaggedParams, RouteParams, SelectParams};
+use crate::params::{CombineParams, GroupedGemmParams, LayerParams, RaggedParams, RouteParams, SelectParams};
 use crate::tma::TensorMap;
 use crate::variants::Variant;
 use cudarc::driver::{result, sys};
@@ -72,6 +72,7 @@ pub enum Args<'a> {
     Ragged(&'a RaggedParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
     GemmPortable(&'a GroupedGemmParams),
+    LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     Combine(&'a CombineParams),
 }
 
@@ -81,15 +82,16 @@ fn address<T>(value: &T) -> *mut c_void {
 
 impl Args<'_> {
     /// Addresses of the parameters in the order of the kernel's signature.
-    fn pointers(&self) -> [*mut c_void; 2] {
+    fn pointers(&self) -> [*mut c_void; 3] {
         let none = std::ptr::null_mut();
         match *self {
-            Args::Select(s, r) => [address(s), address(r)],
-            Args::Sort(p) => [address(p), none],
-            Args::Ragged(p) => [address(p), none],
-            Args::GemmSm90(map, p) => [address(&map.0), address(p)],
-            Args::GemmPortable(p) => [address(p), none],
-            Args::Combine(p) => [address(p), none],
+            Args::Select(s, r) => [address(s), address(r), none],
+            Args::Sort(p) => [address(p), none, none],
+            Args::Ragged(p) => [address(p), none, none],
+            Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
+            Args::GemmPortable(p) => [address(p), none, none],
+            Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
+            Args::Combine(p) => [address(p), none, none],
         }
     }
 
@@ -101,6 +103,7 @@ impl Args<'_> {
                 | (Args::Ragged(_), Variant::Ragged)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
                 | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
+                | (Args::LayerSm90(..), Variant::LayerSm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
         )
     }

@@ -147,7 +147,7 @@ pub mod ffi {
         /// Local experts.
         experts: i32,
         first_expert: i32,
-        /// The schedule's largest `Tile::count`, a multiple of 16. An expert's slots are cut evenly in steps of 16.
+        /// The schedule's largest `Tile::count`, 8 or a multiple of 16. An expert's slots are cut evenly in steps of 16 (of 8).
         tile_tokens: i32,
         /// Length of `tiles`; the schedule ends with at least one -1 when shorter.
         max_tiles: i32,
@@ -161,8 +161,10 @@ pub mod ffi {
         slot_of_place: *mut i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
-        /// i32 `[2]` that get zeros, or null: `GroupedGemmParams::next_unit` of the layer's two GEMMs.
-        next_units: *mut i32,
+        /// i32 `[counter_count]` that get zeros: what the kernels after this one count in (`GroupedGemmParams::next_unit`,
+        /// `LayerParams`). May be null when there are none.
+        counters: *mut i32,
+        counter_count: i32,
         /// Scratch of the two-launch form, null in Route and in a Select that stands alone: slots per expert in each block of tokens,
         /// 16 bits each, two a word, `[blocks, ceil(experts / 2)]`.
         block_histogram: *mut i32,
@@ -238,6 +240,21 @@ pub mod ffi {
         scale: f32,
         /// No sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
         keep_slots: bool,
+    }
+
+    /// GEMM1, GEMM2 and combine in one launch. `up.next_unit` hands out the units of both;
+    /// `schedule_is_older` is not looked at.
+    #[derive(Clone, Copy, Debug)]
+    struct LayerParams {
+        up: GroupedGemmParams,
+        down: GroupedGemmParams,
+        combine: CombineParams,
+        /// Length of the schedule, as in `RouteParams`.
+        max_tiles: i32,
+        /// i32 `[max_tiles]`, 0 before the launch: row blocks of GEMM1 that are done, by tile of the schedule.
+        tiles_done: *mut i32,
+        /// i32 `[ceil(hidden / 64)]`, 0 before the launch: tiles of GEMM2 that are done, by row block.
+        rows_done: *mut i32,
     }
 }
 

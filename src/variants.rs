@@ -13,6 +13,8 @@ pub enum Element {
 pub enum Variant {
     /// wgmma + TMA. `tokens`: largest token tile (wgmma N); `row_tiles` x 64 weight rows for each of `consumers` warpgroups.
     GroupedGemmSm90 { element: Element, gated: bool, tokens: u32, row_tiles: u32, consumers: u32, stages: u32 },
+    /// Both GEMMs and the combine of a small batch in one launch, from the same pieces: 64 weight rows a unit.
+    LayerSm90 { element: Element, gated: bool, tokens: u32, stages: u32 },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
     GroupedGemmPortable { element: Element, gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32, vector: u32 },
     /// Top-k alone. `experts_per_lane` x 32 >= experts.
@@ -40,6 +42,7 @@ pub fn all() -> Vec<Variant> {
     for element in ELEMENTS {
         for gated in [true, false] {
             rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
+            rows.extend(LAYER_TILES.map(|t| t.variant(element, gated)));
             rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
         }
         rows.push(Variant::Combine { element });
@@ -83,6 +86,9 @@ impl Variant {
                 element.name(),
                 gated_name(gated)
             ),
+            Variant::LayerSm90 { element, gated, tokens, stages } => {
+                format!("layer_sm90_{}_{}_t{tokens}_s{stages}", element.name(), gated_name(gated))
+            }
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 element.name(),
@@ -104,6 +110,9 @@ impl Variant {
                 "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
                 element.device_type()
             ),
+            Variant::LayerSm90 { element, gated, tokens, stages } => {
+                format!("oxmoe::LayerSm90<{}, {gated}, {tokens}, {stages}>", element.device_type())
+            }
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
@@ -121,6 +130,7 @@ impl Variant {
     pub fn header(&self) -> &'static str {
         match self {
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
+            Variant::LayerSm90 { .. } => "moe/layer_sm90.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
@@ -136,6 +146,10 @@ impl Variant {
             Variant::GroupedGemmSm90 { .. } => (
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
                 "weights, p",
+            ),
+            Variant::LayerSm90 { .. } => (
+                "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::LayerParams p",
+                "up_weights, down_weights, p",
             ),
             Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. } => {
@@ -155,6 +169,9 @@ impl Variant {
             Variant::GroupedGemmSm90 { element, gated, .. } => {
                 format!("grouped_gemm_sm90_{}_{}", element.name(), gated_name(gated))
             }
+            Variant::LayerSm90 { element, gated, .. } => {
+                format!("layer_sm90_{}_{}", element.name(), gated_name(gated))
+            }
             Variant::GroupedGemmPortable { element, gated, .. } => {
                 format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
             }
@@ -169,7 +186,7 @@ impl Variant {
     /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
     pub fn runs_on(&self, arch: &str) -> bool {
         match self {
-            Variant::GroupedGemmSm90 { .. } => arch == "90a",
+            Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. } => arch == "90a",
             _ => true,
         }
     }
@@ -220,6 +237,29 @@ fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
     (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
 }
 
+/// Tile of the fused layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerTile {
+    pub tokens: u32,
+    pub stages: u32,
+}
+
+impl LayerTile {
+    pub fn variant(self, element: Element, gated: bool) -> Variant {
+        let LayerTile { tokens, stages } = self;
+        Variant::LayerSm90 { element, gated, tokens, stages }
+    }
+}
+
+/// By tokens.
+pub const LAYER_TILES: [LayerTile; 2] = [LayerTile { tokens: 8, stages: 12 }, LayerTile { tokens: 16, stages: 10 }];
+
+/// Bytes of `LayerSm90::Shared`: stages, two staged chunks of 16 outputs, two units, barriers, one word.
+fn layer_shared_bytes(tokens: u32, stages: u32) -> u32 {
+    let stage = tokens * 128 + 8192;
+    (stages * stage + 2 * 16 * 128 + 2 * 32 + 8 * (2 * stages + 5) + 4).next_multiple_of(128)
+}
+
 impl Variant {
     fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
         match *self {
@@ -234,6 +274,7 @@ impl Variant {
     pub fn threads(&self) -> u32 {
         match *self {
             Variant::GroupedGemmSm90 { consumers, .. } => 128 * (1 + consumers),
+            Variant::LayerSm90 { .. } => 256,
             Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
             Variant::Combine { .. } => 128,
             _ => 1024,
@@ -247,6 +288,7 @@ impl Variant {
             (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
                 PortableTile { tokens, rows, warps, stages, vector }.ctas()
             }
+            (_, Variant::LayerSm90 { .. }) => 2,
             (_, Variant::Combine { .. }) => 8,
             _ => 1,
         }
@@ -259,6 +301,7 @@ impl Variant {
             (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
                 Some(PortableTile { tokens, rows, warps, stages, vector }.shared_bytes())
             }
+            (_, &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
             (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
             _ => None,
         }

@@ -3,7 +3,7 @@
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{self, MoeDesc, MoePlan, MoeWorkspace};
+use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::variants::{self, Variant};
@@ -55,12 +55,16 @@ fn descs() -> impl Iterator<Item = MoeDesc> {
     })
 }
 
-fn launches(plan: &MoePlan) -> Vec<Launch> {
-    plan.routing.launches().chain([plan.up, plan.down, plan.combine]).collect()
-}
-
 fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
     MoePlan::new(desc, device).unwrap_or_else(|e| panic!("{desc:?} on {device:?}: {e}"))
+}
+
+/// The launches with GEMMs in them.
+fn gemms(plan: &MoePlan) -> Vec<Launch> {
+    match plan.experts {
+        Experts::Gemms { up, down } => vec![up, down],
+        Experts::Fused(launch) => vec![launch],
+    }
 }
 
 #[test]
@@ -70,7 +74,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     let mut chosen = HashSet::new();
     for device in devices() {
         for desc in descs() {
-            chosen.extend(launches(&plan_of(&desc, &device)).into_iter().map(|l| l.variant));
+            chosen.extend(plan_of(&desc, &device).launches().into_iter().map(|l| l.variant));
             let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
             chosen.extend(alone.map(|l| l.variant));
         }
@@ -94,7 +98,7 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
         for (layer, top_k) in layers() {
             let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
             for desc in descs().filter(|d| d.layer == layer && d.top_k == top_k) {
-                for l in launches(&plan_of(&desc, &device)) {
+                for l in plan_of(&desc, &device).launches() {
                     let say = || format!("{desc:?} on {device:?}: {l:?}");
                     assert!(loaded.contains(&l.variant), "{}", say());
                     assert!(l.variant.runs_on(device.arch.image()), "{}", say());
@@ -120,15 +124,31 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
 
 #[test]
 fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
-    let hopper = |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. });
+    let hopper = |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. });
     for device in devices() {
         for (layer, top_k) in layers() {
             let families: HashSet<bool> = TOKENS
                 .iter()
                 .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None }, &device))
-                .flat_map(|plan| [hopper(&plan.up), hopper(&plan.down)])
+                .flat_map(|plan| gemms(&plan).iter().map(hopper).collect::<Vec<_>>())
                 .collect();
             assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
+        }
+    }
+}
+
+#[test]
+fn a_fused_layer_fits_on_the_gpu_at_once() {
+    for device in devices() {
+        for desc in descs() {
+            let plan = plan_of(&desc, &device);
+            let Experts::Fused(launch) = plan.experts else {
+                assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
+                continue;
+            };
+            let most = device.multiprocessors * launch.variant.ctas_per_multiprocessor();
+            assert!(launch.grid <= most, "{desc:?} on {device:?}: {launch}");
+            assert!(plan.combine.is_none(), "{desc:?} on {device:?}");
         }
     }
 }
@@ -171,11 +191,14 @@ fn schedule_fits_its_range() {
             );
             // The schedule cuts experts in steps of 16 places, and a kernel takes tiles of up to its own width.
             let width = |l: &Launch| match l.variant {
-                Variant::GroupedGemmSm90 { tokens, .. } | Variant::GroupedGemmPortable { tokens, .. } => tokens,
+                Variant::GroupedGemmSm90 { tokens, .. }
+                | Variant::LayerSm90 { tokens, .. }
+                | Variant::GroupedGemmPortable { tokens, .. } => tokens,
                 other => panic!("{other:?} is no GEMM"),
             };
-            assert!(plan.tile_tokens >= 16 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
-            assert!(width(&plan.up).min(width(&plan.down)) >= plan.tile_tokens as u32, "{desc:?} on {device:?}");
+            assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
+            assert!(gemms(&plan).iter().all(|l| width(l) >= plan.tile_tokens as u32), "{desc:?} on {device:?}");
+            assert!(plan.counter_count() as usize * 4 <= plan.workspace.counters.bytes, "{desc:?} on {device:?}");
             assert_eq!(
                 plan.workspace,
                 plan::workspace(&desc.layer, desc.tokens, desc.top_k),
@@ -191,7 +214,7 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 10] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 9] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     [
@@ -202,7 +225,6 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.place_of_slot.offset, w.place_of_slot.bytes, slots * 4),
         (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
         (w.tile_count.offset, w.tile_count.bytes, 4),
-        (w.next_units.offset, w.next_units.bytes, 8),
         (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
         (w.rows.offset, w.rows.bytes, slots * layer.hidden as usize * element),
     ]
@@ -217,7 +239,9 @@ fn workspace_is_exact_aligned_and_disjoint() {
             for &(_, bytes, need) in &ranges {
                 assert_eq!(bytes, need, "{layer:?} {tokens}");
             }
-            ranges.extend([(w.tiles.offset, w.tiles.bytes, 0), (w.block_histogram.offset, w.block_histogram.bytes, 0)]);
+            for range in [w.tiles, w.block_histogram, w.counters] {
+                ranges.push((range.offset, range.bytes, 0));
+            }
             ranges.sort_unstable();
             let mut end = 0;
             for (offset, bytes, _) in ranges {

@@ -23,6 +23,42 @@ struct Combine {
             sum_rows<uint16_t>(p);
     }
 
+    // One vector of one token. `ready()` comes after the maps and weights are read and before y is; false: nothing is summed.
+    template <typename Vector, typename Ready>
+    static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t token, uint32_t column, Ready ready) {
+        constexpr int kWidth = sizeof(Vector) / 2;
+        const uint32_t row_vectors = p.hidden / kWidth;
+        const Vector* y = reinterpret_cast<const Vector*>(p.y);
+        Vector* out = reinterpret_cast<Vector*>(p.out);
+        float sums[kWidth] = {};
+        for (int first = 0; first < p.top_k; first += kBatch) {
+            int place[kBatch];
+            float weight[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const size_t slot = size_t(token) * p.top_k + first + i;
+                place[i] = first + i < p.top_k ? p.place_of_slot[slot] : -1;
+                weight[i] = p.weights && first + i < p.top_k ? p.weights[slot] : 1.f;
+            }
+            if (!ready()) return;
+            Vector rows[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (place[i] >= 0) rows[i] = y[size_t(place[i]) * row_vectors + column];
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (place[i] >= 0) add(sums, rows[i], weight[i]);
+                if (p.keep_slots && first + i < p.top_k) {
+                    round(sums, p.scale, &out[(size_t(token) * p.top_k + first + i) * row_vectors + column]);
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) sums[j] = 0.f;
+                }
+            }
+        }
+        if (!p.keep_slots) round(sums, p.scale, &out[size_t(token) * row_vectors + column]);
+    }
+
 private:
     static __device__ __forceinline__ void add(float (&sums)[8], const uint4& row, float weight) {
         const uint32_t words[4] = {row.x, row.y, row.z, row.w};
@@ -47,43 +83,14 @@ private:
 
     template <typename Vector>
     static __device__ __forceinline__ void sum_rows(const CombineParams& p) {
-        constexpr int kWidth = sizeof(Vector) / 2;
-        const uint32_t row_vectors = p.hidden / kWidth, vectors = p.tokens * row_vectors;
-        const Vector* y = reinterpret_cast<const Vector*>(p.y);
-        Vector* out = reinterpret_cast<Vector*>(p.out);
+        const uint32_t row_vectors = p.hidden / (sizeof(Vector) / 2), vectors = p.tokens * row_vectors;
         bool waited = false;
         for (uint32_t vector = blockIdx.x * kThreads + threadIdx.x; vector < vectors; vector += gridDim.x * kThreads) {
-            const uint32_t token = vector / row_vectors, column = vector % row_vectors;
-            float sums[kWidth] = {};
-            for (int first = 0; first < p.top_k; first += kBatch) {
-                int place[kBatch];
-                float weight[kBatch];
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    const size_t slot = size_t(token) * p.top_k + first + i;
-                    place[i] = first + i < p.top_k ? p.place_of_slot[slot] : -1;
-                    weight[i] = p.weights && first + i < p.top_k ? p.weights[slot] : 1.f;
-                }
-                // NOTE: the maps and weights are older than the kernel before this one, which let this one start after its own
-                // wait.
+            // NOTE: the maps and weights are older than the kernel before this one, which let this one start after its own wait.
+            sum_vector<Vector>(p, vector / row_vectors, vector % row_vectors, [&] {
                 if (!waited) pdl::wait();
-                waited = true;
-                Vector rows[kBatch];
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (place[i] >= 0) rows[i] = y[size_t(place[i]) * row_vectors + column];
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (place[i] >= 0) add(sums, rows[i], weight[i]);
-                    if (p.keep_slots && first + i < p.top_k) {
-                        round(sums, p.scale, &out[(size_t(token) * p.top_k + first + i) * row_vectors + column]);
-#pragma unroll
-                        for (int j = 0; j < kWidth; ++j) sums[j] = 0.f;
-                    }
-                }
-            }
-            if (!p.keep_slots) round(sums, p.scale, &out[size_t(token) * row_vectors + column]);
+                return waited = true;
+            });
         }
         if (!waited) pdl::wait();
     }

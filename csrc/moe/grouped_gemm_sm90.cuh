@@ -33,6 +33,18 @@ struct alignas(16) WorkUnit {
     int expert, first, count, row_block;
 };
 
+// Work unit `unit` of tile_count x row_blocks: its tile's number, the tile and the row block. Tiles fastest inside groups of
+// kTileGroup: CTAs that run together share weight rows as well as tokens.
+constexpr int kTileGroup = 4;
+__device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int row_blocks, int unit, WorkUnit& work) {
+    const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
+    const int group_tiles = min(kTileGroup, tile_count - group * kTileGroup);
+    const int number = group * kTileGroup + place % group_tiles;
+    const Tile tile = tiles[number];
+    work = {tile.expert, tile.first, tile.count, place / group_tiles};
+    return number;
+}
+
 // Position in a ring of `Slots` and the parity of its current use.
 template <int Slots>
 struct RingPosition {
@@ -53,13 +65,13 @@ struct GroupedGemmSm90 {
     static_assert(MaxTokens * RowTiles <= 384, "the sums must fit in registers");
     static_assert(Stages >= 2, "a stage is released while the next is multiplied");
 
+    static constexpr bool kGated = Gated;
     static constexpr int kRows = 64 * RowTiles * Consumers;
     static constexpr int kBlockK = 64;  // 128 bytes: a row of the swizzle
     static constexpr int kWeightTileBytes = 64 * 128;
     static constexpr int kTokenBytes = MaxTokens * 128;
     static constexpr int kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
     static constexpr int kUnitSlots = 2;
-    static constexpr int kTileGroup = 4;
     static constexpr int kGatherThreads = 64;
     static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
@@ -138,13 +150,7 @@ private:
         RingPosition<1> fetches;
         for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
             WorkUnit work{-1, 0, 0, 0};
-            if (unit < units) {
-                // Tiles fastest inside groups of kTileGroup: CTAs that run together share weight rows as well as tokens.
-                const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
-                const int group_tiles = min(kTileGroup, tile_count - group * kTileGroup);
-                const Tile tile = p.tiles[group * kTileGroup + place % group_tiles];
-                work = {tile.expert, tile.first, tile.count, place / group_tiles};
-            }
+            if (unit < units) find_unit(p.tiles, tile_count, row_blocks, unit, work);
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
             for (int n = lane; n < work.count; n += 32) {
                 const int place = work.first + n;
@@ -255,7 +261,7 @@ private:
             for (int i = 0; i < RowTiles * MaxTokens / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
             }
-            multiply_at_width<16, MaxTokens>(work.count, sums, p, shared, ring);
+            multiply_at_width<16, MaxTokens>(work.count, k_blocks(p), sums, shared, ring);
             const bool activated = prepare_sums(work, sums, p);
             if (!Gated || activated)
                 store<true>(work, sums, p, shared, staging);
@@ -264,26 +270,27 @@ private:
         }
     }
 
-    // The smallest width that holds the tile, by bisection.
-    template <int Low, int High>
-    static __device__ __forceinline__ void multiply_at_width(int count, float (&sums)[RowTiles][MaxTokens / 2],
-                                                             const GroupedGemmParams& p, Shared& shared,
-                                                             RingPosition<Stages>& ring) {
+public:
+    // The smallest width that holds the tile, by bisection. This and what follows also serve the fused layer: `Buffers` is any
+    // struct with stage, full, empty and staging.
+    template <int Low, int High, typename Buffers>
+    static __device__ __forceinline__ void multiply_at_width(int count, int blocks, float (&sums)[RowTiles][MaxTokens / 2],
+                                                             Buffers& shared, RingPosition<Stages>& ring) {
         if constexpr (Low == High) {
-            multiply<Low>(sums, p, shared, ring);
+            multiply<Low>(blocks, sums, shared, ring);
         } else {
             constexpr int kMiddle = (Low + High) / 32 * 16;
             if (count <= kMiddle)
-                multiply_at_width<Low, kMiddle>(count, sums, p, shared, ring);
+                multiply_at_width<Low, kMiddle>(count, blocks, sums, shared, ring);
             else
-                multiply_at_width<kMiddle + 16, High>(count, sums, p, shared, ring);
+                multiply_at_width<kMiddle + 16, High>(count, blocks, sums, shared, ring);
         }
     }
 
-    template <int Width>
-    static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][MaxTokens / 2], const GroupedGemmParams& p,
-                                                    Shared& shared, RingPosition<Stages>& ring) {
-        const int consumer = threadIdx.x / 128 - 1, blocks = k_blocks(p);
+    template <int Width, typename Buffers>
+    static __device__ __forceinline__ void multiply(int blocks, float (&sums)[RowTiles][MaxTokens / 2], Buffers& shared,
+                                                    RingPosition<Stages>& ring) {
+        const int consumer = threadIdx.x / 128 - 1;
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         int previous = 0;
 #pragma unroll 1
@@ -327,26 +334,31 @@ private:
         return half * p.out_columns + slice * 8 + row;
     }
 
+    static __device__ __forceinline__ void add_bias(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
+                                                    const GroupedGemmParams& p) {
+        if (p.bias == nullptr) return;
+        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < RowTiles; ++m) {
+            const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
+            float bias[2] = {0.f, 0.f};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
+                if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
+            }
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) sums[m][i] += bias[i / 2 % 2];
+        }
+    }
+
     // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
     // activation is done; a gated kind's outputs then lie where its gates were.
     static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
                                                         const GroupedGemmParams& p) {
         constexpr int kSums = MaxTokens / 2;
-        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        if (p.bias) {
-#pragma unroll
-            for (int m = 0; m < RowTiles; ++m) {
-                const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
-                float bias[2] = {0.f, 0.f};
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
-                    if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
-                }
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[i / 2 % 2];
-            }
-        }
+        const int lane = threadIdx.x % 32;
+        add_bias(work, sums, p);
         if (p.slot_weights) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
@@ -387,9 +399,9 @@ private:
         return Gated ? token * 64 + ((chunk ^ token / 2 % 4) * 16) : token * 128 + ((chunk ^ token % 8) * 16);
     }
 
-    template <bool Activated>
+    template <bool Activated, typename Buffers>
     static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
-                                                 const GroupedGemmParams& p, Shared& shared, uint32_t& staging) {
+                                                 const GroupedGemmParams& p, Buffers& shared, uint32_t& staging) {
         constexpr int kTokenThreads = kOutputBytes / 16, kPassTokens = 128 / kTokenThreads;
         const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const SwigluFunction swiglu(p.activation);

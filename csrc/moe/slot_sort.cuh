@@ -96,8 +96,10 @@ public:
                 params_.histogram[thread] = total;
                 params_.offsets[thread] = offset;
                 if (thread == 0) params_.offsets[experts] = placed_, *params_.tile_count = tile_count_;
-                if (thread == 0 && params_.next_units) params_.next_units[0] = params_.next_units[1] = 0;
             }
+        }
+        if (blockIdx.x == 0) {
+            for (int i = thread; i < params_.counter_count; i += blockDim.x) params_.counters[i] = 0;
         }
         return offset;
     }
@@ -109,7 +111,7 @@ public:
         for (int e = id / 8; e < params_.experts; e += ids / 8) {
             const int4 span = spans_[e];
             // Cut evenly, in steps of 16: a full tile and a small rest would take longer than two halves.
-            const int size = span.w > 1 ? ((span.y + span.w - 1) / span.w + 15) / 16 * 16 : tile;
+            const int step = min(tile, 16), size = span.w > 1 ? ((span.y + span.w - 1) / span.w + step - 1) / step * step : tile;
             for (int i = id % 8; i < span.w; i += 8)
                 tiles[span.z + i] = make_int4(e, span.x + i * size, min(size, span.y - i * size), 0);
         }

@@ -135,7 +135,8 @@ impl Routed {
             slot_of_place: r.slot_of_place.as_mut_ptr(),
             tiles: r.tiles.as_mut_ptr(),
             tile_count: &mut r.tile_count,
-            next_units: std::ptr::null_mut(),
+            counters: std::ptr::null_mut(),
+            counter_count: 0,
             block_histogram: std::ptr::null_mut(),
         };
         // SAFETY: the buffers above have the documented shapes.

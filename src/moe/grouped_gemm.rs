@@ -1,11 +1,11 @@
 //! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
 
 use super::plan::sm90;
-use super::weights::{LayerDesc, Matrix};
+use super::weights::{Layer, LayerDesc, Matrix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{Dtype, GroupedGemmParams, W13Layout};
+use crate::params::{Dtype, GroupedGemmParams, LayerParams, W13Layout};
 use crate::tma::{self, TensorMap};
 use crate::variants::Variant;
 
@@ -14,8 +14,10 @@ use crate::variants::Variant;
 pub struct WeightMaps(Vec<(u32, TensorMap)>);
 
 impl WeightMaps {
-    fn get(&self, rows: u32) -> Option<&TensorMap> {
-        self.0.iter().find(|m| m.0 == rows).map(|m| &m.1)
+    fn get(&self, op: &str, rows: u32) -> Result<&TensorMap> {
+        self.0.iter().find(|m| m.0 == rows).map(|m| &m.1).ok_or_else(|| {
+            Error::Cuda(format!("{op}: the plan wants {rows}-row tiles and no such tensor map was encoded"))
+        })
     }
 }
 
@@ -45,14 +47,14 @@ pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout
 pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps, p: &GroupedGemmParams) -> Result<()> {
     match launch.variant {
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
-            let rows = 64 * row_tiles * consumers;
-            let Some(map) = maps.get(rows) else {
-                return Err(Error::Cuda(format!(
-                    "{op}: the plan wants {rows}-row tiles and no such tensor map was encoded"
-                )));
-            };
-            stream.launch(op, launch, Args::GemmSm90(map, p))
+            stream.launch(op, launch, Args::GemmSm90(maps.get(op, 64 * row_tiles * consumers)?, p))
         }
         _ => stream.launch(op, launch, Args::GemmPortable(p)),
     }
+}
+
+/// Both GEMMs, and perhaps the combine, in one launch.
+pub fn launch_fused(stream: &Stream<'_>, op: &str, launch: &Launch, layer: &Layer, p: &LayerParams) -> Result<()> {
+    let [up, down] = [&layer.up_maps, &layer.down_maps].map(|maps| maps.get(op, sm90::LAYER_ROWS));
+    stream.launch(op, launch, Args::LayerSm90(up?, down?, p))
 }

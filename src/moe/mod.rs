@@ -11,10 +11,12 @@ use crate::cpu;
 use crate::device::{gpu, Arch, Device};
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
+use crate::params::{
+    Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, LayerParams, RouteParams, SelectParams,
+};
 use crate::quant;
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
-use plan::{MoeDesc, MoePlan, MoeWorkspace};
+use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
 use topk::Selection;
 use weights::{ExpertWeights, Layer, LayerDesc};
@@ -61,7 +63,7 @@ impl Stages {
         routing: &Routing<'_>,
         (x, out): (*const u8, *mut u8),
         (ws, base): (&MoeWorkspace, *mut u8),
-        (tile_tokens, max_tiles): (i32, i32),
+        (tile_tokens, max_tiles, counter_count): (i32, i32, i32),
     ) -> Stages {
         let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
         let select = match routing {
@@ -89,7 +91,8 @@ impl Stages {
             slot_of_place: ws.slot_of_place.at(base),
             tiles: ws.tiles.at(base),
             tile_count: ws.tile_count.at(base),
-            next_units: ws.next_units.at(base),
+            counters: ws.counters.at(base),
+            counter_count,
             block_histogram: ws.block_histogram.at(base),
         };
         let up = GroupedGemmParams {
@@ -108,7 +111,7 @@ impl Stages {
             out_columns: layer.desc.intermediate as i32,
             layout: layer.layout,
             activation: layer.activation,
-            next_unit: route.next_units,
+            next_unit: route.counters.wrapping_add(Counters::NEXT_UP),
             schedule_is_older: false,
         };
         let down = GroupedGemmParams {
@@ -124,7 +127,7 @@ impl Stages {
             k: layer.down.k as i32,
             out_columns: layer.desc.hidden as i32,
             activation: IDENTITY,
-            next_unit: route.next_units.wrapping_add(1),
+            next_unit: route.counters.wrapping_add(Counters::NEXT_DOWN),
             // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
             schedule_is_older: true,
             ..up
@@ -146,9 +149,29 @@ impl Stages {
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer) -> Result<()> {
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
-        grouped_gemm::launch(stream, "moe: GEMM1", &plan.up, &layer.up_maps, &self.up)?;
-        grouped_gemm::launch(stream, "moe: GEMM2", &plan.down, &layer.down_maps, &self.down)?;
-        stream.launch("moe: combine", &plan.combine, Args::Combine(&self.combine))
+        match &plan.experts {
+            Experts::Gemms { up, down } => {
+                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &self.up)?;
+                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
+            }
+            Experts::Fused(launch) => {
+                let counters = self.route.counters;
+                let rows_done = plan::counters(plan.max_tiles, layer.desc.hidden).rows_done();
+                let params = LayerParams {
+                    up: self.up,
+                    down: self.down,
+                    combine: self.combine,
+                    max_tiles: plan.max_tiles,
+                    tiles_done: counters.wrapping_add(Counters::TILES_DONE),
+                    rows_done: counters.wrapping_add(rows_done),
+                };
+                grouped_gemm::launch_fused(stream, "moe: GEMM1, GEMM2 and combine", launch, layer, &params)?;
+            }
+        }
+        match &plan.combine {
+            Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
+            None => Ok(()),
+        }
     }
 
     fn run_cpu(&self, dtype: Dtype) {
@@ -239,7 +262,7 @@ impl<'py> Call<'_, 'py> {
         match x.place {
             Place::Cpu => {
                 let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_TOKENS);
-                let stages = stages((plan::CPU_TILE_TOKENS, most));
+                let stages = stages((plan::CPU_TILE_TOKENS, most, 0));
                 let dtype = layer.desc.dtype;
                 py.detach(|| stages.run_cpu(dtype));
             }
@@ -247,7 +270,7 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let plan = MoePlan::new(desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages((plan.tile_tokens, plan.max_tiles)).run_cuda(&stream, &plan, layer)?;
+                stages((plan.tile_tokens, plan.max_tiles, plan.counter_count())).run_cuda(&stream, &plan, layer)?;
             }
         }
         Ok(out_object)

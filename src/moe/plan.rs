@@ -37,7 +37,7 @@ pub struct MoeWorkspace {
     pub slot_of_place: Range,
     pub tiles: Range,
     pub tile_count: Range,
-    pub next_units: Range,
+    pub counters: Range,
     pub block_histogram: Range,
     /// GEMM1's output, [slots, intermediate].
     pub hidden: Range,
@@ -63,7 +63,7 @@ impl MoeWorkspace {
             slot_of_place: add("slot_of_place", slots * 4),
             tiles: add("tiles", most_tiles * size_of::<Tile>()),
             tile_count: add("tile_count", 4),
-            next_units: add("next_units", 8),
+            counters: add("counters", counters(most_tiles as i32, layer.hidden).count() as usize * 4),
             block_histogram: add(
                 "block_histogram",
                 routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
@@ -86,7 +86,7 @@ impl MoeWorkspace {
             &self.slot_of_place,
             &self.tiles,
             &self.tile_count,
-            &self.next_units,
+            &self.counters,
             &self.block_histogram,
             &self.hidden,
             &self.rows,
@@ -94,8 +94,8 @@ impl MoeWorkspace {
     }
 }
 
-/// Tiles are of 16 tokens or more: the narrowest that both GEMM kernels have.
-const MIN_TILE_TOKENS: i32 = 16;
+/// The narrowest tile that a plan chooses.
+const MIN_TILE_TOKENS: i32 = 8;
 
 /// CPU tiles: wide enough that a weight panel is read once for all tokens of an expert in every usual batch.
 pub const CPU_TILE_TOKENS: i32 = 128;
@@ -106,6 +106,43 @@ pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
+/// What the workspace range `counters` holds, all i32 that routing sets to 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counters {
+    tiles: i32,
+    row_blocks: i32,
+}
+
+pub fn counters(max_tiles: i32, hidden: i64) -> Counters {
+    Counters { tiles: max_tiles, row_blocks: (hidden as u32).div_ceil(sm90::LAYER_ROWS) as i32 }
+}
+
+impl Counters {
+    /// `next_unit` of GEMM1 (of the fused layer: of both) and of GEMM2.
+    pub const NEXT_UP: usize = 0;
+    pub const NEXT_DOWN: usize = 1;
+    pub const TILES_DONE: usize = 2;
+
+    pub fn rows_done(self) -> usize {
+        Self::TILES_DONE + self.tiles as usize
+    }
+
+    pub fn count(self) -> i32 {
+        self.rows_done() as i32 + self.row_blocks
+    }
+}
+
+/// The launches between routing and combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Experts {
+    Gemms {
+        up: Launch,
+        down: Launch,
+    },
+    /// Both GEMMs and the combine.
+    Fused(Launch),
+}
+
 /// A layer call on a GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoePlan {
@@ -113,9 +150,8 @@ pub struct MoePlan {
     pub tile_tokens: i32,
     pub max_tiles: i32,
     pub routing: RoutingPlan,
-    pub up: Launch,
-    pub down: Launch,
-    pub combine: Launch,
+    pub experts: Experts,
+    pub combine: Option<Launch>,
     pub workspace: MoeWorkspace,
 }
 
@@ -151,23 +187,45 @@ impl MoePlan {
             rows: layer.hidden,
             k: layer.intermediate,
         };
-        let (tile_tokens, up, down) = if hopper(device, layer) {
+        let hopper = hopper(device, layer);
+        let fused = if hopper { sm90::layer(desc.tokens, &up, &down, device) } else { None };
+        let (tile_tokens, experts) = if let Some((tile_tokens, launch)) = fused {
+            (tile_tokens, Experts::Fused(launch))
+        } else if hopper {
             let tile_tokens = sm90::tile_tokens(&up, &down, device);
-            (tile_tokens, sm90::gemm(&up, tile_tokens, device), sm90::gemm(&down, tile_tokens, device))
+            let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
+            (tile_tokens, Experts::Gemms { up, down })
         } else {
             let tile_tokens = portable::tile_tokens(&up, &down, device);
-            (tile_tokens, portable::gemm(&up, tile_tokens, device), portable::gemm(&down, tile_tokens, device))
+            let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
+            (tile_tokens, Experts::Gemms { up, down })
         };
         Ok(MoePlan {
             desc: *desc,
             tile_tokens,
             max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
-            up,
-            down,
-            combine: combine(desc, element, device),
+            experts,
+            combine: if fused.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
         })
+    }
+
+    /// All launches in their order.
+    pub fn launches(&self) -> Vec<Launch> {
+        let experts = match self.experts {
+            Experts::Gemms { up, down } => vec![up, down],
+            Experts::Fused(launch) => vec![launch],
+        };
+        self.routing.launches().chain(experts).chain(self.combine).collect()
+    }
+
+    /// Counters that routing must set to 0.
+    pub fn counter_count(&self) -> i32 {
+        match self.experts {
+            Experts::Gemms { .. } => Counters::TILES_DONE as i32,
+            Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
+        }
     }
 }
 
@@ -214,7 +272,7 @@ fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
 /// Every kernel that some call of this layer can use on this device: loaded with the weights.
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let gemms = if hopper(device, layer) {
-        sm90::variants(element(layer.dtype))
+        sm90::variants(element(layer.dtype), layer.gated)
     } else {
         portable::variants(element(layer.dtype))
     };
@@ -271,8 +329,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                 "schedule: tiles of up to {} tokens, at most {} of them",
                 plan.tile_tokens, plan.max_tiles
             );
-            let launches = plan.routing.launches().chain([plan.up, plan.down, plan.combine]);
-            for (i, l) in launches.enumerate() {
+            for (i, l) in plan.launches().iter().enumerate() {
                 let cluster = if l.cluster > 1 { format!(" in clusters of {}", l.cluster) } else { String::new() };
                 let _ = writeln!(
                     text,

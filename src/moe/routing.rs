@@ -22,7 +22,8 @@ pub const NO_SORT: RouteParams = RouteParams {
     slot_of_place: std::ptr::null_mut(),
     tiles: std::ptr::null_mut(),
     tile_count: std::ptr::null_mut(),
-    next_units: std::ptr::null_mut(),
+    counters: std::ptr::null_mut(),
+    counter_count: 0,
     block_histogram: std::ptr::null_mut(),
 };
 

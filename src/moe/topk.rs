@@ -312,7 +312,8 @@ fn sort<'py>(
         slot_of_place: sorted.slot_of_place.1.data.cast(),
         tiles: tiles.data.cast(),
         tile_count: count.data.cast(),
-        next_units: std::ptr::null_mut(),
+        counters: std::ptr::null_mut(),
+        counter_count: 0,
         block_histogram: block_histogram.data.cast(),
     };
     match ids.place {

@@ -4,7 +4,7 @@ use super::{max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::{Element, Sm90Tile, Variant, SM90_TILES};
+use crate::variants::{Element, LayerTile, Sm90Tile, Variant, LAYER_TILES, SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
@@ -16,9 +16,12 @@ fn unit_rows(tile: Sm90Tile) -> u32 {
     64 * tile.row_tiles * tile.consumers
 }
 
+/// Weight rows of a work unit of the fused layer.
+pub const LAYER_ROWS: u32 = 64;
+
 /// Heights of the tensor maps' boxes, each once.
 pub fn tile_rows() -> Vec<u32> {
-    let mut rows: Vec<u32> = SM90_TILES.iter().map(|t| unit_rows(*t)).collect();
+    let mut rows: Vec<u32> = SM90_TILES.iter().map(|t| unit_rows(*t)).chain([LAYER_ROWS]).collect();
     rows.sort_unstable();
     rows.dedup();
     rows
@@ -62,8 +65,27 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-pub fn variants(element: Element) -> Vec<Variant> {
-    SM90_TILES.iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated))).collect()
+/// The fused layer and its schedule's tile, where it is the faster form: small batches, in which every expert's tokens fit in one tile.
+pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<(i32, Launch)> {
+    let tile: &LayerTile = LAYER_TILES.iter().find(|t| i64::from(t.tokens) >= tokens)?;
+    let variant = tile.variant(up.element, up.gated);
+    let tile_tokens = tile.tokens as i32;
+    let row_blocks = [up, down].map(|gemm| (gemm.rows as u32).div_ceil(LAYER_ROWS));
+    let units = max_tiles(up.slots, up.experts, tile_tokens) as u32 * row_blocks.iter().sum::<u32>();
+    let launch = Launch {
+        variant,
+        // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
+        grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()),
+        block: variant.threads(),
+        cluster: 1,
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
+    };
+    Some((tile_tokens, launch))
+}
+
+pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
+    let gemms = SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(element, gated)));
+    gemms.chain(LAYER_TILES.iter().map(|t| t.variant(element, gated))).collect()
 }
 
 #[cfg(test)]

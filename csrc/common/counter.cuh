@@ -1,0 +1,27 @@
+// Counters in global memory that the CTAs of one launch wait for.
+#pragma once
+
+namespace oxmoe::counter {
+
+// Adds 1 and returns the value before. What this thread, and threads it met at a barrier, wrote before is visible to whoever
+// reads the sum with `wait_for` or adds to it later.
+__device__ __forceinline__ int add(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// The same without the value: nothing waits for the answer.
+__device__ __forceinline__ void add_only(int* counter) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Returns once the counter has reached `value`.
+__device__ __forceinline__ void wait_for(const int* counter, int value) {
+    int now;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while (now < value);
+}
+
+}  // namespace oxmoe::counter
