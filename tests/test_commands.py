@@ -12,7 +12,7 @@ import torch
 
 import oxmoe.sglang
 from oxmoe import __main__, doctor
-from oxmoe.bench import layers, report
+from oxmoe.bench import _without_paths, layers, report
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.flashinfer import sort_tokens, tactics
 from oxmoe.bench.peers import PEERS
@@ -77,9 +77,10 @@ def test_bench_times_no_peer_that_computes_something_else(
 
 
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = {"op": "moe", "shape": "a", "format": "bf16", "floor_us": 10.0}
+    common = {"op": "moe", "shape": "a", "format": "bf16", "floor_us": 10.0, "date": "today"}
     rows = [
-        {**common, "tokens": 1, "backend": "oxmoe", "us": 99.0},
+        {**common, "tokens": 1, "backend": "torch-loop", "us": 1.0, "date": "yesterday"},
+        {**common, "tokens": 1, "backend": "oxmoe", "us": 99.0, "date": "yesterday"},
         {**common, "tokens": 1, "backend": "oxmoe", "us": 12.0},
         {**common, "tokens": 1, "backend": "sglang-triton", "us": 15.0},
         {**common, "tokens": 8, "backend": "oxmoe", "us": 20.0, "pattern": "uniform"},
@@ -97,6 +98,11 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "",
         "Slower than the best peer in 1 of 2 cells: a M=8 (25.0 %).",
     ]
+
+
+def test_bench_records_its_command_without_paths() -> None:
+    arguments = ["bench", "--json", "/some/where", "--tokens", "1", "--plot=/else/where", "--layers", "2"]
+    assert _without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
 
 
 def test_flashinfer_tables_hold_every_slot_once() -> None:

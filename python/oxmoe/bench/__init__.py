@@ -101,6 +101,15 @@ def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Bac
         return f"does not start: {type(error).__name__}: {error}"
 
 
+def _without_paths(arguments: list[str]) -> list[str]:
+    """The command for the record, without the paths of this machine."""
+    kept: list[str] = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        if previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
+            kept.append(argument)
+    return kept
+
+
 def _environment(device: str) -> dict[str, Any]:
     try:
         triton = importlib.metadata.version("triton")
@@ -114,7 +123,7 @@ def _environment(device: str) -> dict[str, Any]:
         "triton": triton,
         "oxmoe": oxmoe.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "oxmoe", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "oxmoe", *_without_paths(sys.argv[1:])]),
     }
 
 
