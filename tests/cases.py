@@ -71,9 +71,9 @@ ODD = (
 )
 TINY = Shape("tiny", 6, 3, 64, 48)
 
-# Token counts for every shape, and those of decoding: every small one, and either side of 16 and 32.
+# Token counts for every shape, and those of decoding: on a GPU every small one, and either side of 16 and 32.
 TOKENS = (0, 1, 7, 64)
-FEW_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33)
+FEW_TOKENS = {"cpu": (1, 2, 9, 33), "cuda": (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33)}
 
 # Every activation that SGLang's models use, as ExpertWeights options.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
