@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oxmoe.bench import layers
+
 GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 
@@ -45,6 +47,13 @@ MODELS = {
     )
 }
 
+# The other layers that the bench times.
+OTHER_MODELS = {
+    name: Shape(name, shape.experts, shape.top_k, shape.hidden, shape.intermediate)
+    for name, shape in layers.SHAPES.items()
+    if name not in MODELS
+}
+
 # The models' ratios and divisibility, small enough for a loop on CPU; then sizes that are no multiple of a tile.
 REDUCED = (
     Shape("qwen3-small", 16, 8, 256, 96),
@@ -62,9 +71,9 @@ ODD = (
 )
 TINY = Shape("tiny", 6, 3, 64, 48)
 
-# Token counts for every pattern, and the ones that benches sweep.
+# Token counts for every shape, and those of decoding: on a GPU every small one, and either side of 16 and 32.
 TOKENS = (0, 1, 7, 64)
-BENCH_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+FEW_TOKENS = {"cpu": (1, 2, 9, 33), "cuda": (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33)}
 
 # Every activation that SGLang's models use, as ExpertWeights options.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
@@ -156,9 +165,12 @@ def make_layer(
 ) -> Layer:
     """Random weights scaled so that activations and outputs are of size one."""
     experts = local_experts or shape.experts
+    # A model's layer has a billion numbers: a GPU draws its own, from a seed of rng.
+    seed = int(torch.randint(1 << 62, (), generator=rng))
+    generator = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
 
     def randn(*size: int, scale: float, to: torch.dtype) -> Tensor:
-        return (torch.randn(size, generator=rng) * scale).to(to).to(device)
+        return torch.randn(size, generator=generator, device=device).mul_(scale).to(to)
 
     w13 = randn(experts, shape.w13_rows, shape.hidden, scale=shape.hidden**-0.5, to=dtype)
     w2 = randn(experts, shape.hidden, shape.intermediate, scale=2 * shape.intermediate**-0.5, to=dtype)

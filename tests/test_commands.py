@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import oxmoe.sglang
-from oxmoe import __main__, doctor, reference
-from oxmoe.bench import layers
-from oxmoe.bench.peers import PEERS, Oxmoe
-from oxmoe.testing import assert_close_ulp, relative_norm
+from oxmoe import __main__, doctor
+from oxmoe.bench import _without_paths, layers, report
+from oxmoe.bench.backend import Oxmoe
+from oxmoe.bench.flashinfer import sort_tokens, tactics
+from oxmoe.bench.peers import PEERS
+from oxmoe.testing import assert_close_ulp
 
 SHAPE = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96)
+GPT_OSS = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96, gpt_oss=True)
 
 
 @pytest.fixture
@@ -50,6 +53,7 @@ def test_bench_writes_a_row_for_each_backend(
     assert [(row["tokens"], row["experts"], row["format"]) for row in ours] == [(1, 6, "bf16"), (5, 6, "bf16")]
     assert {row["backend"] for row in rows} == {"oxmoe", "torch-loop" if device == "cpu" else "torch-grouped-mm"}
     assert all(row["us"] > 0 and row["torch"] == torch.__version__ and row["oxmoe"] for row in rows)
+    assert all(row["pattern"] == "uniform" and row["rounds"] == (1 if device == "cpu" else 3) for row in rows)
     assert "skipped torch-" in capsys.readouterr().out
 
 
@@ -58,7 +62,65 @@ def test_bench_times_no_wrong_result(
 ) -> None:
     monkeypatch.setattr(Oxmoe, "calls", lambda self, inputs: [lambda: torch.zeros_like(inputs[0].x)])
     assert __main__.main(["bench", "--shapes", tiny, "--tokens", "3", "--device", "cpu", "--peers", "none"]) == 1
-    assert "WRONG tiny bf16 M=3, not timed: " in capsys.readouterr().out
+    assert "WRONG tiny bf16 uniform M=3, not timed: " in capsys.readouterr().out
+
+
+def test_bench_times_no_peer_that_computes_something_else(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = PEERS["torch-loop"]
+    monkeypatch.setattr(loop, "calls", lambda self, inputs: [lambda: torch.zeros_like(inputs[0].x)])
+    arguments = ["bench", "--shapes", tiny, "--tokens", "3", "--device", "cpu", "--peers", "torch-loop"]
+    assert __main__.main([*arguments, "--pattern", "one,hot"]) == 0
+    said = capsys.readouterr().out
+    assert "skipped torch-loop at tiny bf16 one M=3: computes something else: relative norm 1" in said
+
+
+def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"op": "moe", "shape": "a", "format": "bf16", "floor_us": 10.0, "date": "today"}
+    rows = [
+        {**common, "tokens": 1, "backend": "torch-loop", "us": 1.0, "date": "yesterday"},
+        {**common, "tokens": 1, "backend": "oxmoe", "us": 99.0, "date": "yesterday"},
+        {**common, "tokens": 1, "backend": "oxmoe", "us": 12.0},
+        {**common, "tokens": 1, "backend": "sglang-triton", "us": 15.0},
+        {**common, "tokens": 8, "backend": "oxmoe", "us": 20.0, "pattern": "uniform"},
+        {**common, "tokens": 8, "backend": "flashinfer-cutedsl", "us": 16.0, "excludes": "routing"},
+        {"op": "overhead", "us": 1.0},
+    ]
+    path = tmp_path / "rows.jsonl"
+    report.append_json(str(path), rows)
+    assert __main__.main(["bench", "--table", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| layer | M | oxmoe | floor | x floor | sglang-triton | flashinfer-cutedsl (no routing) | best peer / oxmoe |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| a | 1 | **12.0** | 10.0 | 1.20 | 15.0 |  | 1.25 |",
+        "| a | 8 | 20.0 | 10.0 | 2.00 |  | **16.0** | 0.80 |",
+        "",
+        "Slower than the best peer in 1 of 2 cells: a M=8 (25.0 %).",
+    ]
+
+
+def test_bench_records_its_command_without_paths() -> None:
+    arguments = ["bench", "--json", "/some/where", "--tokens", "1", "--plot=/else/where", "--layers", "2"]
+    assert _without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
+
+
+def test_flashinfer_tables_hold_every_slot_once() -> None:
+    ids = torch.tensor([[3, 1], [3, 0], [3, 3], [1, 3]], dtype=torch.int32)
+    for tile in (2, 4):
+        tables = sort_tokens(ids, 5, tile)
+        used = int(tables.tiles)
+        assert int(tables.padded) == used * tile and tables.tile_experts.numel() * tile == tables.slots.numel()
+        held = []
+        for index, (expert, limit) in enumerate(
+            zip(tables.tile_experts[:used], tables.tile_limits[:used], strict=True)
+        ):
+            slots = tables.slots[index * tile : int(limit)].long()
+            assert 0 < slots.numel() <= tile and bool((ids.flatten()[slots] == expert).all())
+            assert tables.places.flatten()[slots].tolist() == list(range(index * tile, int(limit)))
+            held += slots.tolist()
+        assert sorted(held) == list(range(8))
+    assert all(tile == first[0][0] == second[0][0] for mean in (1, 50, 500) for tile, first, second in tactics(mean))
 
 
 def test_bench_refuses_unknown_names(tiny: str) -> None:
@@ -73,27 +135,31 @@ def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("us a call") == 4
 
 
+@pytest.mark.parametrize("pattern", layers.PATTERNS)
+@pytest.mark.parametrize("shape", [SHAPE, GPT_OSS], ids=["swiglu", "gpt-oss"])
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_run_the_same_layer(name: str, device: str) -> None:
+def test_peers_run_the_same_layer(name: str, shape: layers.Shape, pattern: str, device: str) -> None:
     reason = PEERS[name].missing(device)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    weights = layers.make_weights(SHAPE, torch.bfloat16, device, 2)
-    inputs = layers.make_inputs(SHAPE, 9, torch.bfloat16, device, 2)
-    results = [call() for call in PEERS[name](SHAPE, weights).calls(inputs)]
-    for result, weight, item in zip(results, weights, inputs, strict=True):
-        expected = reference.moe(item.x, weight.w13, weight.w2, router_logits=item.router_logits, top_k=SHAPE.top_k)
+    if name == "triton_kernels" and pattern == "one":
+        pytest.skip(f"{name} takes logits alone")
+    weights = layers.make_weights(shape, torch.bfloat16, device, 2)
+    inputs = layers.make_inputs(shape, 9, torch.bfloat16, device, 2, pattern)
+    backend = PEERS[name](shape, weights)
+    for call, weight, item in zip(backend.calls(inputs), weights, inputs, strict=True):
+        result, expected = call(), layers.expected(shape, weight, item)
         assert result.shape == expected.shape and result.dtype == expected.dtype
-        if name != "triton_kernels":  # another activation, see its class
-            assert relative_norm(result, expected) < 2e-2
+        assert not backend.same_layer() or layers.peer_error(result, expected) is None
 
 
-def test_ours_runs_the_same_layer(device: str) -> None:
-    weights = layers.make_weights(SHAPE, torch.bfloat16, device, 2)
-    inputs = layers.make_inputs(SHAPE, 9, torch.bfloat16, device, 2)
-    for call, weight, item in zip(Oxmoe(SHAPE, weights).calls(inputs), weights, inputs, strict=True):
-        expected = reference.moe(item.x, weight.w13, weight.w2, router_logits=item.router_logits, top_k=SHAPE.top_k)
-        assert_close_ulp(call(), expected)
+@pytest.mark.parametrize("pattern", layers.PATTERNS)
+@pytest.mark.parametrize("shape", [SHAPE, GPT_OSS], ids=["swiglu", "gpt-oss"])
+def test_ours_runs_the_same_layer(shape: layers.Shape, pattern: str, device: str) -> None:
+    weights = layers.make_weights(shape, torch.bfloat16, device, 2)
+    inputs = layers.make_inputs(shape, 9, torch.bfloat16, device, 2, pattern)
+    for call, weight, item in zip(Oxmoe(shape, weights).calls(inputs), weights, inputs, strict=True):
+        assert_close_ulp(call(), layers.expected(shape, weight, item))
 
 
 # doctor

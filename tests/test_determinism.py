@@ -7,12 +7,27 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import GPT_OSS, MODELS, Layer, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from cases import (
+    GPT_OSS,
+    MODELS,
+    OTHER_MODELS,
+    Layer,
+    Shape,
+    make_layer,
+    make_routing,
+    make_workspace,
+    make_x,
+    tie_free_logits,
+)
 from oxmoe.testing import same_bits
 
 Place = tuple[str, torch.dtype]
 SMALL = Shape("small", 8, 3, 160, 96, bias=True, options=tuple(GPT_OSS.items()))
-BATCHES = (1, 7, 64, 1024)
+BATCHES = {"cpu": (1, 7, 64), "cuda": (1, 2, 4, 7, 8, 9, 16, 17, 33, 64, 256, 1024, 4096)}
+
+
+def starts(tokens: int, batch: int) -> set[int]:
+    return {0, (tokens - batch) // 2, tokens - batch}
 
 
 def check_batches(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
@@ -20,9 +35,8 @@ def check_batches(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tenso
     weights = layer.weights()
     whole = oxmoe.moe(x, weights, topk_weights, topk_ids)
     tokens = x.shape[0]
-    for batch in (b for b in BATCHES if b <= tokens):
-        starts = {0, (tokens - batch) // 2, tokens - batch}
-        for start in starts:
+    for batch in (b for b in BATCHES[x.device.type] if b <= tokens):
+        for start in starts(tokens, batch):
             rows = slice(start, start + batch)
             part = oxmoe.moe(x[rows], weights, topk_weights[rows], topk_ids[rows])
             assert same_bits(part, whole[rows]), f"rows {start} to {start + batch} alone"
@@ -45,12 +59,13 @@ def operands(
     )
 
 
-@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes"])
-def test_same_input_same_bits(place: Place, pattern: str, rng: torch.Generator) -> None:
-    layer, x, topk_weights, topk_ids = operands(SMALL, place, pattern, 61, rng)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 61])
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes", "all_holes"])
+def test_same_input_same_bits(place: Place, pattern: str, tokens: int, rng: torch.Generator) -> None:
+    layer, x, topk_weights, topk_ids = operands(SMALL, place, pattern, tokens, rng)
     weights = layer.weights()
     first = oxmoe.moe(x, weights, topk_weights, topk_ids)
-    size = oxmoe.workspace_bytes(weights, 61, SMALL.top_k)
+    size = oxmoe.workspace_bytes(weights, tokens, SMALL.top_k)
     for fill in (0x00, 0x55, 0xFF):
         workspace = make_workspace(size, x.device).fill_(fill)
         assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
@@ -63,7 +78,7 @@ def test_workspace_of_another_shape_leaves_no_trace(place: Place, rng: torch.Gen
     layer, x, topk_weights, topk_ids = operands(SMALL, place, "uniform", 40, rng)
     weights = layer.weights()
     workspace = make_workspace(oxmoe.workspace_bytes(weights, 40, SMALL.top_k), x.device)
-    for tokens in (40, 1, 17, 0, 40, 3):
+    for tokens in (40, 1, 17, 0, 40, 3, 8, 9, 1, 16, 2):
         fresh = oxmoe.moe(x[:tokens], weights, topk_weights[:tokens], topk_ids[:tokens])
         assert same_bits(
             oxmoe.moe(x[:tokens], weights, topk_weights[:tokens], topk_ids[:tokens], workspace=workspace), fresh
@@ -77,17 +92,34 @@ def test_a_row_alone_has_the_bits_of_the_batch(place: Place, pattern: str, rng: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "holes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
-    check_batches(*operands(shape, ("cuda", dtype), "uniform", 1024, rng))
+def test_models(shape: Shape, dtype: torch.dtype, pattern: str, rng: torch.Generator) -> None:
+    check_batches(*operands(shape, ("cuda", dtype), pattern, 4096, rng))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*MODELS.values(), *OTHER_MODELS.values()], ids=lambda shape: shape.name)
+def test_models_from_router_logits(shape: Shape, rng: torch.Generator) -> None:
+    """A row has one result: chosen in the layer or before it, in every batch."""
+    dtype = torch.bfloat16
+    layer, x = make_layer(shape, dtype, "cuda", rng), make_x(4096, shape, dtype, "cuda", rng)
+    logits = tie_free_logits(4096, shape.experts, rng).cuda()
+    weights = layer.weights()
+    whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, shape.top_k))
+    for batch in BATCHES["cuda"]:
+        for start in starts(4096, batch):
+            rows = slice(start, start + batch)
+            part = oxmoe.moe(x[rows], weights, router_logits=logits[rows], top_k=shape.top_k)
+            assert same_bits(part, whole[rows]), f"rows {start} to {start + batch} alone"
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_topk"])
 def test_topk_rows(device: str, scoring: str, rng: torch.Generator) -> None:
     logits = tie_free_logits(1024, 128, rng).to(device)
     whole = oxmoe.topk(logits, 8, scoring_func=scoring)
-    for batch in BATCHES:
+    for batch in (b for b in BATCHES[device] if b <= 1024):
         part = oxmoe.topk(logits[-batch:], 8, scoring_func=scoring)
         assert same_bits(part[0], whole[0][-batch:]) and same_bits(part[1], whole[1][-batch:])
 
@@ -99,5 +131,5 @@ def test_router_logits_rows(place: Place, rng: torch.Generator) -> None:
     logits = tie_free_logits(64, SMALL.experts, rng).to(device)
     weights = layer.weights()
     whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, 3))
-    for batch in (1, 2, 7, 64):
+    for batch in (1, 2, 7, 8, 9, 16, 17, 64):
         assert same_bits(oxmoe.moe(x[:batch], weights, router_logits=logits[:batch], top_k=3), whole[:batch])

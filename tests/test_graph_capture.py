@@ -21,7 +21,7 @@ def capture(call: object) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Generator) -> None:
     weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
@@ -47,6 +47,48 @@ def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Gen
         graph.replay()
         wrong += (out.view(torch.int16) != expected[replay % 40].view(torch.int16)).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("from_logits", [False, True], ids=["ids", "logits"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_chain_of_layers_shares_a_workspace(shape: Shape, from_logits: bool, rng: torch.Generator) -> None:
+    """Each layer starts while the one before drains, reads its output and writes to its workspace; batch sizes mix."""
+    weights = [make_layer(shape, torch.bfloat16, "cuda", rng).weights() for _ in range(3)]
+    most = 300
+    workspace = make_workspace(oxmoe.workspace_bytes(weights[0], most, shape.top_k), "cuda")
+
+    def routing(tokens: int) -> dict[str, object]:
+        if from_logits:
+            return {"router_logits": tie_free_logits(tokens, shape.experts, rng).cuda(), "top_k": shape.top_k}
+        topk_weights, topk_ids = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+        return {"topk_weights": topk_weights.cuda(), "topk_ids": topk_ids.cuda()}
+
+    chains = []
+    for tokens in (1, 300, 8, 16, 1, 64, 2):
+        xs = [make_x(tokens, shape, torch.bfloat16, "cuda", rng)]
+        xs += [torch.full_like(xs[0], torch.nan) for _ in range(6)]
+        chains.append((xs, [routing(tokens) for _ in range(6)]))
+
+    def call() -> None:
+        for xs, routings in chains:
+            for layer, options in enumerate(routings):
+                oxmoe.moe(xs[layer], weights[layer % 3], out=xs[layer + 1], workspace=workspace, **options)
+
+    expected = []
+    for xs, routings in chains:
+        x = xs[0]
+        for layer, options in enumerate(routings):
+            x = oxmoe.moe(x, weights[layer % 3], **options)
+            torch.cuda.synchronize()
+        expected.append(x)
+    graph = capture(call)
+    for _ in range(50):
+        for xs, _ in chains:
+            for x in xs[1:]:
+                x.fill_(torch.nan)
+        graph.replay()
+        for (xs, _), last in zip(chains, expected, strict=True):
+            assert same_bits(xs[-1], last)
 
 
 def test_first_call_may_be_captured(rng: torch.Generator) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor
 import oxmoe
 from cases import (
     ACTIVATIONS,
+    FEW_TOKENS,
     MODELS,
     ODD,
+    OTHER_MODELS,
     PATTERNS,
     REDUCED,
     TINY,
@@ -29,6 +31,14 @@ from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits
 
 Place = tuple[str, torch.dtype]
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"routed_scaling_factor": 2.5},
+    {"apply_router_weight_on_input": True},
+    {"apply_router_weight_on_input": True, "routed_scaling_factor": 0.5},
+    {"no_combine": True},
+    {"no_combine": True, "keep_router_weight": True},
+    {"no_combine": True, "apply_router_weight_on_input": True},
+)
 
 
 def poisoned(layer: Layer, x: Tensor, top_k: int, no_combine: bool = False) -> dict[str, Tensor]:
@@ -66,19 +76,60 @@ def test_shapes(place: Place, shape: Shape, tokens: int, rng: torch.Generator) -
     check(*operands(shape, place, tokens, rng))
 
 
+@pytest.mark.parametrize("shape", (*REDUCED, Shape("few", 12, 4, 136, 72)), ids=lambda shape: shape.name)
+def test_few_tokens(place: Place, shape: Shape, rng: torch.Generator) -> None:
+    device, dtype = place
+    layer = make_layer(shape, dtype, device, rng)
+    for tokens in FEW_TOKENS[device]:
+        topk_weights, topk_ids = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+        check(layer, make_x(tokens, shape, dtype, device, rng), topk_weights.to(device), topk_ids.to(device))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 64, 250, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_models(shape: Shape, dtype: torch.dtype, tokens: int, rng: torch.Generator) -> None:
-    check(*operands(shape, ("cuda", dtype), tokens, rng))
+def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
+    layer = make_layer(shape, dtype, "cuda", rng)
+    for tokens in (*FEW_TOKENS["cuda"], 64, 250, 1024):
+        topk_weights, topk_ids = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+        check(layer, make_x(tokens, shape, dtype, "cuda", rng), topk_weights.cuda(), topk_ids.cuda())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_other_models(shape: Shape, rng: torch.Generator) -> None:
+    layer = make_layer(shape, torch.bfloat16, "cuda", rng)
+    for tokens in (4, 16, 64, 300):
+        topk_weights, topk_ids = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+        check(layer, make_x(tokens, shape, torch.bfloat16, "cuda", rng), topk_weights.cuda(), topk_ids.cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_models_decode(shape: Shape, rng: torch.Generator) -> None:
+    """Real sizes with every routing, option and rank that a token or a few can meet."""
+    layer = make_layer(shape, torch.bfloat16, "cuda", rng)
+    local = shape.experts // 2
+    biases = [None if bias is None else bias[local:] for bias in (layer.b13, layer.b2)]
+    rank = Layer(shape, layer.w13[local:], layer.w2[local:], *biases)
+    for tokens in (1, 3, 8, 16):
+        for pattern in PATTERNS:
+            topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+            given = make_x(tokens, shape, torch.bfloat16, "cuda", rng), topk_weights.cuda(), topk_ids.cuda()
+            check(layer, *given)
+            check(rank, *given, ep_size=2, ep_rank=1)
+        for options in OPTIONS:
+            check(layer, *given, **options)
+        logits = tie_free_logits(tokens, shape.experts, rng).cuda()
+        check(layer, given[0], None, None, router_logits=logits, top_k=shape.top_k)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 19])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(place: Place, name: str, biased: bool, rng: torch.Generator) -> None:
+def test_activations(place: Place, name: str, biased: bool, tokens: int, rng: torch.Generator) -> None:
     shape = Shape(name, 4, 2, 96, 80, bias=biased).with_options(**ACTIVATIONS[name])
-    check(*operands(shape, place, 19, rng))
+    check(*operands(shape, place, tokens, rng))
 
 
 def test_layouts_are_the_same_layer(device: str, rng: torch.Generator) -> None:
@@ -100,10 +151,14 @@ def test_layouts_are_the_same_layer(device: str, rng: torch.Generator) -> None:
         assert same_bits(oxmoe.moe(x, moved.weights(), topk_weights, topk_ids), expected), layout
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_routings(place: Place, pattern: str, tokens: int, rng: torch.Generator) -> None:
-    check(*operands(Shape("r", 12, 4, 128, 96, bias=True), place, tokens, rng, pattern))
+def test_routings(place: Place, pattern: str, rng: torch.Generator) -> None:
+    device, dtype = place
+    shape = Shape("r", 12, 4, 128, 96, bias=True)
+    layer = make_layer(shape, dtype, device, rng)
+    for tokens in FEW_TOKENS[device]:
+        topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+        check(layer, make_x(tokens, shape, dtype, device, rng), topk_weights.to(device), topk_ids.to(device))
 
 
 def test_absent_experts_give_zeros(place: Place, rng: torch.Generator) -> None:
@@ -114,24 +169,17 @@ def test_absent_experts_give_zeros(place: Place, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32])
 def test_bias_dtypes(place: Place, bias_dtype: torch.dtype | None, rng: torch.Generator) -> None:
-    check(*operands(Shape("b", 5, 2, 96, 64, bias=True), place, 11, rng, bias_dtype=bias_dtype))
+    for tokens in (1, 11):
+        check(*operands(Shape("b", 5, 2, 96, 64, bias=True), place, tokens, rng, bias_dtype=bias_dtype))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"routed_scaling_factor": 2.5},
-        {"apply_router_weight_on_input": True},
-        {"apply_router_weight_on_input": True, "routed_scaling_factor": 0.5},
-        {"no_combine": True},
-        {"no_combine": True, "keep_router_weight": True},
-        {"no_combine": True, "apply_router_weight_on_input": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 8, 13])
 @pytest.mark.parametrize("pattern", ["uniform", "holes"])
-def test_options(place: Place, options: dict[str, Any], pattern: str, rng: torch.Generator) -> None:
-    check(*operands(Shape("o", 6, 3, 96, 64, bias=True), place, 13, rng, pattern), **options)
+def test_options(place: Place, options: dict[str, Any], tokens: int, pattern: str, rng: torch.Generator) -> None:
+    for gated in (True, False):
+        shape = Shape("o", 6, 3, 96, 64, bias=True).with_options(gated=gated)
+        check(*operands(shape, place, tokens, rng, pattern), **options)
 
 
 def test_int64_ids(place: Place, rng: torch.Generator) -> None:
@@ -140,11 +188,12 @@ def test_int64_ids(place: Place, rng: torch.Generator) -> None:
     assert same_bits(wide, check(layer, x, topk_weights, topk_ids))
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 17])
 @pytest.mark.parametrize("ep_size", [2, 3])
-def test_expert_parallel_ranks_add_up(place: Place, ep_size: int, rng: torch.Generator) -> None:
+def test_expert_parallel_ranks_add_up(place: Place, ep_size: int, tokens: int, rng: torch.Generator) -> None:
     """Each rank holds a slice of the experts and skips the other ids; the partial results sum to the whole."""
     shape = Shape("ep", 12, 4, 96, 64, bias=True)
-    layer, x, topk_weights, topk_ids = operands(shape, place, 17, rng, "holes")
+    layer, x, topk_weights, topk_ids = operands(shape, place, tokens, rng, "holes")
     local = shape.experts // ep_size
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for rank in range(ep_size):
@@ -174,7 +223,7 @@ def test_expert_parallel_ranks_add_up(place: Place, ep_size: int, rng: torch.Gen
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 8, 40])
 def test_router_logits(place: Place, tokens: int, options: dict[str, Any], rng: torch.Generator) -> None:
     device, dtype = place
     shape = Shape("logits", 16, 4, 96, 64)
@@ -209,7 +258,7 @@ def test_logits_and_ids_are_the_same_call(place: Place, rng: torch.Generator) ->
 
 
 def test_out_may_be_x(place: Place, rng: torch.Generator) -> None:
-    for tokens in (1, 40):
+    for tokens in (1, 7, 40):
         layer, x, topk_weights, topk_ids = operands(TINY, place, tokens, rng)
         expected = oxmoe.moe(x, layer.weights(), topk_weights, topk_ids)
         result = oxmoe.moe(x, layer.weights(), topk_weights, topk_ids, out=x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,14 @@ class Bar:
     ulps: float
     share: float
 
+    def allowed(self, elements: int, rows: int) -> float:
+        """How many elements may lie beyond `ulps`.
+
+        The elements of a row share the intermediate values that rounded to a neighbour, so one row strays further from
+        the mean than many do: on an H200 8.6 % was seen in f16, 5.1 % in bf16.
+        """
+        return self.share * (1 + 0.4 / max(rows, 1)) * elements + 4
+
 
 # bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: on CPU below
 # 0.1 % of results move by an ulp in bf16 and 0.7 % in f16; tensor cores truncate as they add, and on an H200 up to
@@ -89,7 +98,8 @@ def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *
     error = ulp_error(actual, expected)
     worst = int(error.argmax())
     beyond = int((error > bar.ulps).sum())
-    if error.flatten()[worst] <= bar.max_ulp and beyond <= bar.share * error.numel() + 4:
+    allowed = bar.allowed(error.numel(), error.numel() // error.shape[-1] if error.dim() else 1)
+    if error.flatten()[worst] <= bar.max_ulp and beyond <= allowed:
         return
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
     raise AssertionError(
@@ -109,31 +119,52 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 # Times
 
 
-def graph_time_us(layers: Sequence[Callable[[], object]], *, replays: int = 20, warmups: int = 3) -> float:
-    """Median microseconds of one layer, cold L2: every layer once in one CUDA graph, replayed.
+class GraphClock:
+    """Every layer once in one CUDA graph, to be replayed.
 
     The layers should differ in weights and inputs, so that none finds its weights in L2; what the last layer left there
     is overwritten between replays, outside the timed range.
     """
-    for layer in layers:
-        layer()
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def __init__(self, layers: Sequence[Callable[[], object]]):
+        self.count = len(layers)
         for layer in layers:
             layer()
-    eviction = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.uint8, device="cuda")
-    times = []
-    for replay in range(warmups + replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        eviction.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= warmups:
-            times.append(start.elapsed_time(end) * 1e3 / len(layers))
-    return statistics.median(times)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream()):
+            for layer in layers:
+                layer()
+        size = 2 * torch.cuda.get_device_properties().L2_cache_size
+        self._eviction = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def replay_for(self, seconds: float) -> None:
+        """Replays back to back, without eviction: brings clocks and power to where sustained work holds them."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for _ in range(8):
+                self.graph.replay()
+            torch.cuda.synchronize()
+
+    def times_us(self, replays: int) -> list[float]:
+        """Microseconds of one layer, one number a replay."""
+        times = []
+        for _ in range(replays):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._eviction.zero_()
+            start.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / self.count)
+        return times
+
+
+def graph_time_us(layers: Sequence[Callable[[], object]], *, replays: int = 20, warmups: int = 3) -> float:
+    """Median microseconds of one layer, cold L2 (see GraphClock)."""
+    clock = GraphClock(layers)
+    clock.times_us(warmups)
+    return statistics.median(clock.times_us(replays))
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,46 @@
 """Times one MoE layer, router logits to combined output, ours and every peer in one process in turn.
 
-On a GPU: median of replays of one CUDA graph that runs several layers with different weights, so none finds its weights
-in L2. On CPU: median wall clock. Ours is checked against oxmoe.reference in each cell before it is timed.
+On a GPU: one CUDA graph a backend that runs several layers with different weights, so none finds its weights in L2; the
+graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On CPU: median wall clock.
+Every backend is checked against oxmoe.reference in each cell before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import shlex
+import statistics
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import oxmoe
 from oxmoe.bench import layers, overhead, report
-from oxmoe.bench.peers import PEERS, Backend, Oxmoe
+from oxmoe.bench.backend import Backend, Oxmoe
+from oxmoe.bench.peers import PEERS
+from oxmoe.testing import GraphClock
 
 FORMATS = {"bf16": torch.bfloat16, "f16": torch.float16}
-GPU_SHAPES, GPU_TOKENS = ("qwen3-30b-a3b", "mixtral-8x7b-tp2"), (1, 4, 16, 64, 256, 1024, 4096, 16384)
+GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
+GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a cell is timed on a GPU; goes into every row."""
+
+    layers: int
+    rounds: int
+    replays: int  # timed in each round, after one that is not
+    sustain_s: float  # seconds of replays back to back before each round
 
 
 def _names(text: str) -> list[str]:
@@ -35,10 +54,27 @@ def _numbers(text: str) -> list[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=_names, help=f"comma-separated, of: {', '.join(layers.SHAPES)}")
     parser.add_argument("--tokens", type=_numbers, help="comma-separated token counts")
+    parser.add_argument(
+        "--pattern",
+        type=_names,
+        default=["uniform"],
+        help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: hot gives half of the tokens one expert in common, "
+        "one gives every slot the same expert (default: uniform)",
+    )
     parser.add_argument("--format", type=_names, default=["bf16"], help=f"comma-separated, of: {', '.join(FORMATS)}")
     parser.add_argument("--peers", type=_names, help=f"comma-separated, of: {', '.join(PEERS)}, none; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--layers", type=int, default=3, help="layers in one CUDA graph, each with its own weights")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each backend gets in a cell")
+    parser.add_argument("--replays", type=int, default=7, help="timed replays in each round")
+    parser.add_argument(
+        "--sustain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="replay for so long before each round: prefill then runs at the power limit, as under load",
+    )
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
     parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
     parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
@@ -65,57 +101,127 @@ def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Bac
         return f"does not start: {type(error).__name__}: {error}"
 
 
+def _without_paths(arguments: list[str]) -> list[str]:
+    """The command for the record, without the paths of this machine."""
+    kept: list[str] = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        if previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
+            kept.append(argument)
+    return kept
+
+
 def _environment(device: str) -> dict[str, Any]:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "cpu": oxmoe.device_info()["cpu"],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": triton,
         "oxmoe": oxmoe.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "oxmoe", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "oxmoe", *_without_paths(sys.argv[1:])]),
     }
 
 
-def _bench_shape(
-    name: str, format_name: str, tokens: list[int], peers: list[str], count: int, device: str, output: report.Report
-) -> bool:
-    """All cells of one shape; False if ours was wrong in one."""
-    shape = layers.SHAPES[name]
-    _progress(f"{name} {format_name}: making weights")
-    weights = layers.make_weights(shape, FORMATS[format_name], device, count)
-    ours, others, right = Oxmoe(shape, weights), {}, True
-    for peer in peers:
-        started = _start(peer, shape, weights)
-        if isinstance(started, str):
-            output.skip(peer, started)
-        else:
-            others[peer] = started
-    for number in tokens:
-        inputs = layers.make_inputs(shape, number, FORMATS[format_name], device, count)
-        cell = report.Cell("moe", name, format_name, number, layers.floor_us(shape, inputs, device))
-        _progress(f"{name} {format_name} M={number}: checking")
-        wrong = layers.error(shape, weights[0], inputs[0], ours.calls(inputs)[0]())
-        if wrong is not None:
-            right = False
-            output.wrong(cell, wrong)
-            continue
-        for backend in (ours, *others.values()):
-            _progress(f"{name} {format_name} M={number}: {backend.name}")
+def _times_us(
+    calls: dict[str, Sequence[Callable[[], Tensor]]], device: str, protocol: Protocol
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Median microseconds of each backend that runs, and why the others do not."""
+    if device == "cpu":
+        return {name: layers.wall_time_us(layer[0]) for name, layer in calls.items()}, {}
+    clocks: dict[str, GraphClock] = {}
+    failed: dict[str, str] = {}
+    for name, layer in calls.items():
+        try:
+            clocks[name] = GraphClock(layer)
+        except Exception as error:
+            if name == Oxmoe.name:
+                raise
+            failed[name] = f"{type(error).__name__}: {error}"
+    times: dict[str, list[float]] = {name: [] for name in clocks}
+    for _ in range(protocol.rounds):
+        for name, clock in clocks.items():
+            if protocol.sustain_s:
+                clock.replay_for(protocol.sustain_s)
+            clock.times_us(1)
+            times[name] += clock.times_us(protocol.replays)
+    return {name: statistics.median(samples) for name, samples in times.items()}, failed
+
+
+class _Bench:
+    """One run: what is the same for all of its cells."""
+
+    def __init__(self, device: str, protocol: Protocol, output: report.Report):
+        self.device, self.protocol, self.output = device, protocol, output
+        self.right = True
+
+    def shape(self, name: str, format_name: str, patterns: list[str], tokens: list[int], peers: list[str]) -> None:
+        """All cells of one shape."""
+        shape, dtype, count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
+        _progress(f"{name} {format_name}: making weights")
+        weights = layers.make_weights(shape, dtype, self.device, count)
+        backends: list[Backend] = [Oxmoe(shape, weights)]
+        for peer in peers:
+            started = _start(peer, shape, weights)
+            if isinstance(started, str):
+                self.output.skip(peer, started)
+            else:
+                backends.append(started)
+        for pattern in patterns:
+            for number in tokens:
+                inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
+                cell = report.Cell(
+                    "moe", name, format_name, pattern, number, layers.floor_us(shape, inputs, self.device)
+                )
+                self._cell(cell, backends, weights[0], inputs)
+
+    def _cell(
+        self, cell: report.Cell, backends: list[Backend], weights: layers.Weights, inputs: list[layers.Inputs]
+    ) -> None:
+        where = f"{cell.shape} {cell.format} {cell.pattern} M={cell.tokens}"
+        calls: dict[str, Sequence[Callable[[], Tensor]]] = {}
+        truth = layers.expected(backends[0].shape, weights, inputs[0])
+        for backend in backends:
+            _progress(f"{where}: checking {backend.name}")
             try:
-                cell.times[backend.name] = layers.time_us(backend.calls(inputs), device)
+                calls[backend.name] = backend.calls(inputs)
+                result = calls[backend.name][0]()
             except Exception as error:
-                if backend is ours:
+                if isinstance(backend, Oxmoe):
                     raise
-                output.skip(f"{backend.name} at M={number}", f"failed: {type(error).__name__}: {error}")
+                calls.pop(backend.name, None)
+                self.output.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
+                continue
+            if isinstance(backend, Oxmoe):
+                wrong = layers.error(result, truth)
+                if wrong is not None:
+                    self.right = False
+                    self.output.wrong(cell, wrong)
+                    return
+            elif backend.same_layer():
+                wrong = layers.peer_error(result, truth)
+                if wrong is not None:
+                    del calls[backend.name]
+                    self.output.skip(f"{backend.name} at {where}", wrong)
+        _progress(f"{where}: timing")
+        cell.times, failed = _times_us(calls, self.device, self.protocol)
+        for name, reason in failed.items():
+            self.output.skip(f"{name} at {where}", f"failed: {reason}")
+        cell.details = {backend.name: backend.detail for backend in backends if backend.detail is not None}
         _progress("")
-        output.add(cell)
-    return right
+        self.output.add(cell)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
         raise SystemExit("bench: --plot needs matplotlib (pip install oxmoe[bench])")
+    if args.table:
+        print(report.markdown(report.read_json(args.table)))
+        return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     environment = _environment(device)
     if args.overhead:
@@ -127,21 +233,24 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
     formats = _known("format", args.format, FORMATS)
     peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(PEERS), PEERS)
-    if device == "cpu":
-        args.layers = 1
+    patterns = _known("pattern", args.pattern, layers.PATTERNS)
+    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
+    protocol = (
+        Protocol(1, 1, 0, 0.0) if device == "cpu" else Protocol(args.layers, args.rounds, args.replays, args.sustain)
+    )
 
     reasons = {peer: PEERS[peer].missing(device) for peer in peers}
     peers = [peer for peer in peers if reasons[peer] is None]
-    output = report.Report(peers, environment, args.json)
+    output = report.Report(peers, {**vars(protocol), **environment}, args.json)
     for peer, reason in reasons.items():
         if reason is not None:
             output.skip(peer, reason)
-    right = True
+    bench = _Bench(device, protocol, output)
     for format_name in formats:
         for name in shapes:
-            right &= _bench_shape(name, format_name, tokens, peers, args.layers, device, output)
+            bench.shape(name, format_name, patterns, tokens, peers)
             if device == "cuda":
                 torch.cuda.empty_cache()
     if args.plot:
         report.plot(output.cells, args.plot)
-    return 0 if right else 1
+    return 0 if bench.right else 1

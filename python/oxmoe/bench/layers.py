@@ -1,4 +1,4 @@
-"""What is timed: layer shapes of real models, their operands, the roofline, the check and the clock."""
+"""What is timed: layer shapes of real models, their operands, routings, the roofline, the check and the clock."""
 
 from __future__ import annotations
 
@@ -6,76 +6,119 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oxmoe import reference
-from oxmoe.testing import assert_close_ulp, graph_time_us, roofline
+from oxmoe.testing import assert_close_ulp, relative_norm, roofline
+
+GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One MoE layer with gated silu and no biases."""
+    """One MoE layer: gated silu, rows [gate; up], no biases; or GPT-OSS's clamped form, rows interleaved, biases."""
 
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    gpt_oss: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of ExpertWeights and of the reference, without the biases."""
+        return dict(GPT_OSS) if self.gpt_oss else {}
 
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "qwen3-30b-a3b-tp4": Shape(128, 8, 2048, 192),
+    "qwen3-235b": Shape(128, 8, 4096, 1536),
+    "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
     "mixtral-8x7b-tp2": Shape(8, 2, 4096, 7168),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
+    "glm-4.5-air-tp2": Shape(128, 8, 4096, 704),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
     "dsv3-tp8": Shape(256, 8, 7168, 256),
     "dsv3-ep8": Shape(32, 8, 7168, 2048),
     "granite-1b-a400m": Shape(32, 8, 1024, 512),
 }
 
+# uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
+PATTERNS = ("uniform", "hot", "one")
+
 
 @dataclass(frozen=True)
 class Weights:
-    w13: Tensor  # [E, 2I, H], rows [gate; up]
+    w13: Tensor  # [E, 2I, H]
     w2: Tensor  # [E, H, I]
+    b13: Tensor | None = None  # [E, 2I]
+    b2: Tensor | None = None  # [E, H]
 
 
 @dataclass(frozen=True)
 class Inputs:
     x: Tensor  # [T, H]
     router_logits: Tensor  # fp32 [T, E]
+    chosen: tuple[Tensor, Tensor] | None = None  # weights fp32 and ids int32 [T, k], in place of the logits
+
+    def routing(self, top_k: int) -> dict[str, Any]:
+        """What oxmoe.moe and the reference take."""
+        if self.chosen is None:
+            return {"router_logits": self.router_logits, "top_k": top_k}
+        return {"topk_weights": self.chosen[0], "topk_ids": self.chosen[1]}
 
 
 def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one."""
 
-    def randn(*size: int, fan_in: int) -> Tensor:
-        return torch.randn(size, dtype=dtype, device=device).mul_(fan_in**-0.5)
+    def randn(*size: int, scale: float) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
-    return [
-        Weights(
-            randn(shape.experts, 2 * shape.intermediate, shape.hidden, fan_in=shape.hidden),
-            randn(shape.experts, shape.hidden, shape.intermediate, fan_in=shape.intermediate),
-        )
-        for _ in range(count)
-    ]
+    def layer() -> Weights:
+        experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
+        w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
+        w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
+        if not shape.gpt_oss:
+            return Weights(w13, w2)
+        return Weights(w13, w2, randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5))
+
+    return [layer() for _ in range(count)]
 
 
-def make_inputs(shape: Shape, tokens: int, dtype: torch.dtype, device: str, count: int) -> list[Inputs]:
-    return [
-        Inputs(
-            torch.randn(tokens, shape.hidden, dtype=dtype, device=device),
-            torch.randn(tokens, shape.experts, device=device),
-        )
-        for _ in range(count)
-    ]
+def make_inputs(
+    shape: Shape, tokens: int, dtype: torch.dtype, device: str, count: int, pattern: str = "uniform"
+) -> list[Inputs]:
+    def layer() -> Inputs:
+        x = torch.randn(tokens, shape.hidden, dtype=dtype, device=device)
+        logits = torch.randn(tokens, shape.experts, device=device)
+        if pattern == "one":
+            weights = torch.full((tokens, shape.top_k), 1 / shape.top_k, device=device)
+            return Inputs(x, logits, (weights, torch.zeros((tokens, shape.top_k), dtype=torch.int32, device=device)))
+        if pattern == "hot":
+            half = (tokens + 1) // 2
+            logits[:half, 0] = logits[:half].amax(1) + 0.5
+        return Inputs(x, logits)
+
+    return [layer() for _ in range(count)]
+
+
+def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
+    """Softmax, top-k, renormalised, in plain torch; or what was given."""
+    if inputs.chosen is not None:
+        return inputs.chosen
+    weights, ids = torch.softmax(inputs.router_logits, dim=-1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), ids
 
 
 def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str) -> float | None:
     """The roofline of one layer on the one GPU whose ceilings were measured, else None."""
     if device != "cuda" or "H200" not in torch.cuda.get_device_name():
         return None
-    active = [item.router_logits.topk(shape.top_k).indices.unique().numel() for item in inputs]
+    active = [choose(item, shape.top_k)[1].unique().numel() for item in inputs]
     return roofline(
         tokens=inputs[0].x.shape[0],
         top_k=shape.top_k,
@@ -85,18 +128,31 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str) -> float | Non
     ).us
 
 
-def error(shape: Shape, weights: Weights, inputs: Inputs, result: Tensor) -> str | None:
-    """What is wrong with a layer's result, None if nothing is."""
-    expected = reference.moe(inputs.x, weights.w13, weights.w2, router_logits=inputs.router_logits, top_k=shape.top_k)
+def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
+    return reference.moe(
+        inputs.x,
+        weights.w13,
+        weights.w2,
+        b13=weights.b13,
+        b2=weights.b2,
+        **shape.options,
+        **inputs.routing(shape.top_k),
+    )
+
+
+def error(result: Tensor, truth: Tensor) -> str | None:
+    """What is wrong with our result, None if nothing is."""
     try:
-        assert_close_ulp(result, expected)
+        assert_close_ulp(result, truth)
     except AssertionError as failure:
         return str(failure)
     return None
 
 
-def time_us(calls: Sequence[Callable[[], object]], device: str) -> float:
-    return graph_time_us(calls) if device == "cuda" else wall_time_us(calls[0])
+def peer_error(result: Tensor, truth: Tensor) -> str | None:
+    """Peers round in more places: the same layer all the same, or not."""
+    norm = relative_norm(result, truth)
+    return None if norm < 2e-2 else f"computes something else: relative norm {norm:.3g}"
 
 
 def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> float:

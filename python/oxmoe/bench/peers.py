@@ -1,75 +1,20 @@
-"""Ours and the peers behind one small interface: each takes the layers' weights once and gives one call a layer."""
+"""The peers, each called as its own users call it."""
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import oxmoe
-from oxmoe.bench.layers import Inputs, Shape, Weights
-from oxmoe.fused_experts import expert_weights
-
-
-class Backend(ABC):
-    """A way to run the layer, from router logits to the combined output."""
-
-    name: ClassVar[str]
-
-    def __init__(self, shape: Shape, weights: Sequence[Weights]):
-        self.shape = shape
-        self.weights = weights
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:
-        """Why it cannot run here, None if it can."""
-        return None
-
-    @abstractmethod
-    def layer(self, index: int, inputs: Inputs) -> Tensor:
-        """Layer number index on these inputs."""
-
-    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        """One call for each layer. On a GPU a call can be captured."""
-        return [functools.partial(self.layer, index, item) for index, item in enumerate(inputs)]
-
-
-class Oxmoe(Backend):
-    name = "oxmoe"
-
-    def __init__(self, shape: Shape, weights: Sequence[Weights]):
-        super().__init__(shape, weights)
-        self.experts = [expert_weights(item.w13, item.w2) for item in weights]
-
-    def layer(self, index: int, inputs: Inputs) -> Tensor:
-        return oxmoe.moe(inputs.x, self.experts[index], router_logits=inputs.router_logits, top_k=self.shape.top_k)
-
-    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        """With output and workspace given, as a server would: layers share the workspace."""
-        x, top_k = inputs[0].x, self.shape.top_k
-        size = oxmoe.workspace_bytes(self.experts[0], x.shape[0], top_k)
-        room = torch.empty(size + 256, dtype=torch.uint8, device=x.device)
-        start = -room.data_ptr() % 256
-        return [
-            functools.partial(
-                oxmoe.moe,
-                item.x,
-                experts,
-                router_logits=item.router_logits,
-                top_k=top_k,
-                out=torch.empty_like(item.x),
-                workspace=room[start : start + size],
-            )
-            for experts, item in zip(self.experts, inputs, strict=True)
-        ]
+from oxmoe.bench.backend import Backend
+from oxmoe.bench.flashinfer import FlashinferCuteDsl
+from oxmoe.bench.layers import Inputs, Shape, Weights, choose
+from oxmoe.reference import activate
 
 
 class SglangTriton(Backend):
@@ -114,22 +59,28 @@ class SglangTriton(Backend):
             intermediate_size_per_partition=shape.intermediate,
             top_k=shape.top_k,
             inplace=False,
+            gemm1_alpha=shape.options.get("alpha"),
+            gemm1_clamp_limit=shape.options.get("limit"),
         )
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         x, logits, top_k = inputs.x, inputs.router_logits, self.shape.top_k
-        topk_weights = torch.empty(x.shape[0], top_k, device=x.device)
-        topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
-        self.topk_softmax(topk_weights, topk_ids, logits, True)
-        weights = self.weights[index]
-        return self.fused_experts(x, weights.w13, weights.w2, (topk_weights, topk_ids, logits), self.config)
+        if inputs.chosen is not None:
+            topk_weights, topk_ids = inputs.chosen
+        else:
+            topk_weights = torch.empty(x.shape[0], top_k, device=x.device)
+            topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
+            self.topk_softmax(topk_weights, topk_ids, logits, True)
+        item = self.weights[index]
+        topk_output = (topk_weights, topk_ids, logits)
+        return self.fused_experts(x, item.w13, item.w2, topk_output, self.config, b1=item.b13, b2=item.b2)
 
 
 class TritonKernels(Backend):
     """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them.
 
-    NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit): the same bytes and flops as silu and a
-    product, not the same numbers.
+    NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit): on other models' layers the same bytes and
+    flops as silu and a product, not the same numbers.
     """
 
     name = "triton_kernels"
@@ -160,8 +111,16 @@ class TritonKernels(Backend):
         self.transposed = [
             (item.w13.transpose(1, 2).contiguous(), item.w2.transpose(1, 2).contiguous()) for item in weights
         ]
+        self.biases = [
+            tuple(None if bias is None else bias.float() for bias in (item.b13, item.b2)) for item in weights
+        ]
+
+    def same_layer(self) -> bool:
+        return self.shape.gpt_oss
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
+        if inputs.chosen is not None:
+            raise NotImplementedError("takes router logits, not ids")
         ogs, x, top_k = self.ogs, inputs.x, self.shape.top_k
         chosen = self.topk(inputs.router_logits, top_k, apply_softmax=True)
         dispatch, combine = chosen.mask_metadata.row_sorted_indx, chosen.mask_metadata.col_sorted_indx
@@ -170,11 +129,11 @@ class TritonKernels(Backend):
         routing = ogs.RoutingData(gates, metadata.slice_sizes, self.shape.experts, top_k, metadata)
         hidden = x.new_empty((1, x.shape[0] * top_k, self.shape.intermediate))
         out = x.new_empty((1, *x.shape))
-        w13, w2 = self.transposed[index]
+        (w13, w2), (b13, b2) = self.transposed[index], self.biases[index]
         ogs.matmul_ogs(
             x,
             w13,
-            None,
+            b13,
             routing,
             gather_indx=ogs.GatherIndx(combine, dispatch),
             precision_config=ogs.PrecisionConfig(),
@@ -184,7 +143,7 @@ class TritonKernels(Backend):
         ogs.matmul_ogs(
             hidden[0],
             w2,
-            None,
+            b2,
             routing,
             scatter_indx=ogs.ScatterIndx(dispatch, combine),
             precision_config=ogs.PrecisionConfig(),
@@ -194,9 +153,11 @@ class TritonKernels(Backend):
         return out[0]
 
 
-def _choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.softmax(inputs.router_logits, dim=-1).topk(top_k)
-    return weights / weights.sum(-1, keepdim=True), ids
+def _activate(sums: Tensor, shape: Shape) -> Tensor:
+    if shape.gpt_oss:
+        return activate(sums, **shape.options)
+    gate, up = sums.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class TorchGroupedMm(Backend):
@@ -210,11 +171,15 @@ class TorchGroupedMm(Backend):
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         x, top_k, weights = inputs.x, self.shape.top_k, self.weights[index]
-        topk_weights, topk_ids = _choose(inputs, top_k)
+        topk_weights, topk_ids = choose(inputs, top_k)
         ids, order = topk_ids.flatten().sort(stable=True)
         ends = torch.searchsorted(ids, torch.arange(self.shape.experts, device=x.device), right=True).int()
-        gate, up = torch._grouped_mm(x[order // top_k], weights.w13.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        rows = torch._grouped_mm(F.silu(gate) * up, weights.w2.transpose(1, 2), offs=ends)
+        sums = torch._grouped_mm(x[order // top_k], weights.w13.transpose(1, 2), offs=ends)
+        if weights.b13 is not None:
+            sums = sums + weights.b13[ids]
+        rows = torch._grouped_mm(_activate(sums, self.shape), weights.w2.transpose(1, 2), offs=ends)
+        if weights.b2 is not None:
+            rows = rows + weights.b2[ids]
         slots = torch.empty_like(rows).index_copy_(0, order, rows).view(*topk_ids.shape, -1)
         return (slots * topk_weights[..., None]).sum(1).to(x.dtype)
 
@@ -230,14 +195,17 @@ class TorchLoop(Backend):
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         x, weights = inputs.x, self.weights[index]
-        topk_weights, topk_ids = _choose(inputs, self.shape.top_k)
+        topk_weights, topk_ids = choose(inputs, self.shape.top_k)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in topk_ids.unique().tolist():
             token, slot = torch.where(topk_ids == expert)
-            gate, up = F.linear(x[token], weights.w13[expert]).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, weights.w2[expert])
+            b13, b2 = (None if bias is None else bias[expert] for bias in (weights.b13, weights.b2))
+            sums = F.linear(x[token], weights.w13[expert], b13)
+            rows = F.linear(_activate(sums, self.shape), weights.w2[expert], b2)
             total.index_add_(0, token, rows * topk_weights[token, slot, None])
         return total.to(x.dtype)
 
 
-PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (SglangTriton, TritonKernels, TorchGroupedMm, TorchLoop)}
+PEERS: dict[str, type[Backend]] = {
+    peer.name: peer for peer in (SglangTriton, TritonKernels, FlashinferCuteDsl, TorchGroupedMm, TorchLoop)
+}

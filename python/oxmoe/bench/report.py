@@ -1,4 +1,4 @@
-"""Results as a table while they come, as JSON lines, as a plot."""
+"""Results as a table while they come, as JSON lines, as Markdown, as a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.layers import SHAPES
+from oxmoe.bench.peers import PEERS
 
 
 @dataclass
@@ -17,13 +19,23 @@ class Cell:
     op: str
     shape: str
     format: str
+    pattern: str
     tokens: int
     floor_us: float | None
     times: dict[str, float] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
 
     @property
     def best_peer(self) -> float | None:
         return min((us for name, us in self.times.items() if name != "oxmoe"), default=None)
+
+
+def read_json(paths: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            rows += [json.loads(line) for line in file if line.strip()]
+    return rows
 
 
 def append_json(path: str | None, rows: Sequence[dict[str, Any]]) -> None:
@@ -50,13 +62,24 @@ class Report:
             print(f"skipped {peer}: {reason}", flush=True)
 
     def wrong(self, cell: Cell, what: str) -> None:
-        print(f"WRONG {cell.shape} {cell.format} M={cell.tokens}, not timed: {what}", flush=True)
+        print(f"WRONG {cell.shape} {cell.format} {cell.pattern} M={cell.tokens}, not timed: {what}", flush=True)
 
     def add(self, cell: Cell) -> None:
         self.cells.append(cell)
         if not self._headed:
             self._headed = True
-            heads = ["op", "shape", "format", "M", "oxmoe us", "floor us", "x floor", *self.peers, "best / oxmoe"]
+            heads = [
+                "op",
+                "shape",
+                "pattern",
+                "format",
+                "M",
+                "oxmoe us",
+                "floor us",
+                "x floor",
+                *self.peers,
+                "best / oxmoe",
+            ]
             print(self._line(heads))
         ours, best = cell.times["oxmoe"], cell.best_peer
         print(
@@ -64,6 +87,7 @@ class Report:
                 [
                     cell.op,
                     cell.shape,
+                    cell.pattern,
                     cell.format,
                     str(cell.tokens),
                     f"{ours:.1f}",
@@ -80,20 +104,75 @@ class Report:
             "shape": cell.shape,
             **vars(SHAPES[cell.shape]),
             "format": cell.format,
+            "pattern": cell.pattern,
             "tokens": cell.tokens,
             "floor_us": cell.floor_us,
         }
-        rows = [{**common, "backend": name, "us": us, **self.environment} for name, us in cell.times.items()]
+        rows = []
+        for name, us in cell.times.items():
+            row = {**common, "backend": name, "us": us}
+            if name in cell.details:
+                row["detail"] = cell.details[name]
+            if name in PEERS and PEERS[name].excludes is not None:
+                row["excludes"] = PEERS[name].excludes
+            rows.append({**row, **self.environment})
         append_json(self.json_path, rows)
 
     def _line(self, fields: Sequence[str]) -> str:
-        widths = [4, 17, 6, 6, 9, 9, 7, *(max(9, len(peer)) for peer in self.peers), 12]
-        left = "".join(f"{text:<{width}} " for text, width in zip(fields[:3], widths[:3], strict=True))
-        return left + " ".join(f"{text:>{width}}" for text, width in zip(fields[3:], widths[3:], strict=True))
+        widths = [4, 17, 7, 6, 6, 9, 9, 7, *(max(9, len(peer)) for peer in self.peers), 12]
+        left = "".join(f"{text:<{width}} " for text, width in zip(fields[:4], widths[:4], strict=True))
+        return left + " ".join(f"{text:>{width}}" for text, width in zip(fields[4:], widths[4:], strict=True))
 
 
 def _number(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of README and docs: one line a cell, the fastest in bold.
+
+    Where a cell was run twice the later run counts alone: only times of one process are compared.
+    """
+    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["op"] == "moe":
+            key = (row["shape"], row["format"], row.get("pattern", "uniform"), row["tokens"])
+            cell = cells.setdefault(key, {})
+            if any(other["date"] != row["date"] for other in cell.values()):
+                cell.clear()
+            cell[row["backend"]] = row
+    cells = {key: cell for key, cell in cells.items() if Oxmoe.name in cell}
+    present = {name: row for cell in cells.values() for name, row in cell.items() if name != Oxmoe.name}
+    peers = [name for name in PEERS if name in present]
+    several = [len({key[place] for key in cells}) > 1 for place in (1, 2)]
+    heads = ["layer", *(head for head, shown in zip(("format", "routing"), several, strict=True) if shown), "M"]
+    heads += ["oxmoe", "floor", "x floor"]
+    heads += [f"{peer} (no {present[peer]['excludes']})" if present[peer].get("excludes") else peer for peer in peers]
+    lines = [[*heads, "best peer / oxmoe"], ["---"] * (len(heads) + 1)]
+    slower = []
+    for (shape, format_name, pattern, tokens), cell in cells.items():
+        times = {name: cell[name]["us"] for name in (Oxmoe.name, *peers) if name in cell}
+        ours, fastest = times[Oxmoe.name], min(times.values())
+        best = min((us for name, us in times.items() if name != Oxmoe.name), default=None)
+        shown = {name: f"**{us:.1f}**" if us == fastest else f"{us:.1f}" for name, us in times.items()}
+        floor = cell[Oxmoe.name]["floor_us"]
+        keys = [shape, *(text for text, show in zip((format_name, pattern), several, strict=True) if show)]
+        lines.append(
+            [
+                *keys,
+                str(tokens),
+                shown[Oxmoe.name],
+                _number(floor, ".1f"),
+                _number(floor and ours / floor, ".2f"),
+                *(shown.get(peer, "") for peer in peers),
+                _number(best and best / ours, ".2f"),
+            ]
+        )
+        if best is not None and best < ours:
+            slower.append(f"{' '.join(keys)} M={tokens} ({100 * (ours / best - 1):.1f} %)")
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    against = f"Slower than the best peer in {len(slower)} of {len(cells)} cells"
+    return f"{table}\n\n{against}{': ' if slower else ''}{', '.join(slower)}."
 
 
 def print_overhead(rows: Sequence[dict[str, Any]]) -> None:
@@ -107,7 +186,7 @@ def plot(cells: Sequence[Cell], path: str) -> None:
 
     panels: dict[str, list[Cell]] = {}
     for cell in cells:
-        panels.setdefault(f"{cell.shape} {cell.format}", []).append(cell)
+        panels.setdefault(f"{cell.shape} {cell.format} {cell.pattern}", []).append(cell)
     if not panels:
         return
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)

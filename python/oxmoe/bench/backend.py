@@ -1,0 +1,75 @@
+"""What the bench asks of a way to run the layer, and ours."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import oxmoe
+from oxmoe.bench.layers import Inputs, Shape, Weights
+from oxmoe.fused_experts import expert_weights
+
+
+class Backend(ABC):
+    """A way to run the layer, from router logits to the combined output."""
+
+    name: ClassVar[str]
+    excludes: ClassVar[str | None] = None  # what the others' times contain and this one's do not
+    detail: str | None = None  # what it chose for the latest calls, for the record
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        self.shape = shape
+        self.weights = weights
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        """Why it cannot run here, None if it can."""
+        return None
+
+    def same_layer(self) -> bool:
+        """Whether it computes what the reference does; else only the same bytes and flops."""
+        return True
+
+    @abstractmethod
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        """Layer number index on these inputs."""
+
+    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """One call for each layer. On a GPU a call can be captured."""
+        return [functools.partial(self.layer, index, item) for index, item in enumerate(inputs)]
+
+
+class Oxmoe(Backend):
+    name = "oxmoe"
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        self.experts = [
+            expert_weights(item.w13, item.w2, b13=item.b13, b2=item.b2, **shape.options) for item in weights
+        ]
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        return oxmoe.moe(inputs.x, self.experts[index], **inputs.routing(self.shape.top_k))
+
+    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        """With output and workspace given, as a server would: layers share the workspace."""
+        x, top_k = inputs[0].x, self.shape.top_k
+        size = oxmoe.workspace_bytes(self.experts[0], x.shape[0], top_k)
+        room = torch.empty(size + 256, dtype=torch.uint8, device=x.device)
+        start = -room.data_ptr() % 256
+        return [
+            functools.partial(
+                oxmoe.moe,
+                item.x,
+                experts,
+                **item.routing(top_k),
+                out=torch.empty_like(item.x),
+                workspace=room[start : start + size],
+            )
+            for experts, item in zip(self.experts, inputs, strict=True)
+        ]
