@@ -242,8 +242,7 @@ pub mod ffi {
         keep_slots: bool,
     }
 
-    /// GEMM1, GEMM2 and combine in one launch. `up.next_unit` hands out the units of both;
-    /// `schedule_is_older` is not looked at.
+    /// GEMM1, GEMM2 and combine in one launch. `next_unit` and `schedule_is_older` are not looked at.
     #[derive(Clone, Copy, Debug)]
     struct LayerParams {
         up: GroupedGemmParams,

@@ -254,10 +254,10 @@ impl LayerTile {
 /// By tokens.
 pub const LAYER_TILES: [LayerTile; 2] = [LayerTile { tokens: 8, stages: 12 }, LayerTile { tokens: 16, stages: 10 }];
 
-/// Bytes of `LayerSm90::Shared`: stages, two staged chunks of 16 outputs, two units, barriers, one word.
+/// Bytes of `LayerSm90::Shared`: stages, two staged chunks of 16 outputs, barriers, one word.
 fn layer_shared_bytes(tokens: u32, stages: u32) -> u32 {
     let stage = tokens * 128 + 8192;
-    (stages * stage + 2 * 16 * 128 + 2 * 32 + 8 * (2 * stages + 5) + 4).next_multiple_of(128)
+    (stages * stage + 2 * 16 * 128 + 2 * 8 * stages + 4).next_multiple_of(128)
 }
 
 impl Variant {

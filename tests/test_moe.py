@@ -124,6 +124,18 @@ def test_models_decode(shape: Shape, rng: torch.Generator) -> None:
         check(layer, given[0], None, None, router_logits=logits, top_k=shape.top_k)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_large_experts(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """Large enough for the launch that does both GEMMs and the combine of a few tokens."""
+    shape = Shape(name, 3, 2, 4096, 4352, bias=True).with_options(**ACTIVATIONS[name])
+    layer = make_layer(shape, dtype, "cuda", rng)
+    for tokens, pattern in ((1, "uniform"), (8, "holes"), (8, "duplicates"), (9, "uniform"), (16, "one_expert")):
+        topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+        check(layer, make_x(tokens, shape, dtype, "cuda", rng), topk_weights.cuda(), topk_ids.cuda())
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 8, 19])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -334,31 +334,26 @@ public:
         return half * p.out_columns + slice * 8 + row;
     }
 
-    static __device__ __forceinline__ void add_bias(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
-                                                    const GroupedGemmParams& p) {
-        if (p.bias == nullptr) return;
-        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int m = 0; m < RowTiles; ++m) {
-            const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
-            float bias[2] = {0.f, 0.f};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
-                if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
-            }
-#pragma unroll
-            for (int i = 0; i < MaxTokens / 2; ++i) sums[m][i] += bias[i / 2 % 2];
-        }
-    }
-
     // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
     // activation is done; a gated kind's outputs then lie where its gates were.
     static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
                                                         const GroupedGemmParams& p) {
         constexpr int kSums = MaxTokens / 2;
-        const int lane = threadIdx.x % 32;
-        add_bias(work, sums, p);
+        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        if (p.bias) {
+#pragma unroll
+            for (int m = 0; m < RowTiles; ++m) {
+                const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
+                float bias[2] = {0.f, 0.f};
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
+                    if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
+                }
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[i / 2 % 2];
+            }
+        }
         if (p.slot_weights) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {

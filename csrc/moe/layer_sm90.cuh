@@ -32,14 +32,6 @@ struct LayerSm90 {
     static constexpr int kBlockK = 64;
     static constexpr int kWeightBytes = kRows * 128;
     static constexpr int kCopyThreads = 64;
-    static constexpr int kUnitSlots = 2;
-    static constexpr int kFetchLead = 4;  // K blocks between fetching a unit and copying it
-
-    struct alignas(16) Unit {
-        WorkUnit work;
-        int tile;  // number in the schedule
-        bool down;
-    };
 
     struct alignas(128) Shared {
         // NOTE: with 8 tokens, wgmma reads the 8 columns that nobody looks at from the weights behind them.
@@ -47,8 +39,7 @@ struct LayerSm90 {
             uint8_t tokens[Tokens * 128], weights[kWeightBytes];
         } stage[Stages];
         uint8_t staging[1][2 * Down::kStagingBytes];
-        Unit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t full[Stages], empty[Stages];
         int tiles_before;
     };
     static_assert(Up::kStagingBytes <= Down::kStagingBytes, "one buffer for both epilogues");
@@ -67,11 +58,6 @@ struct LayerSm90 {
                 sm90::barrier_init(&shared.full[s], 1 + kCopyThreads);
                 sm90::barrier_init(&shared.empty[s], 4);
             }
-            for (int u = 0; u < kUnitSlots; ++u) {
-                sm90::barrier_init(&shared.unit_full[u], 1);
-                sm90::barrier_init(&shared.unit_empty[u], 1 + kCopyThreads + 128);
-            }
-            sm90::barrier_init(&shared.fetch_next, 2);
             sm90::barrier_init_fence();
             sm90::prefetch_tensor_map(&up_weights);
             sm90::prefetch_tensor_map(&down_weights);
@@ -82,11 +68,9 @@ struct LayerSm90 {
         const int warp = threadIdx.x / 32;
         if (warp == 0)
             copy_weights(up_weights, down_weights, p, shared);
-        else if (warp == 1)
-            schedule(p, shared);
-        else if (warp < 4)
+        else if (warp <= kCopyThreads / 32)
             copy_tokens(p, shared);
-        else
+        else if (warp >= 4)
             consume(p, shared);
     }
 
@@ -94,17 +78,20 @@ private:
     static __device__ __forceinline__ int row_blocks(const GroupedGemmParams& p) { return (p.rows + kRows - 1) / kRows; }
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
 
-    // ---- schedule: one thread ----
+    struct Unit {
+        WorkUnit work;
+        int tile;  // number in the schedule
+        bool down;
+    };
 
     // Unit `unit`, tile by tile and matrix by matrix; expert -1 beyond the last.
     static __device__ __forceinline__ Unit find(const LayerParams& p, int tiles, int unit) {
         const int up_units = tiles * row_blocks(p.up);
         const bool down = unit >= up_units;
-        if (down) unit -= up_units;
-        const int blocks = row_blocks(down ? p.down : p.up), number = unit / blocks;
+        const int blocks = row_blocks(down ? p.down : p.up), number = (down ? unit - up_units : unit) / blocks;
         if (number >= tiles) return {{-1, 0, 0, 0}, 0, true};
         const Tile tile = p.up.tiles[number];
-        return {{tile.expert, tile.first, tile.count, unit % blocks}, number, down};
+        return {{tile.expert, tile.first, tile.count, (down ? unit - up_units : unit) % blocks}, number, down};
     }
 
     // This CTA's first unit. Its tile is loaded beside the number of tiles: entries behind the last one are there, too.
@@ -116,39 +103,18 @@ private:
         return {{tile.expert, tile.first, tile.count, int(blockIdx.x) % blocks}, number, false};
     }
 
-    // NOTE: a unit is fetched when the copies of the one before come to its end and its multiplication has begun. The second
-    // keeps CTAs whose ring takes a whole unit from hoarding units while the tokens are not there.
-    static __device__ __forceinline__ void schedule(const LayerParams& p, Shared& shared) {
-        if (threadIdx.x % 32 != 0) return;
-        RingPosition<kUnitSlots> ring;
-        RingPosition<1> fetches;
-        int tiles;
-        for (Unit unit = find_first(p, tiles);; ring.advance(), fetches.advance()) {
-            sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
-            shared.unit[ring.slot] = unit;
-            sm90::barrier_arrive(&shared.unit_full[ring.slot]);
-            if (unit.work.expert < 0) break;
-            sm90::barrier_wait(&shared.fetch_next, fetches.parity);
-            unit = find(p, tiles, gridDim.x + atomicAdd(p.up.next_unit, 1));
-        }
-    }
-
     // ---- weights: one thread, one box a stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
                                                         const LayerParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const Unit unit = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (unit.work.expert < 0) break;
+        int tiles, number = blockIdx.x;
+        for (Unit unit = find_first(p, tiles), next; unit.work.expert >= 0; unit = next) {
+            next = find(p, tiles, number += gridDim.x);
             const CUtensorMap* weights = unit.down ? &down_weights : &up_weights;
-            const int blocks = k_blocks(unit.down ? p.down : p.up), fetch_block = max(0, blocks - kFetchLead);
+            const int blocks = k_blocks(unit.down ? p.down : p.up);
             for (int block = 0; block < blocks; ++block, ring.advance()) {
-                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, weights,
@@ -162,15 +128,12 @@ private:
 
     static __device__ __forceinline__ void copy_tokens(const LayerParams& p, Shared& shared) {
         constexpr int kPassRows = kCopyThreads / 8, kPasses = Tokens / kPassRows;
-        const int thread = threadIdx.x % kCopyThreads, chunk = thread % 8, first = thread / 8;
+        const int thread = threadIdx.x - 32, chunk = thread % 8, first = thread / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
-        RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const Unit unit = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (unit.work.expert < 0) break;
+        int tiles, number = blockIdx.x;
+        for (Unit unit = find_first(p, tiles), next; unit.work.expert >= 0; unit = next) {
+            next = find(p, tiles, number += gridDim.x);
             const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
             const uint4* row[kPasses];
 #pragma unroll
@@ -203,33 +166,22 @@ private:
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const LayerParams& p, Shared& shared) {
-        RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t up_staging = 0, down_staging = 0;
-        const int tiles = *p.up.tile_count;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const Unit unit = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (unit.work.expert < 0) break;
+        int tiles, number = blockIdx.x;
+        for (Unit unit = find_first(p, tiles), next; unit.work.expert >= 0; unit = next) {
+            next = find(p, tiles, number += gridDim.x);
             float sums[1][kWidth / 2];
 #pragma unroll
             for (int i = 0; i < kWidth / 2; ++i) sums[0][i] = 0.f;
             // The same in all lanes, but ptxas must know: then the loop and descriptors live in uniform registers.
             const int blocks = __shfl_sync(0xFFFFFFFF, k_blocks(unit.down ? p.down : p.up), 0);
-            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-            if (threadIdx.x % 128 == 0) sm90::barrier_arrive(&shared.fetch_next);
             Down::template multiply<kWidth>(blocks, sums, shared, ring);
             if (unit.down) {
-                Down::add_bias(unit.work, sums, p.down);
-                Down::template store<true>(unit.work, sums, p.down, shared, down_staging);
+                finish<Down>(unit.work, sums, p.down, shared, down_staging);
                 combine_if_last(p, shared, unit.work.row_block, tiles);
             } else {
-                const bool activated = Up::prepare_sums(unit.work, sums, p.up);
-                if (Gated && !activated)
-                    Up::template store<false>(unit.work, sums, p.up, shared, up_staging);
-                else
-                    Up::template store<true>(unit.work, sums, p.up, shared, up_staging);
+                finish<Up>(unit.work, sums, p.up, shared, up_staging);
                 sm90::named_barrier(1, 128);
                 if (threadIdx.x % 128 == 0) counter::add_only(&p.tiles_done[unit.tile]);
             }
@@ -238,6 +190,16 @@ private:
         if (tiles == 0) {
             for (int block = blockIdx.x; block < row_blocks(p.down); block += gridDim.x) combine(p, block, threadIdx.x % 128);
         }
+    }
+
+    template <typename Gemm>
+    static __device__ __forceinline__ void finish(const WorkUnit& work, float (&sums)[1][kWidth / 2], const GroupedGemmParams& p,
+                                                  Shared& shared, uint32_t& staging) {
+        const bool activated = Gemm::prepare_sums(work, sums, p);
+        if (Gemm::kGated && !activated)
+            Gemm::template store<false>(work, sums, p, shared, staging);
+        else
+            Gemm::template store<true>(work, sums, p, shared, staging);
     }
 
     // ---- combine: 64 columns are 8 vectors of each token ----
