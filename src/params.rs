@@ -240,6 +240,8 @@ pub mod ffi {
         scale: f32,
         /// No sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
         keep_slots: bool,
+        /// Columns that a thread of the kernel takes: 4 or 2 where `hidden` is a multiple of 8, else 1.
+        columns: i32,
     }
 
     /// GEMM1, GEMM2 and combine in one launch. `next_unit` and `schedule_is_older` are not looked at.

@@ -206,17 +206,19 @@ private:
 
     static constexpr int kVectors = kRows / 8;
 
-    // Item `item` of a row block's `tokens * kVectors`; without one of its own the thread takes part with the last, for nothing.
+    // Item `item` of a row block's `rows * kVectors`; without one of its own the thread takes part with the last, for nothing.
     template <typename Ready>
     static __device__ __forceinline__ void sum(const LayerParams& p, int row_block, int item, Ready ready) {
-        const int token = item / kVectors, column = row_block * kVectors + item % kVectors, columns = p.combine.hidden / 8;
-        const bool mine = token < p.combine.tokens && column < columns;
-        Combine<Element>::template sum_vector<uint4>(p.combine, min(token, p.combine.tokens - 1), min(column, columns - 1),
+        const int row = item / kVectors, column = row_block * kVectors + item % kVectors, columns = p.combine.hidden / 8;
+        const int rows = Combine<Element>::row_count(p.combine);
+        const bool mine = row < rows && column < columns;
+        Combine<Element>::template sum_vector<uint4>(p.combine, min(row, rows - 1), min(column, columns - 1),
                                                      [&] { return ready() && mine; });
     }
 
     static __device__ __forceinline__ void combine(const LayerParams& p, int row_block, int first_item) {
-        for (int item = first_item; item < p.combine.tokens * kVectors; item += 128) sum(p, row_block, item, [] { return true; });
+        const int items = Combine<Element>::row_count(p.combine) * kVectors;
+        for (int item = first_item; item < items; item += 128) sum(p, row_block, item, [] { return true; });
     }
 
     static __device__ __forceinline__ void combine_if_last(const LayerParams& p, Shared& shared, int row_block, int tiles) {

@@ -143,6 +143,7 @@ impl Stages {
             hidden: layer.desc.hidden as i32,
             scale: options.routed_scaling_factor,
             keep_slots: options.no_combine,
+            columns: plan::combine_columns(desc) as i32,
         };
         Stages { select, route, up, down, combine }
     }

@@ -33,6 +33,7 @@ fn check(c: &Case, random: &mut Random) {
         hidden: c.hidden as i32,
         scale: c.scale,
         keep_slots: c.keep_slots,
+        columns: 1,
     };
     // SAFETY: the buffers above have the documented shapes.
     unsafe { cpu::combine(&p, c.dtype) };

@@ -97,6 +97,7 @@ fn layer_speed() {
                 hidden: HIDDEN as i32,
                 scale: 1.0,
                 keep_slots: false,
+                columns: 1,
             };
             // SAFETY: the buffers above have the documented shapes.
             unsafe {
