@@ -3,6 +3,9 @@
 //
 // Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
 //
+// A layer's weights push its code out of every cache, and a cold line of it costs as much as any other access to memory: hence
+// no loop is unrolled that does not need it.
+//
 // Persistent and warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers`
 // warpgroups, each with RowTiles x 64 weight rows.
 //
@@ -108,6 +111,7 @@ struct GroupedGemmSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
+#pragma unroll 1
             for (int s = 0; s < Stages; ++s) {
                 sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
                 sm90::barrier_init(&shared.empty[s], 4 * Consumers);
@@ -152,6 +156,7 @@ private:
             WorkUnit work{-1, 0, 0, 0};
             if (unit < units) find_unit(p.tiles, tile_count, row_blocks, unit, work);
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
+#pragma unroll 1
             for (int n = lane; n < work.count; n += 32) {
                 const int place = work.first + n;
                 const int row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
@@ -183,6 +188,7 @@ private:
             const WorkUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+#pragma unroll 1
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                 if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
@@ -215,6 +221,7 @@ private:
             uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
 #pragma unroll
             for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
+#pragma unroll 1
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
