@@ -211,10 +211,11 @@ impl Sm90Tile {
     }
 }
 
-/// By tokens; each serves every narrower tile at its own width too.
-pub const SM90_TILES: [Sm90Tile; 4] = [
+/// By tokens; each serves every narrower tile at its own width too. The second of 64 tokens is alone on its multiprocessor.
+pub const SM90_TILES: [Sm90Tile; 5] = [
     Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 5 },
     Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
+    Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 8 },
     Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
     Sm90Tile { tokens: 192, row_tiles: 2, consumers: 2, stages: 3 },
 ];
