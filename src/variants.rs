@@ -42,7 +42,7 @@ pub fn all() -> Vec<Variant> {
     for element in ELEMENTS {
         for gated in [true, false] {
             rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
-            rows.extend(LAYER_TILES.map(|t| t.variant(element, gated)));
+            rows.push(LAYER_TILE.variant(element, gated));
             rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
         }
         rows.push(Variant::Combine { element });
@@ -252,8 +252,8 @@ impl LayerTile {
     }
 }
 
-/// By tokens.
-pub const LAYER_TILES: [LayerTile; 2] = [LayerTile { tokens: 8, stages: 12 }, LayerTile { tokens: 16, stages: 10 }];
+/// The fused layer's only one.
+pub const LAYER_TILE: LayerTile = LayerTile { tokens: 8, stages: 12 };
 
 /// Bytes of `LayerSm90::Shared`: stages, two staged chunks of 16 outputs, barriers, one word.
 fn layer_shared_bytes(tokens: u32, stages: u32) -> u32 {

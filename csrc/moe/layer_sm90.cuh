@@ -21,7 +21,7 @@
 
 namespace oxmoe {
 
-// `Tokens` is the schedule's largest tile, 8 or 16.
+// `Tokens` is the schedule's largest tile.
 template <typename Element, bool Gated, int Tokens, int Stages>
 struct LayerSm90 {
     static constexpr int kWidth = 16;  // the narrowest N that the epilogue turns
