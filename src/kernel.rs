@@ -98,8 +98,11 @@ impl Args<'_> {
     fn fits(&self, variant: &Variant) -> bool {
         matches!(
             (self, variant),
-            (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. })
-                | (Args::Sort(_), Variant::Route { experts_per_lane: 0 } | Variant::Histogram | Variant::Place)
+            (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. })
+                | (
+                    Args::Sort(_),
+                    Variant::Route { experts_per_lane: 0, .. } | Variant::Histogram | Variant::Place { .. }
+                )
                 | (Args::Ragged(_), Variant::Ragged)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
                 | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })

@@ -166,7 +166,7 @@ pub mod ffi {
         counters: *mut i32,
         counter_count: i32,
         /// Scratch of the two-launch form, null in Route and in a Select that stands alone: slots per expert in each block of tokens,
-        /// 16 bits each, two a word, `[blocks, ceil(experts / 2)]`.
+        /// 8 or 16 bits each, `[blocks, at most ceil(experts / 2)]` words.
         block_histogram: *mut i32,
     }
 

@@ -17,14 +17,14 @@ pub enum Variant {
     LayerSm90 { element: Element, gated: bool, tokens: u32, stages: u32 },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
     GroupedGemmPortable { element: Element, gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32, vector: u32 },
-    /// Top-k alone. `experts_per_lane` x 32 >= experts.
-    Select { experts_per_lane: u32 },
-    /// Top-k (or given ids), sort and schedule in one launch of one CTA or one cluster; `experts_per_lane` 0: ids are given.
-    Route { experts_per_lane: u32 },
+    /// Top-k alone. `experts_per_lane` x 32 >= experts. `plain`: without bias, groups and order by id, in a third of the code.
+    Select { experts_per_lane: u32, plain: bool },
+    /// Top-k (or given ids), sort and schedule in one launch of one CTA or one cluster; `experts_per_lane` 0 (and plain): ids are given.
+    Route { experts_per_lane: u32, plain: bool },
     /// Slots per expert and block of tokens, then ...
     Histogram,
-    /// ... sort and schedule, for token counts beyond one cluster.
-    Place,
+    /// ... sort and schedule, for token counts beyond one cluster. `chosen`: ids come from Select, else from the caller.
+    Place { chosen: bool },
     /// triton_kernels' block tables of a sorted batch.
     Ragged,
     /// Weighted sum of a token's rows.
@@ -33,6 +33,9 @@ pub enum Variant {
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
 pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
+
+/// Sort and schedule of given ids in one launch.
+pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
 const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
 
@@ -47,9 +50,12 @@ pub fn all() -> Vec<Variant> {
         }
         rows.push(Variant::Combine { element });
     }
-    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane }));
-    rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane }));
-    rows.extend([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged]);
+    for plain in [true, false] {
+        rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
+        rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
+        rows.push(Variant::Place { chosen: plain });
+    }
+    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
     rows
 }
 
@@ -77,6 +83,14 @@ fn gated_name(gated: bool) -> &'static str {
     }
 }
 
+fn any_name(plain: bool) -> &'static str {
+    if plain {
+        ""
+    } else {
+        "_any"
+    }
+}
+
 impl Variant {
     /// The kernel's name in the image.
     pub fn symbol(&self) -> String {
@@ -94,10 +108,10 @@ impl Variant {
                 element.name(),
                 gated_name(gated)
             ),
-            Variant::Select { experts_per_lane } => format!("select_e{experts_per_lane}"),
-            Variant::Route { experts_per_lane } => format!("route_e{experts_per_lane}"),
+            Variant::Select { experts_per_lane, plain } => format!("select_e{experts_per_lane}{}", any_name(plain)),
+            Variant::Route { experts_per_lane, plain } => format!("route_e{experts_per_lane}{}", any_name(plain)),
             Variant::Histogram => "histogram".into(),
-            Variant::Place => "place".into(),
+            Variant::Place { chosen } => if chosen { "place_chosen" } else { "place_given" }.into(),
             Variant::Ragged => "ragged".into(),
             Variant::Combine { element } => format!("combine_{}", element.name()),
         }
@@ -117,10 +131,10 @@ impl Variant {
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
             ),
-            Variant::Select { experts_per_lane } => format!("oxmoe::Select<{experts_per_lane}>"),
-            Variant::Route { experts_per_lane } => format!("oxmoe::Route<{experts_per_lane}>"),
+            Variant::Select { experts_per_lane, plain } => format!("oxmoe::Select<{experts_per_lane}, {plain}>"),
+            Variant::Route { experts_per_lane, plain } => format!("oxmoe::Route<{experts_per_lane}, {plain}>"),
             Variant::Histogram => "oxmoe::Histogram".into(),
-            Variant::Place => "oxmoe::Place".into(),
+            Variant::Place { chosen } => format!("oxmoe::Place<{chosen}>"),
             Variant::Ragged => "oxmoe::Ragged".into(),
             Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
         }
@@ -134,7 +148,7 @@ impl Variant {
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
-            Variant::Histogram | Variant::Place => "moe/place.cuh",
+            Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
             Variant::Ragged => "moe/ragged.cuh",
             Variant::Combine { .. } => "moe/combine.cuh",
         }
@@ -152,10 +166,10 @@ impl Variant {
                 "up_weights, down_weights, p",
             ),
             Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
-            Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. } => {
+            Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. } => {
                 ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
             }
-            Variant::Route { .. } | Variant::Histogram | Variant::Place => {
+            Variant::Route { .. } | Variant::Histogram | Variant::Place { .. } => {
                 ("const __grid_constant__ oxmoe::RouteParams p", "p")
             }
             Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
@@ -177,7 +191,7 @@ impl Variant {
             }
             Variant::Select { .. } => "select".into(),
             Variant::Route { .. } => "route".into(),
-            Variant::Histogram | Variant::Place => "place".into(),
+            Variant::Histogram | Variant::Place { .. } => "place".into(),
             Variant::Ragged => "ragged".into(),
             Variant::Combine { .. } => "combine".into(),
         }

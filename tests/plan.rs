@@ -49,8 +49,8 @@ fn devices() -> impl Iterator<Item = Device> {
 fn descs() -> impl Iterator<Item = MoeDesc> {
     layers().flat_map(|(layer, top_k)| {
         TOKENS.into_iter().flat_map(move |tokens| {
-            let logits = Logits { experts: layer.experts as u32, groups: 1 };
-            [Some(logits), None].map(|logits| MoeDesc { layer, tokens, top_k, logits })
+            let logits = |plain| Some(Logits { experts: layer.experts as u32, groups: 1, plain });
+            [logits(true), logits(false), None].map(|logits| MoeDesc { layer, tokens, top_k, logits })
         })
     })
 }

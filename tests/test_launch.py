@@ -112,8 +112,8 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
         if result["routing"] == "logits":
             assert made == plan
         else:
-            routing = [name for name, *_ in made if name in ("route_e0", "histogram", "place")]
-            assert routing in (["route_e0"], ["histogram", "place"])
+            routing = [name for name, *_ in made if name in ("route_e0", "histogram", "place_given")]
+            assert routing in (["route_e0"], ["histogram", "place_given"])
             behind = [launch for launch in plan if launch[0].startswith(("grouped", "layer", "combine"))]
             assert behind and made[len(routing) :] == behind
 

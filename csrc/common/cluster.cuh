@@ -33,28 +33,57 @@ __device__ __forceinline__ void arrive_relaxed() {
 #endif
 }
 
-__device__ __forceinline__ void arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-// Writes `value` to the place of `local` in the shared memory of CTA `rank`.
-__device__ __forceinline__ void store(int* local, int rank, int value) {
+// Words from other CTAs of the cluster: an mbarrier that opens when all of them have landed.
+class Mailbox {
+    uint64_t* barrier_;
+
+public:
+    __device__ explicit Mailbox(void* barrier) : barrier_(static_cast<uint64_t*>(barrier)) {}
+
+    // By one thread, before the CTA's arrive_relaxed(): `bytes` will come, once.
+    __device__ __forceinline__ void open(uint32_t bytes) const {
 #if __CUDA_ARCH__ >= 900
-    const uint32_t here = uint32_t(__cvta_generic_to_shared(local));
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(value) : "memory");
-#else
-    *local = value;
+        const uint32_t barrier = uint32_t(__cvta_generic_to_shared(barrier_));
+        asm volatile(
+            "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+            "fence.mbarrier_init.release.cluster;\n"
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+            "r"(bytes)
+            : "memory");
 #endif
-}
+    }
+
+    // After wait(): 16 bytes to the place of `local` in the shared memory of CTA `rank`, whose mailbox counts them. Needs no
+    // fence: it does not wait for this thread's other writes.
+    __device__ __forceinline__ void send(uint4* local, int rank, const uint4& value) const {
+#if __CUDA_ARCH__ >= 900
+        const uint32_t here = uint32_t(__cvta_generic_to_shared(local)), barrier = uint32_t(__cvta_generic_to_shared(barrier_));
+        asm volatile(
+            "{\n.reg .b32 there, box;\n"
+            "mapa.shared::cluster.u32 there, %0, %6;\n"
+            "mapa.shared::cluster.u32 box, %1, %6;\n"
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, [box];\n}" ::"r"(here),
+            "r"(barrier), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(rank)
+            : "memory");
+#endif
+    }
+
+    // Returns once everything has landed. A CTA must not end before that.
+    __device__ __forceinline__ void receive() const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile(
+            "{\n.reg .pred done;\n"
+            "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+            "@!done bra again;\n}" ::"r"(uint32_t(__cvta_generic_to_shared(barrier_)))
+            : "memory");
+#endif
+    }
+};
 
 }  // namespace oxmoe::cluster

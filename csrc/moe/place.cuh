@@ -9,15 +9,14 @@
 
 namespace oxmoe {
 
-// Slots [first, first + count) of this CTA.
-struct SlotShare {
-    int first, count;
+// Tokens [first, first + count) of this CTA.
+struct TokenShare {
+    int share, first, count;
 
-    __device__ explicit SlotShare(const RouteParams& route) {
-        const int share = (route.tokens + gridDim.x - 1) / gridDim.x;
-        const int token = min(int(blockIdx.x) * share, route.tokens);
-        first = token * route.top_k;
-        count = min(share, route.tokens - token) * route.top_k;
+    __device__ explicit TokenShare(const RouteParams& route) {
+        share = (route.tokens + gridDim.x - 1) / gridDim.x;
+        first = min(int(blockIdx.x) * share, route.tokens);
+        count = min(share, route.tokens - first);
     }
 };
 
@@ -26,98 +25,126 @@ struct Histogram {
     static constexpr int kMaxThreads = 1024;
 
     static __device__ __forceinline__ void run(const RouteParams& route) {
-        const SlotShare share(route);
+        const TokenShare tokens(route);
         BlockHistogram histogram(route);
         pdl::launch_dependents();
         histogram.clear();
         pdl::wait();
-        for (int i = threadIdx.x; i < share.count; i += blockDim.x) histogram.add_local(expert_of_slot(route, share.first + i));
-        histogram.write();
+#pragma unroll 4
+        for (int i = threadIdx.x; i < tokens.count * route.top_k; i += blockDim.x)
+            histogram.add_local(expert_of_slot(route, tokens.first * route.top_k + i));
+        histogram.write(tokens.share * route.top_k);
     }
 };
 
-// blockDim.x >= max(64, experts). A CTA sorts blockDim.x slots at a time, one a thread; a warp's slots are one group.
-// Shared memory: Schedule's, then 4-byte words chosen [warps, experts] and start [warps, experts].
+// A CTA sorts its slots in chunks: of up to 128 tokens when experts were chosen by top-k, else of up to 1024 slots (512 of more
+// than 256 experts: shared memory).
+// blockDim.x >= max(64, experts). Shared memory: Schedule's, then UnitBits' for one chunk, whose starts make room for sum_blocks.
+template <bool kChosen>
 struct Place {
     static constexpr int kMaxThreads = 1024;
 
     static __device__ __forceinline__ void run(const RouteParams& route) {
-        const int thread = threadIdx.x, threads = blockDim.x, experts = route.experts;
-        const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-        const SlotShare share(route);
-        Schedule schedule(route);
-        uint32_t* chosen = schedule.end();                              // bit u of warp w: slot of its lane u goes to the expert
-        int* start = reinterpret_cast<int*>(chosen + warps * experts);  // place of the warp's first slot of the expert
-        uint32_t* chosen_row = chosen + warp * experts;
+        const TokenShare tokens(route);
+        const int thread = threadIdx.x, threads = blockDim.x, top_k = route.top_k, warp = warp_of_block();
+        const int slots_of_unit = kChosen ? top_k : 1, units_of_token = kChosen ? 1 : top_k;
+        const int units = tokens.count * units_of_token, first_slot = tokens.first * top_k;
+        const float units_of_slot = 1.0f / float(slots_of_unit);
+        Schedule<false> schedule(route);
+        const int most = 32 * (kChosen ? 4 : route.experts <= 256 ? 32 : 16);
+        const UnitBits bits(route, schedule.end(), min(most, tokens.share * units_of_token), slots_of_unit);
+        // NOTE: exact, since a chunk has at most 4096 slots: the error is far below half a slot of a token.
+        const auto unit_of = [&](int slot) { return kChosen ? int((float(slot) + 0.5f) * units_of_slot) : slot; };
+
+        const bool scans = schedule.scans(warp);
 
         pdl::launch_dependents();
-        for (int e = lane; e < experts; e += 32) chosen_row[e] = 0;
-        pdl::wait();
-        int expert = thread < share.count ? expert_of_slot(route, share.first + thread) : -1;
-
-        int earlier, total;
-        sum_blocks(route, start, earlier, total);
-        int next = schedule.scan(total) + earlier;
-
-        for (int base = 0; base < share.count; base += threads) {
-            __syncwarp();
-            if (expert >= 0) atomicOr(&chosen_row[expert], 1u << lane);
-            __syncthreads();
-            if (thread < experts) {
-                for (int w = 0; w < warps; ++w) {
-                    start[w * experts + thread] = next;
-                    next += __popc(chosen[w * experts + thread]);
-                }
-            }
-            __syncthreads();
-            const int i = base + thread;
-            if (i < share.count) {
-                int place = -1;
-                if (expert >= 0) {
-                    place = start[warp * experts + expert] + __popc(chosen_row[expert] & ((1u << lane) - 1));
-                    route.slot_of_place[place] = share.first + i;
-                }
-                route.place_of_slot[share.first + i] = place;
-            }
-            if (base + threads < share.count) {
-                __syncwarp();
-                for (int e = lane; e < experts; e += 32) chosen_row[e] = 0;
-                expert = i + threads < share.count ? expert_of_slot(route, share.first + i + threads) : -1;
-            }
-        }
+        bits.clear();
         __syncthreads();
+        pdl::wait();
+        int2 next = {};
+#pragma unroll 1
+        for (int base = 0; base == 0 || base < units; base += most) {
+            const int slots = min(most, units - base) * slots_of_unit, first = first_slot + base * slots_of_unit;
+            if (base > 0) {
+                __syncthreads();
+                bits.clear();
+                __syncthreads();
+            }
+#pragma unroll 1
+            for (int i = thread; i < slots; i += threads) bits.mark(unit_of(i), i, expert_of_slot(route, first + i));
+            if (base == 0) {
+                int2 earlier, total;
+                sum_blocks(route, kChosen ? tokens.share : tokens.share * top_k, bits.lend(), bits.columns(), earlier, total);
+                if (scans) schedule.begin(warp, total);
+                __syncthreads();
+                if (scans) next = schedule.end(warp);
+                next.x += earlier.x, next.y += earlier.y;
+            } else {
+                __syncthreads();
+            }
+            if (scans) bits.start(next);
+            __syncthreads();
+#pragma unroll 1
+            for (int i = thread; i < slots; i += threads) bits.place(unit_of(i), i, first);
+        }
         schedule.write();
     }
 
 private:
-    // Thread e: slots of expert e in the blocks before this one, and in all. `partial` has 2 * segments * experts words.
-    static __device__ __forceinline__ void sum_blocks(const RouteParams& route, int* partial, int& earlier, int& total) {
-        const int thread = threadIdx.x, experts = route.experts, words = (experts + 1) / 2, blocks = gridDim.x;
+    // Thread p: slots of experts 2 p and 2 p + 1 in the blocks before this one, and in all. `units`: as in BlockHistogram::write.
+    // `partial` has [2 * segments, columns] words.
+    static __device__ __forceinline__ void sum_blocks(const RouteParams& route, int units, int* partial, int columns,
+                                                      int2& earlier, int2& total) {
+        const int thread = threadIdx.x, blocks = gridDim.x, each = BlockHistogram::counts_of_word(units);
+        const int words = (route.experts + each - 1) / each;
         const int segments = min(int(blockDim.x) / words, int(blockDim.x) / 64);
         const int segment = thread / words, word = thread % words;
+        const int32_t* from = route.block_histogram + word;
         if (segment < segments) {
-            int earlier_low = 0, earlier_high = 0, low = 0, high = 0;
+            int* const totals = partial + segment * columns + each * word;
+            int* const earliers = totals + segments * columns;
+            if (each == 4) {
+                // Two sums a register: there are at most 128 blocks of 255.
+                uint32_t even = 0, odd = 0, earlier_even = 0, earlier_odd = 0;
 #pragma unroll 8
-            for (int b = segment; b < blocks; b += segments) {
-                const uint32_t pair = route.block_histogram[b * words + word];
-                const int pair_low = pair & 0xFFFF, pair_high = pair >> 16;
-                low += pair_low, high += pair_high;
-                if (b < int(blockIdx.x)) earlier_low += pair_low, earlier_high += pair_high;
+                for (int b = segment; b < blocks; b += segments) {
+                    const uint32_t counts = from[b * words];
+                    const uint32_t these_even = counts & 0x00FF00FF, these_odd = counts >> 8 & 0x00FF00FF;
+                    even += these_even, odd += these_odd;
+                    if (b < int(blockIdx.x)) earlier_even += these_even, earlier_odd += these_odd;
+                }
+                *reinterpret_cast<int4*>(totals) = unpack(even, odd);
+                *reinterpret_cast<int4*>(earliers) = unpack(earlier_even, earlier_odd);
+            } else {
+                int2 sum = {}, earlier_sum = {};
+#pragma unroll 4
+                for (int b = segment; b < blocks; b += segments) {
+                    const uint32_t counts = from[b * words];
+                    const int low = counts & 0xFFFF, high = counts >> 16;
+                    sum.x += low, sum.y += high;
+                    if (b < int(blockIdx.x)) earlier_sum.x += low, earlier_sum.y += high;
+                }
+                *reinterpret_cast<int2*>(totals) = sum;
+                *reinterpret_cast<int2*>(earliers) = earlier_sum;
             }
-            int* totals = partial + segment * experts + 2 * word;
-            int* earliers = totals + segments * experts;
-            totals[0] = low, earliers[0] = earlier_low;
-            if (2 * word + 1 < experts) totals[1] = high, earliers[1] = earlier_high;
         }
         __syncthreads();
-        earlier = total = 0;
-        if (thread < experts) {
+        earlier = total = {};
+        if (2 * thread < route.experts) {
+#pragma unroll 4
             for (int s = 0; s < segments; ++s) {
-                total += partial[s * experts + thread];
-                earlier += partial[(segments + s) * experts + thread];
+                const int2 in_all = *reinterpret_cast<const int2*>(partial + s * columns + 2 * thread);
+                const int2 before = *reinterpret_cast<const int2*>(partial + (segments + s) * columns + 2 * thread);
+                total.x += in_all.x, total.y += in_all.y;
+                earlier.x += before.x, earlier.y += before.y;
             }
         }
-        // NOTE: scan() has a barrier before any thread writes `start`, which is this memory.
+        // NOTE: the barrier between begin() and end() comes before this memory becomes the starts.
+    }
+
+    static __device__ __forceinline__ int4 unpack(uint32_t even, uint32_t odd) {
+        return make_int4(even & 0xFFFF, odd & 0xFFFF, even >> 16, odd >> 16);
     }
 };
 

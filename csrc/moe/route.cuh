@@ -1,5 +1,5 @@
 // Routing in one launch of one CTA or one cluster: top-k (or given ids), histogram, stable sort, both permutations, tile
-// schedule. The CTAs of the cluster share the units evenly and tell each other their slots per expert through distributed shared
+// schedule. The CTAs of the cluster share the units evenly and send each other their slots per expert through distributed shared
 // memory.
 #pragma once
 #include <cstdint>
@@ -11,110 +11,156 @@
 
 namespace oxmoe {
 
-// `mark(chosen, expert_of, first, count)`: for units [first, first + count) writes the local expert of every slot (-1: skipped)
-// to `expert_of` and sets bit u % 32 of chosen[u / 32][expert]. A unit has `unit_slots` slots.
+// Slots per expert of all CTAs of the cluster.
 //
-// Shared memory with U units a CTA, G = ceil(U / 32) groups and C CTAs:
-//   Schedule's, then 4-byte words chosen [G, experts], start [G, experts], counts [C, experts] (C > 1), then 2 bytes a slot of U
-//   units.
-template <bool kUnitIsSlot, typename Mark>
-__device__ __forceinline__ void route_cluster(const RouteParams& route, Mark mark) {
-    const int thread = threadIdx.x, threads = blockDim.x, experts = route.experts;
-    const int ctas = cluster::size(), rank = cluster::rank();
-    const int units = kUnitIsSlot ? route.tokens * route.top_k : route.tokens, unit_slots = kUnitIsSlot ? 1 : route.top_k;
-    const int share = (units + ctas - 1) / ctas, groups = (share + 31) / 32;
-    const int first = min(rank * share, units), count = min(share, units - first);
-    Schedule schedule(route);
-    uint32_t* chosen = schedule.end();                               // bit u of group g: unit 32 g + u goes to the expert
-    int* start = reinterpret_cast<int*>(chosen + groups * experts);  // place of the group's first slot of the expert
-    int* counts = start + groups * experts;                          // written by all CTAs of the cluster
-    int16_t* expert_of = reinterpret_cast<int16_t*>(counts + (ctas > 1 ? ctas * experts : 0));
+// Shared memory with C CTAs and E experts rounded up to a multiple of 8: Schedule's, then 2-byte counts [C + 1, E] ([1, E] for
+// one CTA), 16 bytes, UnitBits'.
+class ClusterSort {
+    const int ctas_, rank_, columns_;
+    int share_;
+    Schedule<true> schedule_;
+    uint32_t* own_;     // slots per expert of this CTA, 16 bits each
+    uint32_t* counts_;  // of all CTAs, written by them
+    cluster::Mailbox mailbox_;
+    UnitBits bits_;
+    uint32_t earlier_;  // slots per expert in earlier CTAs, of two experts
 
-    if (ctas > 1) cluster::arrive_relaxed();
-    for (int i = thread; i < groups * experts; i += threads) chosen[i] = 0;
-    __syncthreads();
-    pdl::wait();
-    // NOTE: not before: GEMM1's CTAs have nothing to do yet, and starting them while the kernels before this one finish makes a
-    // layer of few tokens 1 to 4 us slower.
-    pdl::launch_dependents();
-    mark(chosen, expert_of, first, count);
-    __syncthreads();
+public:
+    const int first, count;  // this CTA's units
 
-    // Thread e: slots of expert e here, in earlier CTAs, in all.
-    int here = 0;
-    if (thread < experts)
-        for (int g = 0; g < groups; ++g) here += __popc(chosen[g * experts + thread]);
-    int earlier = 0, total = here;
-    if (ctas > 1) {
-        // NOTE: remote shared memory may be written once its CTA runs. The second barrier also keeps every CTA alive until all
-        // writes to it have landed.
-        cluster::wait();
-        if (thread < experts)
-            for (int c = 0; c < ctas; ++c) cluster::store(&counts[rank * experts + thread], c, here);
-        cluster::arrive();
-        cluster::wait();
-        if (thread < experts) {
-            total = 0;
-            for (int c = 0; c < ctas; ++c) {
-                const int there = counts[c * experts + thread];
-                earlier += c < rank ? there : 0;
+    __device__ ClusterSort(const RouteParams& route, int units, int slots_of_unit)
+        : ctas_(cluster::size()),
+          rank_(cluster::rank()),
+          columns_((route.experts + 7) / 8 * 8),
+          share_((units + ctas_ - 1) / ctas_),
+          schedule_(route),
+          own_(schedule_.end()),
+          counts_(ctas_ > 1 ? own_ + columns_ / 2 : own_),
+          mailbox_(counts_ + ctas_ * columns_ / 2),
+          bits_(route, counts_ + ctas_ * columns_ / 2 + 4, share_, slots_of_unit),
+          first(min(rank_ * share_, units)),
+          count(min(share_, units - first)) {}
+
+    // Before any memory of earlier kernels is read.
+    __device__ __forceinline__ void prepare() const {
+        if (ctas_ > 1) {
+            if (threadIdx.x == 0) mailbox_.open(ctas_ * columns_ * 2);
+            __syncwarp();
+            cluster::arrive_relaxed();
+        }
+        bits_.clear();
+        for (int i = threadIdx.x; i < columns_ / 2; i += blockDim.x) own_[i] = 0;
+        if (ctas_ > 1) cluster::wait();
+        __syncthreads();
+    }
+
+    // Slot `slot` of this CTA, of unit `unit`, goes to a local expert, or nowhere (-1).
+    __device__ __forceinline__ void mark(int unit, int slot, int expert) const {
+        bits_.mark(unit, slot, expert);
+        if (expert >= 0) atomicAdd(&own_[expert / 2], 1u << 16 * (expert % 2));
+    }
+
+    // After all marks.
+    __device__ __forceinline__ void send(int warp) const {
+        __syncthreads();
+        if (ctas_ == 1) return;
+        const int lane = threadIdx.x % 32, quads = columns_ / 8;
+#pragma unroll 1
+        for (int cta = warp; cta < ctas_; cta += blockDim.x / 32)
+#pragma unroll 1
+            for (int i = lane; i < quads; i += 32)
+                mailbox_.send(reinterpret_cast<uint4*>(counts_) + rank_ * quads + i, cta,
+                              reinterpret_cast<const uint4*>(own_)[i]);
+    }
+
+    __device__ __forceinline__ bool scans(int warp) const { return schedule_.scans(warp); }
+
+    // As in Schedule.
+    __device__ __forceinline__ void begin(int warp) {
+        const int thread = threadIdx.x, words = columns_ / 2;
+        uint32_t total = 0;
+        earlier_ = 0;
+        if (ctas_ > 1) mailbox_.receive();
+#pragma unroll 1
+        for (int base = 0; base < ctas_; base += 8) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t there = thread < words && base + i < ctas_ ? counts_[(base + i) * words + thread] : 0;
                 total += there;
+                if (base + i < rank_) earlier_ += there;
             }
         }
+        schedule_.begin(warp, make_int2(total & 0xFFFF, total >> 16));
     }
 
-    int next = schedule.scan(total) + earlier;
-    if (thread < experts) {
-        for (int g = 0; g < groups; ++g) {
-            start[g * experts + thread] = next;
-            next += __popc(chosen[g * experts + thread]);
-        }
+    __device__ __forceinline__ void end(int warp) const {
+        int2 next = schedule_.end(warp);
+        next.x += earlier_ & 0xFFFF, next.y += earlier_ >> 16;
+        bits_.start(next);
     }
-    __syncthreads();
 
-    for (int i = thread; i < count * unit_slots; i += threads) {
-        const int unit = kUnitIsSlot ? i : i / unit_slots, expert = expert_of[i], slot = first * unit_slots + i;
-        int place = -1;
-        if (expert >= 0) {
-            const int cell = unit / 32 * experts + expert;
-            place = start[cell] + __popc(chosen[cell] & ((1u << unit % 32) - 1));
-            route.slot_of_place[place] = slot;
-        }
-        route.place_of_slot[slot] = place;
-    }
-    schedule.write();
-}
+    // After the barrier behind end(), of a slot that mark() got.
+    __device__ __forceinline__ void place(int unit, int slot, int first_slot) const { bits_.place(unit, slot, first_slot); }
 
-// Grid = one cluster, or one CTA. blockDim.x >= route.experts.
-template <int kExpertsPerLane>
+    __device__ __forceinline__ void write() const { schedule_.write(); }
+};
+
+// Grid = one cluster, or one CTA. blockDim.x >= route.experts. At most 65535 slots.
+template <int kExpertsPerLane, bool kPlain>
 struct Route {
     static constexpr int kMaxThreads = 1024;
 
     static __device__ __forceinline__ void run(const SelectParams& select, const RouteParams& route) {
-        const Selector<kExpertsPerLane> selector(select);
-        route_cluster<false>(route, [&](uint32_t* chosen, int16_t* expert_of, int first, int count) {
-            select_tokens(selector, select, first, count, [&](int t, int column, int id) {
-                const int expert = local_expert(route, id);
-                expert_of[t * select.top_k + column] = int16_t(expert);
-                if (expert >= 0) atomicOr(&chosen[t / 32 * route.experts + expert], 1u << t % 32);
-            });
-        });
+        const int top_k = select.top_k, warp = warp_of_block();
+        ClusterSort sort(route, route.tokens, top_k);
+        TokenLoop<kExpertsPerLane, kPlain> tokens(select, warp, sort.first, sort.count);
+        if (kPlain && kExpertsPerLane <= 4) touch(route);
+        sort.prepare();
+        pdl::wait();
+        // NOTE: not before: GEMM1's CTAs have nothing to do yet, and starting them while the kernels before this one finish makes
+        // a layer of few tokens 1 to 4 us slower.
+        pdl::launch_dependents();
+        tokens.pick([&](int t, int column, int id) { sort.mark(t, t * top_k + column, local_expert(route, id)); });
+        sort.send(warp);
+        const bool scans = sort.scans(warp);
+        if (scans) sort.begin(warp);
+        __syncthreads();
+        if (scans) sort.end(warp);
+        // Weights are made meanwhile by the other warps, by these at the end. The loop keeps the code from being there twice.
+#pragma unroll 1
+        for (bool late = false;; late = true) {
+            if (scans == late) tokens.finish();
+            if (late) break;
+            __syncthreads();
+            tokens.columns([&](int t, int column) { sort.place(t, t * top_k + column, sort.first * top_k); });
+            sort.write();
+        }
     }
 };
 
-// Ids are given.
+// Ids are given; a unit is a slot.
 template <>
-struct Route<0> {
+struct Route<0, true> {
     static constexpr int kMaxThreads = 1024;
 
     static __device__ __forceinline__ void run(const RouteParams& route) {
-        route_cluster<true>(route, [&](uint32_t* chosen, int16_t* expert_of, int first, int count) {
-            for (int i = threadIdx.x; i < count; i += blockDim.x) {
-                const int expert = expert_of_slot(route, first + i);
-                expert_of[i] = int16_t(expert);
-                if (expert >= 0) atomicOr(&chosen[i / 32 * route.experts + expert], 1u << i % 32);
-            }
-        });
+        const int warp = warp_of_block();
+        ClusterSort sort(route, route.tokens * route.top_k, 1);
+        touch(route);
+        sort.prepare();
+        pdl::wait();
+        pdl::launch_dependents();  // as above
+#pragma unroll 1
+        for (int i = threadIdx.x; i < sort.count; i += blockDim.x) sort.mark(i, i, expert_of_slot(route, sort.first + i));
+        sort.send(warp);
+        const bool scans = sort.scans(warp);
+        if (scans) sort.begin(warp);
+        __syncthreads();
+        if (scans) sort.end(warp);
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < sort.count; i += blockDim.x) sort.place(i, i, sort.first);
+        sort.write();
     }
 };
 

@@ -1,7 +1,7 @@
 // Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], one warp a token. See SelectParams for the rules.
 //
 // Every lane holds up to kExpertsPerLane consecutive experts as sorted lists of order-preserving words; a round takes the largest
-// head of the warp.
+// head of the warp. A token is picked (ids), then weighed (weights): what needs ids alone need not wait for the weights.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -21,13 +21,18 @@ __device__ __forceinline__ uint32_t key_of(float value) {
 
 __device__ __forceinline__ float float_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-template <typename T>
-struct alignas(4 * sizeof(T)) Quad {
-    T value[4];
+// What a lane knows of a token between its id and its weight. Lane j < top_k holds column j.
+struct Choice {
+    int id;          // in the final order of columns
+    int source;      // lane with the value of this lane's column, before order_by_id
+    float value;     // logit of the j-th best in lane j, -inf for other lanes
+    float top, sum;  // softmax over all experts is exp(x - top) / sum
+    bool zero;       // the weight is 0: the id's group is not among the best
 };
 
 // One warp's view of the problem: which experts this lane holds, and the steps from logits to a column's id and weight.
-template <int kExpertsPerLane>
+// kPlain: there are no bias and no groups, and columns are ordered best first. The other instance serves every case.
+template <int kExpertsPerLane, bool kPlain = false>
 class Selector {
     static constexpr int kOwn = kExpertsPerLane, kLength = kOwn < 4 ? kOwn : 4, kLists = kOwn / kLength;
     static_assert(kOwn >= 1 && kOwn % kLength == 0, "the lists of a lane have equal lengths");
@@ -41,7 +46,7 @@ class Selector {
 public:
     __device__ explicit Selector(const SelectParams& params)
         : params_(params), lane_(threadIdx.x % 32), routed_(params.top_k - params.shared_experts) {
-        grouped_ = params.group_score != GroupScore::None && params.topk_group < params.groups;
+        grouped_ = !kPlain && params.group_score != GroupScore::None && params.topk_group < params.groups;
         int size = params.experts, own = kOwn;
         if (grouped_) {
             lanes_log2_ = __clz(params.groups - 1) - 27;
@@ -52,99 +57,166 @@ public:
         first_ = group * size + before;
         count_ = grouped_ && group >= params.groups ? 0 : max(0, min(own, size - before));
         wide_ = (params.experts | size | own) % 4 == 0 && reinterpret_cast<uintptr_t>(params.logits) % 16 == 0 &&
-                reinterpret_cast<uintptr_t>(params.correction_bias) % 16 == 0;
+                (kPlain || reinterpret_cast<uintptr_t>(params.correction_bias) % 16 == 0);
     }
 
-    // This lane's logits of one token; -inf where there is no expert.
-    __device__ __forceinline__ void load(float (&logit)[kOwn], int token) const {
+    // This lane's logits as they lie in memory, one a word or two 16-bit ones.
+    struct Row {
+        uint32_t word[kOwn];
+    };
+
+    // Begins to read this lane's logits of one token; values() waits for them. -inf where there is no expert.
+    __device__ __forceinline__ void fetch(Row& row, int token) const {
         const size_t at = size_t(token) * params_.experts + first_;
-        switch (params_.logits_dtype) {
-            case Dtype::F32:
-                return load_row(logit, reinterpret_cast<const float*>(params_.logits) + at);
-            case Dtype::F16:
-                return load_row(logit, reinterpret_cast<const __half*>(params_.logits) + at);
-            case Dtype::Bf16:
-                return load_row(logit, reinterpret_cast<const __nv_bfloat16*>(params_.logits) + at);
+        if (params_.logits_dtype == Dtype::F32) {
+            fetch_row(row, reinterpret_cast<const uint32_t*>(params_.logits) + at, 0xFF800000u);
+        } else {
+            const uint32_t lowest = params_.logits_dtype == Dtype::F16 ? 0xFC00FC00u : 0xFF80FF80u;
+            fetch_row(row, reinterpret_cast<const uint16_t*>(params_.logits) + at, lowest);
         }
+    }
+
+    __device__ __forceinline__ void values(float (&logit)[kOwn], const Row& row) const {
+        if (params_.logits_dtype == Dtype::F32) {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) logit[i] = __uint_as_float(row.word[i]);
+        } else if (params_.logits_dtype == Dtype::F16) {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) logit[i] = __half2float(__ushort_as_half(uint16_t(row.word[i / 2] >> 16 * (i % 2))));
+        } else {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i)
+                logit[i] = __uint_as_float(i % 2 ? row.word[i / 2] & 0xFFFF0000u : row.word[i / 2] << 16);
+        }
+    }
+
+    // Both at once.
+    __device__ __forceinline__ void load(float (&logit)[kOwn], int token) const {
+        Row row;
+        fetch(row, token);
+        values(logit, row);
     }
 
     // This lane's correction bias; 0 where there is none.
     __device__ __forceinline__ void load_bias(float (&bias)[kOwn]) const {
-        if (params_.correction_bias != nullptr) return load_row(bias, params_.correction_bias + first_);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) bias[i] = 0.0f;
+        if (!biased()) return;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+            if (i < count_) bias[i] = params_.correction_bias[first_ + i];
     }
 
     // Whether experts are chosen on their logits, which order them like every score does.
-    __device__ __forceinline__ bool on_logit() const { return params_.correction_bias == nullptr && !grouped_; }
+    __device__ __forceinline__ bool on_logit() const { return kPlain || (params_.correction_bias == nullptr && !grouped_); }
 
     // Lane j < top_k gets the id and the weight of column j. kOnLogit is on_logit().
     template <bool kOnLogit>
     __device__ __forceinline__ void choose(const float (&logit)[kOwn], const float (&bias)[kOwn], int token, int& id,
                                            float& weight) const {
-        const Scoring scoring = params_.scoring;
-        const bool biased = !kOnLogit && params_.correction_bias != nullptr;
-        // Softmax over the chosen equals softmax over all experts once it is renormalized, and needs no sum over all.
-        const bool over_chosen =
-            scoring == Scoring::SoftmaxTopk || (kOnLogit && scoring == Scoring::Softmax && params_.renormalize);
-        const bool scored = scoring != Scoring::SoftmaxTopk && scoring != Scoring::Identity;
+        const Choice choice = pick<kOnLogit>(logit, bias, token);
+        id = choice.id, weight = weigh(choice);
+    }
 
-        float top = 0.0f, sum = 1.0f;
-        if (scoring == Scoring::Softmax && !over_chosen) softmax_terms(logit, top, sum);
-        bool in = true;  // whether this lane's group is among the best
+    // The ids of a token; weigh() makes the weights.
+    template <bool kOnLogit>
+    __device__ __forceinline__ Choice pick(const float (&logit)[kOwn], const float (&bias)[kOwn], int token) const {
+        Choice choice;
+        choice.source = lane_, choice.zero = false;
+        choice.top = 0.0f, choice.sum = 1.0f;
+        if (params_.scoring == Scoring::Softmax && !over_chosen()) softmax_terms(logit, choice.top, choice.sum);
+        int id;
         if constexpr (kOnLogit) {
             id = take_best<true>(logit);
         } else {
-            float choice[kOwn];
+            const bool scored = chosen_on_score();
+            float value[kOwn];
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) choice[i] = (scored ? score(logit[i], top, sum) : logit[i]) + bias[i];
+            for (int i = 0; i < kOwn; ++i) value[i] = (scored ? score(logit[i], choice.top, choice.sum) : logit[i]) + bias[i];
+            bool in = true;  // whether this lane's group is among the best
             if (grouped_) {
-                in = group_is_in(choice);
+                in = group_is_in(value);
                 // 0 for scores without bias, which are never below it.
-                const float out = scored && !biased ? 0.0f : -INFINITY;
+                const float out = scored && !biased() ? 0.0f : -INFINITY;
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i) choice[i] = in ? choice[i] : out;
+                for (int i = 0; i < kOwn; ++i) value[i] = in ? value[i] : out;
             }
-            id = take_best<false>(choice);
+            id = take_best<false>(value);
+            if (grouped_ && scored && !biased()) {
+                const int lane_of_group = lane_ < routed_ ? id / (params_.experts / params_.groups) << lanes_log2_ : 0;
+                choice.zero = !__shfl_sync(~0u, in, lane_of_group);
+            }
         }
+        choice.value = -INFINITY;
+        if (lane_ < routed_) choice.value = load_one(size_t(token) * params_.experts + id);
+        if (!kPlain && params_.order_by_id) {
+            choice.source = lane_of_column(id);
+            id = __shfl_sync(~0u, id, choice.source);
+        }
+        choice.id = lane_ < routed_ ? id : params_.experts + lane_ - routed_;
+        return choice;
+    }
 
+    // The weight of this lane's column.
+    __device__ __forceinline__ float weigh(const Choice& choice) const {
         const bool mine = lane_ < routed_;
-        const float value = mine ? load_one(size_t(token) * params_.experts + id) : 0.0f;
         float term;
-        if (over_chosen) {
-            const float most = biased ? float_of(__reduce_max_sync(~0u, mine ? key_of(value) : 0)) : __shfl_sync(~0u, value, 0);
-            term = mine ? expf(value - most) : 0.0f;
+        if (over_chosen()) {
+            const float most =
+                biased() ? float_of(__reduce_max_sync(~0u, mine ? key_of(choice.value) : 0)) : __shfl_sync(~0u, choice.value, 0);
+            term = mine ? expf(choice.value - most) : 0.0f;
             term /= sum_of_columns(term);
         } else {
-            term = mine ? score(value, top, sum) : 0.0f;
-            if (!kOnLogit && grouped_ && !biased && scored) {
-                const int lane_of_group = mine ? id / (params_.experts / params_.groups) << lanes_log2_ : 0;
-                if (!__shfl_sync(~0u, in, lane_of_group)) term = 0.0f;
-            }
+            term = mine && !choice.zero ? score(choice.value, choice.top, choice.sum) : 0.0f;
             if (params_.renormalize) term /= sum_of_columns(term) + 1e-20f;
         }
-        weight = term * params_.scale;
-        if (params_.order_by_id) order_by_id(id, weight);
-        if (!mine) id = params_.experts + lane_ - routed_, weight = params_.shared_weight;
+        float weight = term * params_.scale;
+        if (!kPlain && params_.order_by_id) weight = __shfl_sync(~0u, weight, choice.source);
+        return mine ? weight : params_.shared_weight;
     }
 
 private:
+    __device__ __forceinline__ bool biased() const { return !kPlain && params_.correction_bias != nullptr; }
+
+    // Softmax over the chosen equals softmax over all experts once it is renormalized, and needs no sum over all.
+    __device__ __forceinline__ bool over_chosen() const {
+        return params_.scoring == Scoring::SoftmaxTopk ||
+               (params_.scoring == Scoring::Softmax && params_.renormalize && on_logit());
+    }
+
+    // Whether experts are chosen on scores, not on logits.
+    __device__ __forceinline__ bool chosen_on_score() const {
+        return params_.scoring != Scoring::SoftmaxTopk && params_.scoring != Scoring::Identity && !on_logit();
+    }
+
     template <typename T>
-    __device__ __forceinline__ void load_row(float (&value)[kOwn], const T* row) const {
+    __device__ __forceinline__ void fetch_row(Row& row, const T* from, uint32_t lowest) const {
+        constexpr int kEach = 4 / sizeof(T), kWords = (kOwn + kEach - 1) / kEach;
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) value[i] = -INFINITY;
+        for (int w = 0; w < kWords; ++w) row.word[w] = lowest;
         if (kOwn % 4 == 0 && wide_) {
 #pragma unroll
             for (int i = 0; i < kOwn; i += 4) {
                 if (i >= count_) continue;
-                const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(row + i);
-#pragma unroll
-                for (int j = 0; j < 4 && i + j < kOwn; ++j) value[i + j] = float(quad.value[j]);
+                if constexpr (kEach == 1) {
+                    const uint4 quad = *reinterpret_cast<const uint4*>(from + i);
+                    row.word[i] = quad.x, row.word[(i + 1) % kOwn] = quad.y;
+                    row.word[(i + 2) % kOwn] = quad.z, row.word[(i + 3) % kOwn] = quad.w;
+                } else {
+                    const uint2 quad = *reinterpret_cast<const uint2*>(from + i);
+                    row.word[i / 2] = quad.x, row.word[(i / 2 + 1) % kOwn] = quad.y;
+                }
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i)
-                if (i < count_) value[i] = float(row[i]);
+            for (int i = 0; i < kOwn; ++i) {
+                if (i >= count_) continue;
+                const uint32_t value = from[i];
+                if constexpr (kEach == 1)
+                    row.word[i] = value;
+                else
+                    row.word[i / 2] = i % 2 ? __byte_perm(row.word[i / 2], value, 0x5410) : __byte_perm(lowest, value, 0x3254);
+            }
         }
     }
 
@@ -201,7 +273,7 @@ private:
         }
         const uint32_t mine = key_of(params_.group_score == GroupScore::Top2 ? most + second : most);
         int better = 0;
-#pragma unroll 8
+#pragma unroll(kOwn > 12 ? 1 : 4)
         for (int g = 0; g < params_.groups; ++g) {
             const uint32_t other = __shfl_sync(~0u, mine, g << lanes_log2_);
             better += other > mine || (other == mine && g < lane_ >> lanes_log2_);
@@ -237,10 +309,11 @@ private:
                     word[l][i] = max(a, b), word[l][i + 1] = min(a, b);
                 }
         }
-        uint32_t mine = 0, best = 0;
-#pragma unroll 4
-        for (int j = 0; j <= routed_; ++j) {  // one more than asked for: the last one's successor
-            uint32_t head = word[0][0];
+        // Lane j gets the word of rank j. There are as many rounds as columns, or one more.
+        uint32_t mine = 0, best = 0, head = 0;
+        int rounds = 0;
+        const auto round = [&](int j) {
+            head = word[0][0];
 #pragma unroll
             for (int l = 1; l < kLists; ++l) head = max(head, word[l][0]);
             best = __reduce_max_sync(~0u, head);
@@ -252,9 +325,22 @@ private:
                 for (int i = 0; i + 1 < kLength; ++i) word[l][i] = word[l][i + 1];
                 word[l][kLength - 1] = 0;
             }
+        };
+#pragma unroll 1
+        for (;;) {
+            round(rounds), round(rounds + 1);
+            if ((rounds += 2) >= routed_) break;
+            round(rounds), round(rounds + 1);
+            if ((rounds += 2) >= routed_) break;
         }
-        const uint32_t after = __shfl_down_sync(~0u, mine, 1), next = lane_ < routed_ - 1 ? after : best;
-        if (__any_sync(~0u, lane_ < routed_ && (mine ^ next) <= kLow)) {
+        // Whether the upper bits of one of the best are those of its successor; the last one's is a lane's or the best of what is
+        // left.
+        head = word[0][0];
+#pragma unroll
+        for (int l = 1; l < kLists; ++l) head = max(head, word[l][0]);
+        const uint32_t after = __shfl_down_sync(~0u, mine, 1);
+        const bool twins = lane_ < min(routed_, 31) && (mine ^ after) <= kLow;
+        if (__any_sync(~0u, twins || (rounds == routed_ && (head ^ best) <= kLow))) {
             uint32_t dropped = 0;  // not 0: the lower bits of some key say more than its sign
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
@@ -289,13 +375,13 @@ private:
         return id;
     }
 
-    // Column j of the routed ones gets the expert with the j-th lowest id.
-    __device__ __forceinline__ void order_by_id(int& id, float& weight) const {
+    // The lane whose id is this lane's column when the routed columns are in the order of their ids.
+    __device__ __forceinline__ int lane_of_column(int id) const {
         int column = 0, source = lane_;
         for (int j = 0; j < routed_; ++j) column += __shfl_sync(~0u, id, j) < id;
         for (int j = 0; j < routed_; ++j)
             if (__shfl_sync(~0u, column, j) == lane_) source = j;
-        id = __shfl_sync(~0u, id, source), weight = __shfl_sync(~0u, weight, source);
+        return source;
     }
 
     // The same sum in every lane < top_k, always added in the same order.
@@ -305,41 +391,86 @@ private:
     }
 };
 
-template <bool kOnLogit, int kExpertsPerLane, typename Take>
-__device__ __forceinline__ void select_tokens_by(const Selector<kExpertsPerLane>& selector, const SelectParams& params, int first,
-                                                 int count, Take take) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int tokens = params.num_token_non_padded ? *params.num_token_non_padded : params.tokens;
-    for (int t = warp; t < count; t += warps) {
-        float logit[kExpertsPerLane], bias[kExpertsPerLane];
-        selector.load(logit, first + t);
-        if (!kOnLogit) selector.load_bias(bias);
-        int id;
-        float weight;
-        selector.template choose<kOnLogit>(logit, bias, first + t, id, weight);
-        if (first + t >= tokens) id = -1, weight = 0.0f;
-        if (lane < params.top_k) {
-            const size_t slot = size_t(first + t) * params.top_k + lane;
-            params.ids[slot] = id;
-            params.weights[slot] = weight;
-            take(t, lane, id);
+// Top-k of tokens [first, first + count), one warp a token. `warp` is this warp's number, from warp_of_block().
+template <int kExpertsPerLane, bool kPlain>
+class TokenLoop {
+    // As far as registers go, the next token is read early, and the last one's weights are made late.
+    static constexpr bool kAhead = kPlain && kExpertsPerLane <= 8, kLate = kPlain || kExpertsPerLane <= 8;
+
+    const SelectParams& params_;
+    const Selector<kExpertsPerLane, kPlain> selector_;
+    const int first_, count_;
+    const int warps_, warp_;  // the last warp of the CTA is 0: the first ones have the sums over the experts to make
+    int valid_;               // tokens that are no padding
+
+    int pending_ = -1;  // token of this warp that was picked and not yet weighed
+    Choice choice_;
+
+public:
+    __device__ TokenLoop(const SelectParams& params, int warp, int first, int count)
+        : params_(params), selector_(params), first_(first), count_(count), warps_(blockDim.x / 32), warp_(warps_ - 1 - warp) {
+        // Into the constant cache, early.
+        if (kPlain && kExpertsPerLane <= 4) asm volatile("" ::"l"(params.ids), "l"(params.weights), "f"(params.scale));
+    }
+
+    // `mark(t, column, id)` gets the id of each column of token first + t, -1 for padding. Ids and weights go to memory one token
+    // later, behind the loads of the next token; finish() follows for the last one.
+    template <typename Mark>
+    __device__ __forceinline__ void pick(Mark mark) {
+        const int lane = threadIdx.x % 32;
+        typename Selector<kExpertsPerLane, kPlain>::Row row;
+        if (kAhead && warp_ < count_) selector_.fetch(row, first_ + warp_);
+        if (kLate) read_valid();
+#pragma unroll 1
+        for (int t = warp_; t < count_; t += warps_) {
+            float logit[kExpertsPerLane], bias[kExpertsPerLane];
+            if (!kAhead) selector_.fetch(row, first_ + t);
+            if (!kPlain) selector_.load_bias(bias);
+            selector_.values(logit, row);
+            if (kAhead && t + warps_ < count_) selector_.fetch(row, first_ + t + warps_);
+            if (kLate && pending_ >= 0) weigh();
+            choice_ = selector_.template pick<kPlain>(logit, bias, first_ + t);
+            pending_ = first_ + t;
+            if (!kLate) read_valid();
+            if (pending_ >= valid_) choice_.id = -1;
+            if (lane < params_.top_k) mark(t, lane, choice_.id);
+            if (!kLate) weigh();
         }
     }
-}
 
-// Tokens [first, first + count), one warp a token. `take(t, column, id)` follows the writes of token first + t.
-template <int kExpertsPerLane, typename Take>
-__device__ __forceinline__ void select_tokens(const Selector<kExpertsPerLane>& selector, const SelectParams& params, int first,
-                                              int count, Take take) {
-    if (selector.on_logit())
-        select_tokens_by<true>(selector, params, first, count, take);
-    else
-        select_tokens_by<false>(selector, params, first, count, take);
-}
+    // `body(t, column)` for what pick() gave to mark(), in the same threads.
+    template <typename Body>
+    __device__ __forceinline__ void columns(Body body) const {
+        const int lane = threadIdx.x % 32;
+        if (lane >= params_.top_k) return;
+#pragma unroll 1
+        for (int t = warp_; t < count_; t += warps_) body(t, lane);
+    }
+
+    // The last token's ids and weights.
+    __device__ __forceinline__ void finish() {
+        if (kLate && pending_ >= 0) weigh();
+    }
+
+private:
+    __device__ __forceinline__ void read_valid() {
+        valid_ = params_.num_token_non_padded ? *params_.num_token_non_padded : params_.tokens;
+    }
+
+    __device__ __forceinline__ void weigh() {
+        const int lane = threadIdx.x % 32;
+        const float weight = selector_.weigh(choice_);
+        if (lane < params_.top_k) {
+            const size_t slot = size_t(pending_) * params_.top_k + lane;
+            params_.ids[slot] = choice_.id;
+            params_.weights[slot] = pending_ < valid_ ? weight : 0.0f;
+        }
+    }
+};
 
 // Top-k alone, or as the first of two launches: then route.block_histogram gets the slots per expert of each CTA's tokens.
 // Grid: any number of CTAs, each with an equal share of the tokens. Shared memory: BlockHistogram's, none when alone.
-template <int kExpertsPerLane>
+template <int kExpertsPerLane, bool kPlain>
 struct Select {
     static constexpr int kMaxThreads = 1024;
 
@@ -347,16 +478,17 @@ struct Select {
         const int share = (select.tokens + gridDim.x - 1) / gridDim.x;
         const int first = min(int(blockIdx.x) * share, select.tokens), count = min(share, select.tokens - first);
         const bool counting = route.block_histogram != nullptr;
-        const Selector<kExpertsPerLane> selector(select);
+        TokenLoop<kExpertsPerLane, kPlain> tokens(select, warp_of_block(), first, count);
         BlockHistogram histogram(route);
 
         pdl::launch_dependents();
         if (counting) histogram.clear();
         pdl::wait();
-        select_tokens(selector, select, first, count, [&](int, int, int id) {
+        tokens.pick([&](int, int, int id) {
             if (counting) histogram.add(id);
         });
-        if (counting) histogram.write();
+        if (counting) histogram.write(share);
+        tokens.finish();
     }
 };
 

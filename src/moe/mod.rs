@@ -396,7 +396,7 @@ pub fn moe<'py>(
             let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
             let select = selection.params(&operands, &mut contract)?;
             let desc =
-                MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(selection.logits(experts)) };
+                MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(selection.logits(&select)) };
             return Call { layer, x: (x, x_ref), routing: Routing::Logits(select), desc, options, out, workspace }
                 .run(&mut contract);
         }
@@ -567,7 +567,7 @@ pub fn explain(
             layer,
             tokens: num_tokens,
             top_k,
-            logits: Some(plan::routing::Logits { experts: num_experts as u32, groups: 1 }),
+            logits: Some(plan::routing::Logits { experts: num_experts as u32, groups: 1, plain: true }),
         };
         let device = match arch {
             Some("cpu") => None,

@@ -36,7 +36,7 @@ pub fn launch(
 ) -> Result<()> {
     for launch in plan.launches() {
         let args = match (launch.variant, select) {
-            (Variant::Select { .. } | Variant::Route { experts_per_lane: 1.. }, Some(select)) => {
+            (Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. }, Some(select)) => {
                 Args::Select(select, route)
             }
             _ => Args::Sort(route),

@@ -55,8 +55,12 @@ const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_to
 
 impl Selection<'_> {
     /// As the routing plan sees it.
-    pub fn logits(&self, experts: i64) -> Logits {
-        Logits { experts: experts as u32, groups: self.num_expert_group.max(1) as u32 }
+    pub fn logits(&self, select: &SelectParams) -> Logits {
+        Logits {
+            experts: select.experts as u32,
+            groups: self.num_expert_group.max(1) as u32,
+            plain: select.correction_bias.is_null() && select.group_score == GroupScore::None && !select.order_by_id,
+        }
     }
 
     /// Checks the operands; ids and weights of the result are still null.
@@ -240,8 +244,7 @@ pub fn topk<'py>(
                 Place::Cuda(ordinal) => {
                     let gpu = gpu(ordinal)?;
                     let stream = Stream::new(gpu, logits.current_stream(py)?)?;
-                    let Some(launch) = select_alone(select.tokens as u32, selection.logits(select.experts as i64))
-                    else {
+                    let Some(launch) = select_alone(select.tokens as u32, selection.logits(&select)) else {
                         return Err(Error::Unsupported(format!(
                             "topk of {} experts in {num_expert_group} groups on a GPU",
                             select.experts

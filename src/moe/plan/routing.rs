@@ -4,7 +4,7 @@
 //! Select (or Histogram, when ids are given) and Place.
 
 use crate::kernel::Launch;
-use crate::variants::{Variant, EXPERTS_PER_LANE};
+use crate::variants::{Variant, EXPERTS_PER_LANE, ROUTE_GIVEN};
 
 /// What is to be routed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +25,8 @@ pub struct RoutingDesc {
 pub struct Logits {
     pub experts: u32,
     pub groups: u32,
+    /// No correction bias, no groups, columns best first.
+    pub plain: bool,
 }
 
 /// One launch, or two in this order.
@@ -62,22 +64,20 @@ impl RoutingPlan {
         if d.experts == 0 || d.experts > MAX_EXPERTS + MAX_TOP_K || d.top_k == 0 || d.top_k > MAX_TOP_K {
             return None;
         }
-        let experts_per_lane = match d.logits {
-            Some(logits) => logits.per_lane()?,
-            None => 0,
+        let (variant, first) = match d.logits {
+            Some(Logits { plain, .. }) => {
+                let experts_per_lane = d.logits?.per_lane()?;
+                (Variant::Route { experts_per_lane, plain }, Variant::Select { experts_per_lane, plain })
+            }
+            None => (ROUTE_GIVEN, Variant::Histogram),
         };
         let (cluster, threads) = d.one_launch_shape();
-        let one = Launch {
-            variant: Variant::Route { experts_per_lane },
-            grid: cluster,
-            block: d.block(threads),
-            cluster,
-            shared_bytes: d.route_bytes(cluster),
-        };
+        let one =
+            Launch { variant, grid: cluster, block: d.block(threads), cluster, shared_bytes: d.route_bytes(cluster) };
         if cluster > 0 && one.shared_bytes <= d.max_shared_bytes() {
             return Some(Self { first: one, second: None });
         }
-        Some(d.two_launches(experts_per_lane))
+        Some(d.two_launches(first))
     }
 
     pub fn launches(&self) -> impl Iterator<Item = Launch> {
@@ -89,7 +89,7 @@ impl RoutingPlan {
 pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
     let warps = tokens.clamp(1, 8);
     Some(Launch {
-        variant: Variant::Select { experts_per_lane: logits.per_lane()? },
+        variant: Variant::Select { experts_per_lane: logits.per_lane()?, plain: logits.plain },
         grid: tokens.div_ceil(warps).clamp(1, 2048),
         block: 32 * warps,
         cluster: 1,
@@ -114,17 +114,19 @@ pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
 
 /// Every kernel that some plan can choose.
 pub fn variants() -> Vec<Variant> {
-    let selecting = EXPERTS_PER_LANE
-        .into_iter()
-        .flat_map(|experts_per_lane| [Variant::Select { experts_per_lane }, Variant::Route { experts_per_lane }]);
-    selecting
-        .chain([Variant::Route { experts_per_lane: 0 }, Variant::Histogram, Variant::Place, Variant::Ragged])
-        .collect()
+    let mut all = vec![ROUTE_GIVEN, Variant::Histogram, Variant::Ragged];
+    for plain in [true, false] {
+        all.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
+        all.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
+        all.push(Variant::Place { chosen: plain });
+    }
+    all
 }
 
 impl RoutingDesc {
-    /// CTAs and threads of the one-launch form, 0 CTAs: too much work. Borders measured on H200 (E 128 and 256, k 8): with logits,
-    /// as long as every token has its warp.
+    /// CTAs and threads of the one-launch form, 0 CTAs: too much work. Borders measured on H200 (E 8 to 256): with logits, as long
+    /// as every token has its warp and CTAs leave room for those of the kernel before; beyond, 16 multiprocessors take longer to
+    /// choose than a second launch costs.
     fn one_launch_shape(&self) -> (u32, u32) {
         let most_ctas = match self.sm {
             90 | 100 | 103 => 16,
@@ -135,50 +137,58 @@ impl RoutingDesc {
         let (work, shapes): (u32, &[(u32, u32, u32)]) = match self.logits {
             Some(_) => (
                 self.tokens,
+                &[(4, 1, 256), (8, 4, 256), (32, 8, 256), (64, 8, 512), (256, 16, 512), (128, 8, 512), (32, 1, 1024)],
+            ),
+            None => (
+                self.slots(),
                 &[
-                    (8, 1, 512),
-                    (32, 4, 256),
-                    (64, 8, 256),
-                    (128, 16, 256),
-                    (128, 8, 512),
-                    (256, 16, 512),
-                    (32, 1, 1024),
+                    (128, 1, 256),
+                    (256, 4, 256),
+                    (2048, 8, 256),
+                    (4096, 16, 256),
+                    (8192, 16, 512),
+                    (16384, 16, 1024),
+                    (512, 1, 512),
                 ],
             ),
-            None => (self.slots(), &[(256, 1, 512), (2048, 8, 256), (4096, 16, 256), (512, 1, 512)]),
         };
         let found = shapes.iter().find(|&&(most, ctas, _)| work <= most && ctas <= most_ctas);
         found.map_or((0, 0), |&(_, ctas, threads)| (ctas, threads))
     }
 
     /// Both launches have the same blocks of tokens. Shapes measured on H200.
-    fn two_launches(&self, experts_per_lane: u32) -> RoutingPlan {
-        let words = self.experts.div_ceil(2);
+    fn two_launches(&self, first: Variant) -> RoutingPlan {
         let (wanted, many) = match self.logits {
-            Some(_) => (self.tokens.div_ceil(16), self.tokens > 2048),
-            None => (self.slots().div_ceil(256), self.slots() > 32768),
+            Some(_) => (self.tokens.div_ceil(8), self.tokens > 1024),
+            None => (self.slots().div_ceil(256), self.slots() > 65536),
         };
         let blocks = wanted
             .clamp(1, if many { 128 } else { 64 })
             .max(self.tokens.div_ceil(MOST_BLOCK_SLOTS / self.top_k))
             .min(self.tokens.max(1));
-        let block_slots = self.tokens.div_ceil(blocks).saturating_mul(self.top_k);
+        let block_tokens = self.tokens.div_ceil(blocks);
+        let block_slots = block_tokens.saturating_mul(self.top_k);
 
-        let (variant, block) = if experts_per_lane == 0 {
-            (Variant::Histogram, block_slots.next_power_of_two().clamp(256, 1024))
-        } else {
-            (Variant::Select { experts_per_lane }, 1024)
+        let block = match self.logits {
+            Some(_) if block_tokens <= 16 => 512,
+            Some(_) => 1024,
+            None => block_slots.next_power_of_two().clamp(256, 1024),
         };
-        let first = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes: words * 8 };
+        // More than half of a multiprocessor: where CTAs of the second launch are already waiting, two of the first must not share
+        // what is left of one.
+        let apart = if self.sm >= 90 { self.max_shared_bytes() / 2 + 2048 } else { 0 };
+        let shared_bytes = (self.experts.next_multiple_of(4) * 4).max(apart);
+        let first = Launch { variant: first, grid: blocks, block, cluster: 1, shared_bytes };
 
         // With many blocks most of the time goes into adding up their counts: 4 threads an expert.
         let useful = if many { block_slots.max(4 * self.experts) } else { block_slots };
-        let mut block = self.block(useful.next_power_of_two().clamp(256, 1024));
-        while self.place_bytes(block) > self.max_shared_bytes() && block > self.block(64) {
-            block = self.block(block / 2);
-        }
-        let shared_bytes = self.place_bytes(block);
-        let second = Launch { variant: Variant::Place, grid: blocks, block, cluster: 1, shared_bytes };
+        let block = match self.logits {
+            Some(_) => self.block(useful.next_power_of_two().clamp(512, 1024)),
+            None => 1024,
+        };
+        let shared_bytes = self.place_bytes(blocks, block);
+        let variant = Variant::Place { chosen: self.logits.is_some() };
+        let second = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes };
         RoutingPlan { first, second: Some(second) }
     }
 
@@ -196,20 +206,45 @@ impl RoutingDesc {
         256 + 16 * self.experts
     }
 
-    /// csrc/moe/place.cuh.
-    fn place_bytes(&self, threads: u32) -> u32 {
-        self.schedule_bytes() + threads / 32 * self.experts * 8
+    /// (units of all tokens, slots of a unit): csrc/moe/slot_sort.cuh.
+    fn units(&self) -> (u64, u64) {
+        let (tokens, top_k) = (u64::from(self.tokens), u64::from(self.top_k));
+        if self.logits.is_some() {
+            (tokens, top_k)
+        } else {
+            (tokens * top_k, 1)
+        }
+    }
+
+    /// Bytes of UnitBits for this many units.
+    fn unit_bytes(&self, units: u64) -> u64 {
+        (units * self.units().1 * 2).next_multiple_of(16) + units.div_ceil(32) * u64::from(self.columns()) * 8
+    }
+
+    fn columns(&self) -> u32 {
+        self.experts.next_multiple_of(8)
+    }
+
+    /// csrc/moe/place.cuh: the starts of UnitBits serve the sums over the blocks first.
+    fn place_bytes(&self, blocks: u32, threads: u32) -> u32 {
+        let most = match self.logits {
+            Some(_) => 4 * 32,
+            None if self.experts <= 256 => 32 * 32,
+            None => 16 * 32,
+        };
+        let units =
+            (self.units().0 / u64::from(self.tokens.max(1)) * u64::from(self.tokens.div_ceil(blocks))).min(most);
+        let segments = (threads / self.experts.div_ceil(4)).min(threads / 64);
+        let starts = units.div_ceil(32) as u32 * self.columns() * 4;
+        let sums = 2 * segments * self.columns() * 4;
+        self.schedule_bytes() + self.unit_bytes(units) as u32 + sums.saturating_sub(starts)
     }
 
     /// csrc/moe/route.cuh; saturating, since it also tells that a share is too large.
     fn route_bytes(&self, ctas: u32) -> u32 {
         let ctas = u64::from(ctas.max(1));
-        let (tokens, top_k, experts) = (u64::from(self.tokens), u64::from(self.top_k), u64::from(self.experts));
-        let (units, unit_slots) = if self.logits.is_some() { (tokens, top_k) } else { (tokens * top_k, 1) };
-        let share = units.div_ceil(ctas);
-        let counts = if ctas > 1 { ctas * experts * 4 } else { 0 };
-        let bytes =
-            u64::from(self.schedule_bytes()) + share.div_ceil(32) * experts * 8 + counts + share * unit_slots * 2;
+        let counts = u64::from(self.columns()) * 2 * if ctas > 1 { ctas + 1 } else { 1 };
+        let bytes = u64::from(self.schedule_bytes()) + counts + 16 + self.unit_bytes(self.units().0.div_ceil(ctas));
         u32::try_from(bytes).unwrap_or(u32::MAX)
     }
 
@@ -242,7 +277,7 @@ mod tests {
         shapes.into_iter().flat_map(|(experts, groups, top_k)| {
             [80, 86, 89, 90, 100, 103, 120].into_iter().flat_map(move |sm| {
                 TOKENS.into_iter().flat_map(move |tokens| {
-                    [Some(Logits { experts, groups }), None].into_iter().flat_map(move |logits| {
+                    [Some(Logits { experts, groups, plain: groups == 1 }), None].into_iter().flat_map(move |logits| {
                         [0, 1, 32].map(|shared| RoutingDesc { tokens, top_k, experts: experts + shared, logits, sm })
                     })
                 })
@@ -276,12 +311,13 @@ mod tests {
             let plan = RoutingPlan::new(&d).unwrap();
             match plan.second {
                 None => {
+                    assert!(d.tokens * d.top_k <= 65535, "{d:?}");
                     assert!(matches!(plan.first.variant, Variant::Route { .. }));
                     assert_eq!(plan.first.grid, plan.first.cluster, "{d:?}");
                     assert!(plan.first.block >= d.experts, "{d:?}");
                 }
                 Some(place) => {
-                    assert_eq!(place.variant, Variant::Place);
+                    assert_eq!(place.variant, Variant::Place { chosen: d.logits.is_some() });
                     assert_eq!(place.grid, plan.first.grid, "{d:?}");
                     assert!(place.block >= 64 && place.block >= d.experts, "{d:?}");
                     assert!(d.tokens.div_ceil(place.grid) * d.top_k <= 65535, "{d:?}");
@@ -307,10 +343,10 @@ mod tests {
             (385, 1, 16),
             (512, 8, 16),
         ] {
-            assert_eq!(Logits { experts, groups }.per_lane(), Some(per_lane), "{experts} in {groups}");
+            assert_eq!(Logits { experts, groups, plain: false }.per_lane(), Some(per_lane), "{experts} in {groups}");
         }
         for (experts, groups) in [(0, 1), (513, 1), (256, 33), (256, 7), (512, 17), (495, 5)] {
-            assert_eq!(Logits { experts, groups }.per_lane(), None, "{experts} in {groups}");
+            assert_eq!(Logits { experts, groups, plain: false }.per_lane(), None, "{experts} in {groups}");
         }
     }
 
@@ -318,11 +354,32 @@ mod tests {
     fn few_tokens_take_one_launch() {
         for tokens in [1, 8, 32] {
             for sm in [80, 89, 90, 100, 120] {
-                for logits in [Some(Logits { experts: 128, groups: 1 }), None] {
+                for logits in [Some(Logits { experts: 128, groups: 1, plain: true }), None] {
                     let d = RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm };
                     assert_eq!(RoutingPlan::new(&d).unwrap().second, None, "{d:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn one_launch_on_hopper() {
+        let of =
+            |tokens, logits| RoutingPlan::new(&RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm: 90 }).unwrap();
+        let logits = Some(Logits { experts: 128, groups: 1, plain: true });
+        assert_eq!((of(256, logits).second, of(2048, None).second), (None, None));
+        assert!(of(257, logits).second.is_some() && of(2049, None).second.is_some());
+    }
+
+    #[test]
+    fn plain_choices_have_kernels_of_their_own() {
+        for (plain, symbols) in [(true, ["route_e4", "select_e4"]), (false, ["route_e4_any", "select_e4_any"])] {
+            let made = [1, 5000].map(|tokens| {
+                let logits = Some(Logits { experts: 128, groups: 1, plain });
+                let d = RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm: 90 };
+                RoutingPlan::new(&d).unwrap().first.variant.symbol()
+            });
+            assert_eq!(made, symbols);
         }
     }
 
@@ -335,8 +392,13 @@ mod tests {
 
     #[test]
     fn refuses_what_no_kernel_takes() {
-        let d =
-            RoutingDesc { tokens: 1, top_k: 8, experts: 128, logits: Some(Logits { experts: 128, groups: 1 }), sm: 90 };
+        let d = RoutingDesc {
+            tokens: 1,
+            top_k: 8,
+            experts: 128,
+            logits: Some(Logits { experts: 128, groups: 1, plain: true }),
+            sm: 90,
+        };
         assert!(RoutingPlan::new(&d).is_some());
         assert_eq!(RoutingPlan::new(&RoutingDesc { top_k: 33, ..d }), None);
         assert_eq!(RoutingPlan::new(&RoutingDesc { experts: 545, logits: None, ..d }), None);
