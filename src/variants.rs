@@ -231,13 +231,18 @@ pub const SM90_TILES: [Sm90Tile; 5] = [
     Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
     Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 8 },
     Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
-    Sm90Tile { tokens: 192, row_tiles: 2, consumers: 2, stages: 3 },
+    Sm90Tile { tokens: 192, row_tiles: 2, consumers: 2, stages: 4 },
 ];
 
-/// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.
+/// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer; pairs of row tiles stage none), row offsets and work
+/// units (two of each), barriers.
 fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
     let stage = t.tokens * 128 + t.row_tiles * t.consumers * 8192;
-    let staging = 2 * t.consumers * if gated { t.tokens.min(64) * 64 } else { t.tokens.min(32) * 128 };
+    let staging = match (t.row_tiles, gated) {
+        (2, _) => 16,
+        (_, true) => 2 * t.consumers * t.tokens.min(64) * 64,
+        (_, false) => 2 * t.consumers * t.tokens.min(32) * 128,
+    };
     let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
     (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
 }

@@ -6,6 +6,7 @@ Each case runs in a process of its own, on tensors with made-up addresses.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -223,7 +224,8 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
             for number, address in maps:
                 record = next(r for r in named(result["load"], "cuTensorMapEncodeTiled") if r["map"] == number)
                 assert address == given[name]
-                assert record["box"][1] * record["box"][2] * record["box"][3] == unit_rows
+                box_rows = math.prod(record["box"][1:])
+                assert box_rows == (64 if is_paired(record) else unit_rows)
         counters = parameters_of(routing[-1])[-1].counter_count
         if fused is None:
             assert counters == 2
@@ -246,8 +248,9 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
             1.0,
             False,
         )
-        few = result["tokens"] * layer["hidden"] <= 1 << 19
-        assert p.columns == (1 if layer["hidden"] % 8 else 2 if few else 4)
+        outputs = result["tokens"] * layer["hidden"]
+        wide = 2 if outputs <= 1 << 19 else 4 if outputs < 1 << 21 else 8
+        assert p.columns == (1 if layer["hidden"] % 8 else wide)
 
 
 def test_tensor_maps_only_where_the_hopper_kernel_runs(recorded: tuple[int, list[dict[str, Any]]]) -> None:
@@ -264,14 +267,37 @@ def joined(lists: list[list[int]]) -> list[int]:
     return [number for numbers in lists for number in numbers]
 
 
-def rows_of_boxes(record: dict[str, Any], rows: int, k: int) -> list[list[int]]:
+def is_paired(record: dict[str, Any]) -> bool:
+    """Whether a map is for pairs of row tiles: strips of 32 rows, one tile of the pair a box."""
+    return bool(record["box"][2] == 1)
+
+
+def rows_of_boxes(record: dict[str, Any], rows: int, k: int, expert: int) -> list[list[int]]:
     """The row numbers that each box along the slices of one expert brings, in their order in shared memory."""
-    (columns, inner, halves, slices, _), (_, *strides) = record["sizes"], [0, *record["strides"]]
-    assert columns == k
-    row, half, slice_, expert = (stride // (2 * k) for stride in strides)
-    assert expert == rows and all(stride % (2 * k) == 0 for stride in strides)
+    columns, inner, second, third, last = record["sizes"]
+    assert columns == k and all(stride % (2 * k) == 0 for stride in record["strides"])
+    row, *steps = (stride // (2 * k) for stride in record["strides"])
     box = record["box"]
-    assert (box[0], box[1], box[2], box[4]) == (64, inner, halves, 1)
+    assert (box[0], box[1]) == (64, inner)
+    if is_paired(record):
+        tile, half, strip = steps
+        assert (second, third, box[3], box[4]) == (2, 2, 2, 4)
+        count, first = rows // 32, expert * rows // strip
+        assert first + count <= last
+        strips = [range(start, min(start + 4, count)) for start in range(0, count, 4)]
+        return [
+            [
+                (first + s) * strip + m * tile + h * half + i * row - expert * rows
+                for s in box_strips
+                for h in range(2)
+                for i in range(inner)
+            ]
+            for box_strips in strips
+            for m in range(2)
+        ]
+    half, slice_, expert_rows = steps
+    halves, slices = second, third
+    assert expert_rows == rows and expert < last and (box[2], box[4]) == (halves, 1)
     numbers = [[s * slice_ + h * half + i * row for h in range(halves) for i in range(inner)] for s in range(slices)]
     return [joined(numbers[start : start + box[3]]) for start in range(0, slices, box[3])]
 
@@ -291,17 +317,30 @@ def test_tensor_maps_pair_gate_and_up_rows(run: Run, layout: str, dtype: str) ->
     assert up and down and len(up) + len(down) == len(maps)
     for record in maps:
         assert record["type"] == {"float16": 6, "bfloat16": 9}[dtype] and record["swizzle"] == 3
-        assert record["sizes"][-1] == experts
     # A 16-row slice: 8 rows of one half, then their partners in the other. [up; gate] is read like [gate; up].
     partner = (lambda row: row + 1) if layout == "interleaved" else (lambda row: row + half)
     for record in up:
-        boxes = rows_of_boxes(record, 2 * half, hidden)
-        assert sorted(joined(boxes)) == list(range(2 * half))
-        for rows in boxes:
-            for start in range(0, len(rows), 16):
-                assert rows[start + 8 : start + 16] == [partner(row) for row in rows[start : start + 8]]
-    for record in down:
-        rows = joined(rows_of_boxes(record, hidden, half))
+        for expert in range(experts):
+            boxes = rows_of_boxes(record, 2 * half, hidden, expert)
+            assert sorted(joined(boxes)) == list(range(2 * half))
+            for rows in boxes:
+                for start in range(0, len(rows), 16):
+                    assert rows[start + 8 : start + 16] == [partner(row) for row in rows[start : start + 8]]
+            if is_paired(record):
+                # The partners' outputs are neighbours.
+                step = partner(0) if layout == "interleaved" else 0
+                for first, second in zip(boxes[::2], boxes[1::2], strict=True):
+                    assert second == [row + 1 + step for row in first]
+    for record in (record for record in down if is_paired(record)):
+        for expert in range(experts):
+            boxes = rows_of_boxes(record, hidden, half, expert)
+            assert sorted(joined(boxes)) == list(range(hidden))
+            for first, second in zip(boxes[::2], boxes[1::2], strict=True):
+                for i in (start + lane for start in range(0, len(first), 16) for lane in range(8)):
+                    columns = [first[i], first[i + 8], second[i], second[i + 8]]
+                    assert columns == list(range(columns[0], columns[0] + 4))
+    for record in (record for record in down if not is_paired(record)):
+        rows = joined(rows_of_boxes(record, hidden, half, experts - 1))
         assert [row // 16 for row in rows] == [i // 16 for i in range(hidden)] and sorted(rows) == list(range(hidden))
 
 

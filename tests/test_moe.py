@@ -96,6 +96,19 @@ def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"apply_router_weight_on_input": True}], ids=str)
+@pytest.mark.parametrize("intermediate", [224, 200])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu-up-gate", "gpt-oss", "geglu", "relu2"])
+def test_many_tokens_an_expert(
+    name: str, intermediate: int, options: dict[str, Any], dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    """The widest tiles: several an expert, row blocks that weights do not fill; 200 is no multiple of a strip."""
+    shape = Shape(name, 3, 2, 288, intermediate, bias=True).with_options(**ACTIVATIONS[name])
+    check(*operands(shape, ("cuda", dtype), 700, rng, "skewed"), **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_other_models(shape: Shape, rng: torch.Generator) -> None:
     layer = make_layer(shape, torch.bfloat16, "cuda", rng)

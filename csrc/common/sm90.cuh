@@ -117,4 +117,16 @@ __device__ __forceinline__ void store_global_16(void* address, const uint4& valu
                  : "memory");
 }
 
+// NOTE: predicated in asm, so that stores of neighbouring tokens stay free of branches.
+__device__ __forceinline__ void store_global_8_if(void* address, uint32_t low, uint32_t high, bool condition) {
+    asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %3, 0;\n@now st.global.v2.u32 [%0], {%1, %2};\n}" ::"l"(address), "r"(low),
+                 "r"(high), "r"(int(condition))
+                 : "memory");
+}
+__device__ __forceinline__ void store_global_4_if(void* address, uint32_t value, bool condition) {
+    asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %2, 0;\n@now st.global.u32 [%0], %1;\n}" ::"l"(address), "r"(value),
+                 "r"(int(condition))
+                 : "memory");
+}
+
 }  // namespace oxmoe::sm90

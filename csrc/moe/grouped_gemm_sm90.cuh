@@ -18,6 +18,14 @@
 //   stride in rows, plain         1              8       16           rows
 //   [gate; up], [up; gate]        1              I       8            2 I
 //   interleaved                   2              1       16           2 I
+// Two row tiles a consumer are a pair: a strip of 32 rows is a slice in each of them, ordered so that a lane's sums of a token
+// are neighbouring columns of the output and go out from registers. Needs rows % 32 == 0 (gated: out_columns % 16 == 0). A box is
+// 64 x 8 x 1 x 2 x 4; strips count on from expert to expert (E experts; the last dimension ends where the last half does):
+//   dimension                k    row in half    tile of pair    half    strip
+//   size                     k    8              2               2       E rows / 32, halves: (2 E - 1) I / 16
+//   stride in rows, plain         4              2               1       32
+//   [gate; up], [up; gate]        2              1               I       16
+//   interleaved                   4              2               1       32
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -66,6 +74,7 @@ template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consume
 struct GroupedGemmSm90 {
     static_assert(MaxTokens % 16 == 0 && MaxTokens <= 256, "a token tile is a wgmma N that the epilogue turns 16 at a time");
     static_assert(MaxTokens * RowTiles <= 384, "the sums must fit in registers");
+    static_assert(RowTiles <= 2, "row tiles stand alone or in pairs");
     static_assert(Stages >= 2, "a stage is released while the next is multiplied");
 
     static constexpr bool kGated = Gated;
@@ -83,12 +92,16 @@ struct GroupedGemmSm90 {
     static constexpr int kChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
     static_assert(MaxTokens % kChunk == 0, "whole chunks");
     static constexpr int kStagingBytes = kChunk * kOutputBytes;
+    static constexpr bool kPaired = RowTiles == 2;
+    // Between the widths that a tile can be multiplied at.
+    static constexpr int kWidthStep = kPaired ? 8 : 16;
+    static constexpr int kMostGroupTiles = 12;
 
     struct alignas(128) Shared {
         struct {
             uint8_t tokens[kTokenBytes], weights[kWeightBytes];
         } stage[Stages];
-        uint8_t staging[Consumers][2][kStagingBytes];
+        uint8_t staging[Consumers][kPaired ? 8 : 2 * kStagingBytes];
         uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
@@ -143,9 +156,40 @@ struct GroupedGemmSm90 {
     }
 
 private:
+    // NOTE: from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform registers.
+    static __device__ __forceinline__ int consumer_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0); }
+
+    // Whether any of a consumer's rows lies inside the expert's weights.
+    static __device__ __forceinline__ bool has_rows(const GroupedGemmParams& p, const WorkUnit& work, int consumer) {
+        return (work.row_block * Consumers + consumer) * RowTiles * 64 < p.rows;
+    }
+
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
 
     // ---- schedule: one warp turns the schedule's tiles into work units ----
+
+    // All tiles of an expert, then the next row block: an expert's weights are read from memory once. An expert with many tiles
+    // has them in even groups, so that the tokens of a group stay in L2.
+    static __device__ __forceinline__ WorkUnit unit_by_expert(const GroupedGemmParams& p, int unit, int row_blocks,
+                                                              int tile_count) {
+        // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.
+        const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = p.tiles[any].expert;
+        int first = any, end = any + 1;
+        for (uint32_t others = 0; others == 0; first -= others ? __clz(others) : 32) {
+            const int before = first - 32 + lane;
+            others = ~__ballot_sync(0xFFFFFFFF, before >= 0 && p.tiles[max(before, 0)].expert == expert);
+        }
+        for (uint32_t others = 0; others == 0; end += others ? __ffs(others) - 1 : 32) {
+            const int after = end + lane;
+            others = ~__ballot_sync(0xFFFFFFFF, after < tile_count && p.tiles[min(after, tile_count - 1)].expert == expert);
+        }
+        const int groups = (end - first + kMostGroupTiles - 1) / kMostGroupTiles,
+                  group_tiles = (end - first + groups - 1) / groups;
+        const int group = (unit - first * row_blocks) / (group_tiles * row_blocks), start = first + group * group_tiles;
+        const int tiles = min(group_tiles, end - start), place = unit - start * row_blocks;
+        const Tile tile = p.tiles[start + place % tiles];
+        return {tile.expert, tile.first, tile.count, place / tiles};
+    }
 
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
@@ -154,7 +198,10 @@ private:
         RingPosition<1> fetches;
         for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
             WorkUnit work{-1, 0, 0, 0};
-            if (unit < units) find_unit(p.tiles, tile_count, row_blocks, unit, work);
+            if (kPaired && unit < units)
+                work = unit_by_expert(p, unit, row_blocks, tile_count);
+            else if (unit < units)
+                find_unit(p.tiles, tile_count, row_blocks, unit, work);
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
 #pragma unroll 1
             for (int n = lane; n < work.count; n += 32) {
@@ -175,7 +222,7 @@ private:
         }
     }
 
-    // ---- weights: one thread, one box a stage ----
+    // ---- weights: one thread, one box a stage, or two for each consumer that has rows ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
@@ -183,15 +230,27 @@ private:
         const int fetch_block = max(0, k_blocks(p) - kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
+        const int expert_strips = !Gated || p.layout == W13Layout::Interleaved ? p.rows / 32 : p.rows / 16;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+            const int first_strip = work.expert * expert_strips + work.row_block * (kRows / 32);
 #pragma unroll 1
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                 if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                if constexpr (kPaired) {
+                    const int consumers = has_rows(p, work, Consumers - 1) ? Consumers : Consumers - 1;
+                    sm90::barrier_arrive_expect(&shared.full[ring.slot], consumers * RowTiles * kWeightTileBytes);
+                    for (int tile = 0; tile < consumers * RowTiles; ++tile) {
+                        sm90::copy_tensor_5d(shared.stage[ring.slot].weights + tile * kWeightTileBytes, &weights,
+                                             {block * kBlockK, 0, tile % 2, 0, first_strip + tile / 2 * 4},
+                                             &shared.full[ring.slot]);
+                    }
+                    continue;
+                }
                 sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
                                      {block * kBlockK, 0, 0, work.row_block * (kRows / 16), work.expert},
@@ -260,7 +319,15 @@ private:
             // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
             if (work.expert < 0) break;
+            if (kPaired && !has_rows(p, work, consumer_index())) {
+                for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_arrive_if(&shared.empty[ring.slot], threadIdx.x % 32 == 0);
+                }
+                continue;
+            }
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
@@ -286,18 +353,18 @@ public:
         if constexpr (Low == High) {
             multiply<Low>(blocks, sums, shared, ring);
         } else {
-            constexpr int kMiddle = (Low + High) / 32 * 16;
+            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
             if (count <= kMiddle)
                 multiply_at_width<Low, kMiddle>(count, blocks, sums, shared, ring);
             else
-                multiply_at_width<kMiddle + 16, High>(count, blocks, sums, shared, ring);
+                multiply_at_width<kMiddle + kWidthStep, High>(count, blocks, sums, shared, ring);
         }
     }
 
     template <int Width, typename Buffers>
     static __device__ __forceinline__ void multiply(int blocks, float (&sums)[RowTiles][MaxTokens / 2], Buffers& shared,
                                                     RingPosition<Stages>& ring) {
-        const int consumer = threadIdx.x / 128 - 1;
+        const int consumer = consumer_index();
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         int previous = 0;
 #pragma unroll 1
@@ -334,11 +401,12 @@ public:
         return to_float(reinterpret_cast<const __half*>(p.bias)[index]);
     }
 
-    // Row of the expert's weights at `row` (0 to 7) of half `half` of a slice.
-    static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int slice, int half, int row) {
-        if (!Gated) return slice * 16 + half * 8 + row;
-        if (p.layout == W13Layout::Interleaved) return (slice * 8 + row) * 2 + half;
-        return half * p.out_columns + slice * 8 + row;
+    // Row of the expert's weights at `row` (0 to 7) of half `half` of a warp's slice of a row tile.
+    static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int row_tile, int warp, int half, int row) {
+        const int slice = row_tile * 4 + warp, strip = row_tile / 2 * 4 + warp, tile = row_tile % 2;
+        if (!Gated) return kPaired ? strip * 32 + row * 4 + tile * 2 + half : slice * 16 + half * 8 + row;
+        const int column = kPaired ? strip * 16 + row * 2 + tile : slice * 8 + row;
+        return p.layout == W13Layout::Interleaved ? column * 2 + half : half * p.out_columns + column;
     }
 
     // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
@@ -350,12 +418,13 @@ public:
         if (p.bias) {
 #pragma unroll
             for (int m = 0; m < RowTiles; ++m) {
-                const int slice = ((work.row_block * Consumers + consumer) * RowTiles + m) * 4 + warp;
+                const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
+                const int first = kPaired ? (row_tile / 2 * 4 + warp) * 32 : (row_tile * 4 + warp) * 16;
                 float bias[2] = {0.f, 0.f};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, slice, half, lane / 4);
-                    if (slice * 16 < p.rows) bias[half] = load_bias(p, row);
+                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, row_tile, warp, half, lane / 4);
+                    if (first < p.rows) bias[half] = load_bias(p, row);
                 }
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) sums[m][i] += bias[i / 2 % 2];
@@ -401,9 +470,39 @@ public:
         return Gated ? token * 64 + ((chunk ^ token / 2 % 4) * 16) : token * 128 + ((chunk ^ token % 8) * 16);
     }
 
+    // Of a pair of row tiles: a lane's 4 columns of a token (gated: 2) are neighbours, 8 lanes store 64 (32) bytes, whole
+    // sectors.
+    template <bool Activated>
+    static __device__ __forceinline__ void store_pairs(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
+                                                       const GroupedGemmParams& p) {
+        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int strip = (work.row_block * Consumers + consumer) * 4 + warp, token = lane % 4 * 2;
+        const int column = (strip * 8 + lane / 4) * (Gated ? 2 : 4), limit = strip * 32 < p.rows ? work.count - token : 0;
+        const SwigluFunction swiglu(p.activation);
+        Element* out = reinterpret_cast<Element*>(p.out) + size_t(work.first + token) * p.out_columns + column;
+#pragma unroll
+        for (int n = 0; n < MaxTokens; n += 8) {
+            if (n >= work.count) break;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float *low = &sums[0][n / 2 + i], *high = &sums[RowTiles - 1][n / 2 + i];
+                Element* row = out + size_t(n + i) * p.out_columns;
+                if constexpr (!Gated) {
+                    sm90::store_global_8_if(row, pack<Element>(low[0], low[2]), pack<Element>(high[0], high[2]), n + i < limit);
+                } else if constexpr (Activated) {
+                    sm90::store_global_4_if(row, pack<Element>(low[0], high[0]), n + i < limit);
+                } else {
+                    const uint32_t packed = pack<Element>(swiglu(low[0], low[2]), swiglu(high[0], high[2]));
+                    sm90::store_global_4_if(row, packed, n + i < limit);
+                }
+            }
+        }
+    }
+
     template <bool Activated, typename Buffers>
     static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                  const GroupedGemmParams& p, Buffers& shared, uint32_t& staging) {
+        if constexpr (kPaired) return store_pairs<Activated>(work, sums, p);
         constexpr int kTokenThreads = kOutputBytes / 16, kPassTokens = 128 / kTokenThreads;
         const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const SwigluFunction swiglu(p.activation);

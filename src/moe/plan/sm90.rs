@@ -16,15 +16,22 @@ fn unit_rows(tile: Sm90Tile) -> u32 {
     64 * tile.row_tiles * tile.consumers
 }
 
-/// Weight rows of a work unit of the fused layer.
+/// (row tiles, consumers) of the fused layer, and the weight rows of its work units.
+pub const LAYER_SHAPE: (u32, u32) = (1, 1);
 pub const LAYER_ROWS: u32 = 64;
 
-/// Heights of the tensor maps' boxes, each once.
-pub fn tile_rows() -> Vec<u32> {
-    let mut rows: Vec<u32> = SM90_TILES.iter().map(|t| unit_rows(*t)).chain([LAYER_ROWS]).collect();
-    rows.sort_unstable();
-    rows.dedup();
-    rows
+/// Whether a tile takes weights of this many rows: a pair of row tiles is cut into strips of 32.
+fn takes(tile: Sm90Tile, rows: u32) -> bool {
+    tile.row_tiles == 1 || rows.is_multiple_of(32)
+}
+
+/// (row tiles, consumers) of the tiles that weights of this many rows can be multiplied with, each once: tensor maps.
+pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
+    let fitting = SM90_TILES.iter().filter(|t| takes(**t, rows));
+    let mut shapes: Vec<(u32, u32)> = fitting.map(|t| (t.row_tiles, t.consumers)).chain([LAYER_SHAPE]).collect();
+    shapes.sort_unstable();
+    shapes.dedup();
+    shapes
 }
 
 /// Up to this many work units a multiprocessor, one deep CTA there is better than two: the last units of a GEMM are finished by fewer
@@ -45,23 +52,43 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Sm90Tile {
     }
 }
 
+/// Waves of CTAs in a GEMM in which every expert has one tile.
+fn waves(gemm: &GemmDesc, tile: Sm90Tile, device: &Device) -> u32 {
+    let ctas = device.multiprocessors * tile.variant(gemm.element, gemm.gated).ctas_per_multiprocessor();
+    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
+    units.div_ceil(ctas)
+}
+
+/// Whether the widest tile suits a GEMM whose experts fit in narrower ones: it copies fewer tokens a row, but its last wave must not be
+/// emptier. Measured with 6 and 8 waves; a few waves are left to the narrower tile, which has more CTAs to spread.
+fn wide_pays(gemm: &GemmDesc, narrow: Sm90Tile, wide: Sm90Tile, device: &Device) -> bool {
+    let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), unit_rows(tile)));
+    by_wide.0 > 4 && by_wide.0 * by_wide.1 <= by_narrow.0 * by_narrow.1
+}
+
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once; beyond that
 /// 192 tokens by 256 rows, which moves the fewest bytes a flop. A tile is computed at its own count's width: a wide variant costs
 /// stages and resident CTAs, not columns. us a layer by tile (docs/measured.md):
 ///   qwen3 (E128 k8)     M 1 (mean 0.06)  27.1 at 16, 28.7 at 64;    M 256 (16)  293 at 64, 302 at 128, 316 at 256
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
 ///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256
-pub fn tile_tokens(up: &GemmDesc, _down: &GemmDesc, _device: &Device) -> i32 {
+///   qwen3               M 1024 (64)      344 at 128, 337 at 192
+pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     // The means leave room for the spread of random routing: 40 + 3.8 and 96 + 3.2 standard deviations.
     if mean <= 0.5 {
         16
     } else if mean <= 40.0 {
         64
-    } else if mean <= 96.0 {
-        128
     } else {
-        192
+        let [narrow, wide] = [128, 192].map(|tokens| tile(up, tokens, device));
+        let suits =
+            |gemm: &GemmDesc| takes(wide, gemm.rows as u32) && (mean > 96.0 || wide_pays(gemm, narrow, wide, device));
+        if suits(up) && suits(down) {
+            192
+        } else {
+            128
+        }
     }
 }
 
@@ -117,7 +144,7 @@ mod tests {
         let device = Device::typical(Arch::SM90);
         let mut chosen = Vec::new();
         let qwen3 = [1, 4, 16, 64, 256, 1024, 4096, 16384].map(|tokens| (tokens * 8, 128, 1536, 2048));
-        let mixtral = [(128, 8, 14336, 4096)];
+        let mixtral = [128, 512].map(|slots| (slots, 8, 14336, 4096));
         for (slots, experts, rows, k) in [&qwen3[..5], &mixtral, &qwen3[5..]].concat() {
             let gemm = GemmDesc { element: Element::Bf16, gated: true, slots, experts, rows, k };
             let launch = super::gemm(&gemm, tile_tokens(&gemm, &gemm, &device), &device);
@@ -126,5 +153,31 @@ mod tests {
         }
         chosen.dedup();
         assert_eq!(chosen, SM90_TILES.map(|t| t.variant(Element::Bf16, true)));
+    }
+
+    #[test]
+    fn pairs_of_row_tiles_take_whole_strips() {
+        let device = Device::typical(Arch::SM90);
+        let gemm = |rows| GemmDesc { element: Element::Bf16, gated: true, slots: 4096, experts: 8, rows, k: 256 };
+        assert_eq!(tile_tokens(&gemm(1408), &gemm(704), &device), 192);
+        assert_eq!(tile_tokens(&gemm(1424), &gemm(704), &device), 128);
+        assert_eq!(tile_tokens(&gemm(1408), &gemm(720), &device), 128);
+        assert_eq!((tile_shapes(1408).len(), tile_shapes(1424).len()), (3, 2));
+    }
+
+    #[test]
+    fn the_widest_tile_where_its_waves_are_full() {
+        let device = Device::typical(Arch::SM90);
+        let gemm = |experts, rows| GemmDesc {
+            element: Element::Bf16,
+            gated: true,
+            slots: experts * 64,
+            experts,
+            rows,
+            k: 2048,
+        };
+        assert_eq!(tile_tokens(&gemm(128, 1536), &gemm(128, 2048), &device), 192);
+        assert_eq!(tile_tokens(&gemm(8, 14336), &gemm(8, 4096), &device), 128);
+        assert_eq!(tile_tokens(&gemm(128, 1536), &gemm(128, 1024), &device), 128);
     }
 }
