@@ -240,7 +240,7 @@ pub mod ffi {
         scale: f32,
         /// No sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
         keep_slots: bool,
-        /// Columns that a thread of the kernel takes: 4 or 2 where `hidden` is a multiple of 8, else 1.
+        /// Columns that a thread of the kernel takes: 8, 4 or 2 where `hidden` is a multiple of 8, else 1.
         columns: i32,
     }
 

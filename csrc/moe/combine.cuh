@@ -24,6 +24,8 @@ struct Combine {
             sum_rows<uint32_t>(p);
         else if (p.columns == 4)
             sum_rows<uint2>(p);
+        else if (p.columns == 8)
+            sum_rows<uint4>(p);
         else
             sum_rows<uint16_t>(p);
     }
@@ -53,16 +55,17 @@ struct Combine {
                 weight[i] = p.weights && first + i < top_k ? p.weights[slot] : 1.f;
             }
             if (!ready()) return;
+            // NOTE: a skipped slot adds -1 * 0 = -0, which changes no sum: with conditions kept until the rows are there, the
+            // registers of 8 CTAs an SM do not suffice.
             Vector rows[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const uint8_t* source = y + uint64_t(uint32_t(place[i])) * row_bytes;
-                if (place[i] >= 0) rows[i] = *reinterpret_cast<const Vector*>(source);
+                rows[i] = place[i] >= 0 ? *reinterpret_cast<const Vector*>(source) : Vector{};
+                if (place[i] < 0) weight[i] = -1.f;
             }
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (place[i] >= 0) add(sums, rows[i], weight[i]);
-            }
+            for (int i = 0; i < kBatch; ++i) add(sums, rows[i], weight[i]);
         }
         round(sums, p.scale, reinterpret_cast<Vector*>(p.out + uint64_t(row) * row_bytes) + column);
     }
