@@ -25,6 +25,11 @@ mod _oxmoe {
     use crate::moe::weights::ExpertWeights;
     #[pymodule_export]
     use crate::moe::{explain, moe, moe_tensors, workspace_bytes};
+    #[pymodule_export]
+    use crate::quant::ops::{
+        deinterleave_sm90_mxfp4, dequantize_mxfp4, interleave_sm90_mxfp4, quantize_mxfp4, swizzle_hopper_mxfp4,
+        unswizzle_hopper_mxfp4,
+    };
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -158,7 +158,20 @@ impl TensorRef {
         self.numel() as usize * self.elem.bytes()
     }
 
-    fn contiguous(&self) -> bool {
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..self.ndim]
+    }
+
+    /// The same tensor with its last two dimensions exchanged.
+    pub fn transposed(mut self) -> TensorRef {
+        if let Some(last) = self.ndim.checked_sub(1).filter(|&last| last > 0) {
+            self.shape.swap(last - 1, last);
+            self.strides.swap(last - 1, last);
+        }
+        self
+    }
+
+    pub fn contiguous(&self) -> bool {
         let mut expected = 1;
         for i in (0..self.ndim).rev() {
             if self.shape[i] != 1 && self.strides[i] != expected {
@@ -510,7 +523,7 @@ impl Contract {
             contract!(
                 "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {operand}.contiguous()",
                 t.shape(),
-                &t.strides[..t.ndim]
+                t.strides()
             );
         }
         Ok(())

@@ -75,3 +75,20 @@ def test_topk_and_sort() -> None:
         assert place.tolist() == [1, 2, 3, 0] and slot.tolist() == [3, 0, 1, 2]
         """
     )
+
+
+def test_quantize() -> None:
+    run(
+        """
+        x = np.random.default_rng().standard_normal((2, 64, 128)).astype(np.float32)
+        codes, scales = oxmoe.quantize.mxfp4(x)
+        assert codes.shape == (2, 64, 64) and scales.shape == (2, 64, 4)
+        back = oxmoe.quantize.dequantize(codes, scales, np.float32)
+        assert (np.abs(back - x) <= np.exp2(scales.astype(np.float32) - 127).repeat(32, -1)).all()
+        swizzled = oxmoe.quantize.swizzle_hopper_mxfp4(codes, scales)
+        plain = oxmoe.quantize.unswizzle_hopper_mxfp4(*swizzled, rows=64, columns=128)
+        interleaved = oxmoe.quantize.deinterleave_sm90_mxfp4(*oxmoe.quantize.interleave_sm90_mxfp4(codes, scales))
+        for result in (plain, interleaved):
+            assert np.array_equal(result[0], codes) and np.array_equal(result[1], scales)
+        """
+    )

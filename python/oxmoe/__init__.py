@@ -1,5 +1,6 @@
 """oxmoe: mixture-of-experts layers as one Rust and CUDA extension; with torch, also as `torch.ops.oxmoe.*`."""
 
+from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, workspace_bytes
 from oxmoe.dispatch import moe, sort_by_expert, topk
 from oxmoe.fused_experts import fused_experts
@@ -17,6 +18,7 @@ __all__ = [
     "explain",
     "fused_experts",
     "moe",
+    "quantize",
     "routing",
     "sort_by_expert",
     "topk",

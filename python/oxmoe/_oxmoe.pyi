@@ -152,6 +152,80 @@ def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_i
     Describes the weights at every call, so nothing can go stale when a caller swaps or moves them.
     """
 
+def quantize_mxfp4(
+    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU
+    *,
+    rounding: Literal["up", "down"] = "up",
+) -> tuple[Tensor, Tensor]:
+    """MXFP4 of x: (codes uint8 [..., K / 2], scales uint8 E8M0 [..., K / 32]). `oxmoe.quantize.mxfp4`.
+
+    Two e2m1 elements a byte, the low nibble first; one scale 2^(byte - 127) for 32 of them. Elements are rounded to
+    nearest, ties to even, and saturate at 6 scales. rounding of the scale, amax being a block's largest magnitude:
+    "up": 2^ceil(log2(amax / 6)), which clips nothing (triton_kernels' ROUND_UP, its default);
+    "down": 2^(floor(log2(amax)) - 2), the rule of the OCP Microscaling Formats specification 1.0, section 6.3
+    (triton_kernels' ROUND_DOWN). Bits are those of triton_kernels' downcast_to_mxfp_torch, also where x is not finite:
+    then "down" marks the block with the scale 255 (NaN), and so does "up" for infinity; for NaN, "up" gives 0.
+    """
+
+def dequantize_mxfp4(
+    codes: Tensor,  # uint8 [..., K / 2], on CPU
+    scales: Tensor,  # uint8 or float8_e8m0fnu [..., K / 32]
+    dtype: Any = None,  # "float32" (default), "float16", "bfloat16", or the torch or numpy dtype
+) -> Tensor:
+    """The numbers of MXFP4 codes, [..., K]: element times scale, rounded once. `oxmoe.quantize.dequantize`.
+
+    Saturates at the dtype's largest finite value. A scale byte b is 2^(b - 127), 0 included, and 255 makes its 32
+    elements NaN (OCP Microscaling Formats 1.0). Bits are those of triton_kernels' upcast_from_mxfp_torch for the bytes
+    1 to 254; it reads 0 as 0.0, and 255 as infinity.
+    """
+
+def swizzle_hopper_mxfp4(
+    codes: Tensor,  # uint8 [..., R, K / 2], on CPU
+    scales: Tensor,  # uint8 [..., R, G], G >= K / 32
+    *,
+    num_warps: int = 8,  # of the scale layout: a power of two
+    row_multiple: int = 64,  # 64: triton_kernels 3.6 (sglang-kernel 0.4.2); 256: 3.8 (0.4.10)
+) -> tuple[Tensor, Tensor]:
+    """Checkpoint MXFP4 weights as triton_kernels holds them on Hopper: HopperMXValueLayout (mma_version 3) and
+    HopperMXScaleLayout along K.
+
+    (values uint8 [..., 4 ceil64(K / 2), R' / 4], scales uint8 [..., 32 ceil2(G), R'' / 32]), both contiguous in their
+    last dimension but one, as `storage.data` is. R' is R rounded up to row_multiple, R'' to 32 num_warps; padding is 0.
+    """
+
+def unswizzle_hopper_mxfp4(
+    values: Tensor,  # `storage.data` of the weight, on CPU with its strides
+    scales: Tensor,  # `storage.data` of the weight's scale
+    *,
+    rows: int,  # of the weight without padding: its shape[-1]
+    columns: int,  # K, its shape[-2]
+    num_warps: int = 8,  # of the scale's layout; SGLang's is 8
+) -> tuple[Tensor, Tensor]:
+    """The inverse of swizzle_hopper_mxfp4, for any row_multiple: what a `triton_kernel` layer of SGLang holds, back in
+    the checkpoint's form (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32])."""
+
+def interleave_sm90_mxfp4(
+    codes: Tensor,  # uint8 [..., R, K / 2], on CPU; K a multiple of 128
+    scales: Tensor,  # uint8 [..., R, K / 32]
+    *,
+    flashinfer: Literal["0.6", "0.7"] = "0.7",
+) -> tuple[Tensor, Tensor]:
+    """Checkpoint MXFP4 weights as flashinfer's CUTLASS MoE for Hopper reads them: the results of its
+    interleave_moe_weights_for_sm90_mixed_gemm ("fp4") and interleave_moe_scales_for_sm90_mixed_gemm.
+
+    (codes uint8 [..., R, K / 2], scales uint8), scales [..., K / 128, 4 R] for flashinfer 0.6.11, where R is a multiple
+    of 16, and [..., R / 64, K / 128, 16, 16] for 0.7.2, where R is a multiple of 64; codes differ too. Rows keep their
+    order: flashinfer wants [up; gate].
+    """
+
+def deinterleave_sm90_mxfp4(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of interleave_sm90_mxfp4: what a `flashinfer_mxfp4` layer of SGLang holds on Hopper, back in the
+    checkpoint's form (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]), on CPU.
+
+    The scales' dimensions tell which flashinfer it was: as many as the codes have (0.6), or two more (0.7). Rows keep
+    their order, [up; gate], and rows and columns that SGLang added as padding stay, with scales 0 and elements 0.
+    """
+
 def explain(
     num_experts: int,
     top_k: int,

@@ -23,7 +23,7 @@ mod tests;
 use half::{bf16, f16};
 
 /// An element type that the CPU kernels read and write.
-trait Element: Copy + Send + Sync + 'static {
+pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
     /// To nearest, ties to even.
     fn from_f32(x: f32) -> Self;

@@ -1,5 +1,10 @@
 //! Weight formats. A format is a value: what the weights are made of. New ones are rows here.
 
+pub mod e2m1;
+pub mod layouts;
+pub mod mxfp4;
+pub mod ops;
+
 use crate::params::Dtype;
 
 /// What a format's weights are made of.
