@@ -20,11 +20,17 @@ pub enum Elem {
     I32,
     I64,
     U8,
-    /// Anything else: (DLPack type code, bits).
+    /// Anything else: (DLPack type code, bits of all its lanes).
     Other(u8, u8),
 }
 
 impl Elem {
+    pub const I8: Elem = Elem::Other(0, 8);
+    /// A power of two: the exponent plus 127 in a byte.
+    pub const E8M0: Elem = Elem::Other(14, 8);
+    /// Two four-bit floats a byte; torch's shapes count the bytes.
+    pub const E2M1_X2: Elem = Elem::Other(17, 8);
+
     pub fn bytes(self) -> usize {
         match self {
             Elem::U8 => 1,
@@ -53,7 +59,7 @@ impl Elem {
             (0, 32, 1) => Elem::I32,
             (0, 64, 1) => Elem::I64,
             (1, 8, 1) => Elem::U8,
-            (code, bits, _) => Elem::Other(code, bits),
+            (code, bits, lanes) => Elem::Other(code, u16::from(bits).saturating_mul(lanes).min(255) as u8),
         }
     }
 }
@@ -69,7 +75,7 @@ impl fmt::Display for Elem {
             6 => "bool",
             _ => "type code ",
         };
-        match self {
+        match *self {
             Elem::F32 => f.write_str("float32"),
             Elem::F16 => f.write_str("float16"),
             Elem::Bf16 => f.write_str("bfloat16"),
@@ -78,8 +84,9 @@ impl fmt::Display for Elem {
             Elem::U8 => f.write_str("uint8"),
             Elem::Other(10, 8) => f.write_str("float8_e4m3fn"),
             Elem::Other(12, 8) => f.write_str("float8_e5m2"),
-            Elem::Other(14, 8) => f.write_str("float8_e8m0fnu"),
-            Elem::Other(code, bits) if *code < 7 => write!(f, "{}{bits}", kind(*code)),
+            Elem::E8M0 => f.write_str("float8_e8m0fnu"),
+            Elem::E2M1_X2 => f.write_str("float4_e2m1fn_x2"),
+            Elem::Other(code, bits) if code < 7 => write!(f, "{}{bits}", kind(code)),
             Elem::Other(code, bits) => write!(f, "DLPack type {code} of {bits} bits"),
         }
     }

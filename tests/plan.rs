@@ -6,6 +6,7 @@ use _oxmoe::moe::plan::routing::{self, Logits};
 use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
+use _oxmoe::quant::Format;
 use _oxmoe::variants::{self, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
@@ -36,8 +37,9 @@ const TOKENS: [i64; 17] = [1, 2, 3, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 102
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
-        [(true, Dtype::Bf16), (false, Dtype::Bf16), (true, Dtype::F16), (false, Dtype::F16)]
-            .map(|(gated, dtype)| (LayerDesc { experts, hidden, intermediate, gated, dtype }, top_k))
+        [(true, Dtype::Bf16), (false, Dtype::Bf16), (true, Dtype::F16), (false, Dtype::F16)].map(|(gated, dtype)| {
+            (LayerDesc { experts, hidden, intermediate, gated, dtype, format: Format::plain(dtype) }, top_k)
+        })
     })
 }
 
@@ -206,7 +208,7 @@ fn schedule_fits_its_range() {
             );
         }
     }
-    let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32 };
+    let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32, format: Format::F32 };
     for tokens in 0..200 {
         let most = plan::max_tiles(tokens * 3, cpu.experts, plan::CPU_TILE_TOKENS) as usize;
         assert!(most * size_of::<Tile>() <= plan::workspace(&cpu, tokens, 3).tiles.bytes);

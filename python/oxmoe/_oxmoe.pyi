@@ -45,11 +45,47 @@ class ExpertWeights:
     def f32(w13: Tensor, w2: Tensor, **options: Any) -> ExpertWeights:
         """fp32 experts, CPU only; options as for bf16 (biases fp32)."""
 
-    # The arguments, as given: torch.compile and the operators take the experts apart through these.
+    @staticmethod
+    def mxfp4(
+        w13: Tensor,  # uint8 [El, 2I, H / 2], or [El, I, H / 2] when not gated: two e2m1 codes a byte
+        w2: Tensor,  # uint8 [El, H, I / 2]
+        w13_scale: Tensor,  # E8M0 [El, 2I, H / 32]: uint8, float8_e8m0fnu, or its value as fp32
+        w2_scale: Tensor,  # E8M0 [El, H, I / 32]
+        *,
+        b13: Tensor | None = None,  # [El, 2I] bf16, f16 or fp32
+        b2: Tensor | None = None,  # [El, H] bf16, f16 or fp32
+        layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        limit: float | None = None,
+        clamp: Literal["before", "after"] = "before",
+        dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
+        hidden_size: int | None = None,  # columns of x and the output where w13 and w2 are padded: up to H
+    ) -> ExpertWeights:
+        """MXFP4 experts on CPU; H and I are multiples of 32. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0,
+        limit=7.0, and the checkpoint's blocks [E, 2I, H / 32, 16] flattened to [E, 2I, H / 2].
+
+        A weight is its e2m1 code times the scale 2^(byte - 127) of its 32 neighbours along the row (OCP Microscaling
+        Formats v1.0), the even column in the low nibble; codes may be int8 or float4_e2m1fn_x2 too. The layer
+        multiplies these numbers in dtype, and so gives the bits of ExpertWeights.bf16 (.f16, .f32) of what
+        oxmoe.quantize.dequantize makes of them in dtype. They are exact for scale bytes up to 252 in bf16 and f32, and
+        104 to 140 in f16; beyond, they are rounded to nearest and saturate at the largest finite number. Byte 255 makes
+        its block NaN. Numbers below 2^-126 count as zero where the CPU multiplies bf16 itself (avx512_bf16), as bf16
+        weights do. fp32 scales must be powers of two (or NaN): ValueError.
+
+        With hidden_size below H, columns of w13, rows of w2 and elements of b2 from hidden_size on are never read.
+        """
+
+    # The arguments, as given (fp32 scales as E8M0 bytes): torch.compile and the operators take the experts apart
+    # through these.
     w13: Tensor
     w2: Tensor
     b13: Tensor | None
     b2: Tensor | None
+    w13_scale: Tensor | None  # formats with block scales, else None
+    w2_scale: Tensor | None
     layout: str
     activation: str
     alpha: float
@@ -57,7 +93,8 @@ class ExpertWeights:
     limit: float | None
     clamp: str
 
-    format: str  # "bf16", "f16", "f32"
+    format: str  # "bf16", "f16", "f32", "mxfp4"
+    dtype: str  # of x and the output: "bf16", "f16", "f32"
     num_experts: int  # El
     hidden_size: int
     intermediate_size: int
@@ -65,7 +102,7 @@ class ExpertWeights:
     device: str  # "cpu" or "cuda:0"
 
 def moe(
-    x: Tensor,  # [T, H], dtype of the weights
+    x: Tensor,  # [T, hidden_size] in weights.dtype
     weights: ExpertWeights,
     topk_weights: Tensor | None = None,  # fp32 [T, k]
     topk_ids: Tensor | None = None,  # int32 or int64 [T, k]; -1: no expert
@@ -147,7 +184,8 @@ def routing_tables(
     """
 
 def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any) -> Tensor:
-    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form.
+    """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form; MXFP4 experts take
+    w13_scale, w2_scale and format="mxfp4".
 
     Describes the weights at every call, so nothing can go stale when a caller swaps or moves them.
     """
@@ -233,11 +271,12 @@ def explain(
     intermediate_size: int,
     num_tokens: int,
     *,
-    format: str = "bf16",
+    format: str = "bf16",  # "bf16", "f16", "f32", "mxfp4" (on "cpu")
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:
     """The plan for a shape, as text: kernels, tiles, warps, stages, grids, shared memory, workspace, roofline floor."""
 
 def device_info() -> dict[str, Any]:
-    """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in the wheel, nvcc, CPU instructions."""
+    """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in the wheel, nvcc, weight formats with the
+    devices that run them, CPU instructions."""

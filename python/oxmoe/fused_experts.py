@@ -12,13 +12,18 @@ from oxmoe.tracing import tracing
 if TYPE_CHECKING:
     from torch import Tensor
 
+# torch's names of compute types, and the names that ExpertWeights has for them.
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _BUILDERS: dict[str, Callable[..., _oxmoe.ExpertWeights]] = {
     "bfloat16": _oxmoe.ExpertWeights.bf16,
     "float16": _oxmoe.ExpertWeights.f16,
     "float32": _oxmoe.ExpertWeights.f32,
 }
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-_SERVED = "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases"
+_SERVED = (
+    "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
+    "CPU) MXFP4 experts: uint8 codes with w1_scale and w2_scale"
+)
 
 
 @functools.cache
@@ -29,9 +34,10 @@ def _builder(dtype: Any) -> Callable[..., _oxmoe.ExpertWeights]:
     return _BUILDERS[name]
 
 
-def expert_weights(w13: Tensor, w2: Tensor, **options: Any) -> _oxmoe.ExpertWeights:
-    """ExpertWeights in the format of w13's dtype."""
-    return _builder(w13.dtype)(w13, w2, **options)
+def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **options: Any) -> _oxmoe.ExpertWeights:
+    """ExpertWeights in this format, or in that of w13's dtype."""
+    build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
+    return build(w13, w2, **options)
 
 
 def expert_options(
@@ -89,10 +95,16 @@ def run(
     no_combine: bool = False,
     no_combine_keep_router_weight: bool = False,
     routed_scaling_factor: float | None = None,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     out: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
     """The layer with SGLang's configuration taken apart: kernel of `torch.ops.oxmoe.fused_experts`."""
+    blocks: dict[str, Any] = {}
+    if w1_scale is not None or w2_scale is not None:
+        name = str(hidden_states.dtype).rpartition(".")[2]
+        blocks = {"w13_scale": w1_scale, "w2_scale": w2_scale, "format": "mxfp4", "dtype": _DTYPES.get(name, name)}
     return _oxmoe.moe_tensors(
         hidden_states,
         w1,
@@ -102,6 +114,7 @@ def run(
         b13=b1,
         b2=b2,
         **expert_options(**activation),
+        **blocks,
         # SGLang scales while it combines: without a combine there is no scale.
         routed_scaling_factor=1.0 if routed_scaling_factor is None or no_combine else routed_scaling_factor,
         apply_router_weight_on_input=apply_router_weight_on_input,
@@ -137,16 +150,20 @@ def fused_experts(
     """hidden_states [T, H], w1 [E, 2I, H] (or [E, I, H] when not gated), w2 [E, H, I]; topk_output has topk_weights
     fp32 [T, k] and topk_ids [T, k] of these weights' experts, -1 for none.
 
+    w1 and w2 of uint8 with w1_scale and w2_scale and no use_ flag are MXFP4 codes and their scales, shaped as
+    ExpertWeights.mxfp4 has them.
+
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
+    mxfp4 = str(w1.dtype).endswith("int8")
     unserved = {
         "use_fp8_w8a8": use_fp8_w8a8,
         "use_int8_w8a8": use_int8_w8a8,
         "use_int8_w8a16": use_int8_w8a16,
         "use_int4_w4a16": use_int4_w4a16,
         "per_channel_quant": per_channel_quant,
-        "w1_scale": w1_scale is not None,
-        "w2_scale": w2_scale is not None,
+        "w1_scale": w1_scale is not None and not mxfp4,
+        "w2_scale": w2_scale is not None and not mxfp4,
         "w1_zp": w1_zp is not None,
         "w2_zp": w2_zp is not None,
         "a1_scale": a1_scale is not None,
@@ -179,6 +196,8 @@ def fused_experts(
         "swiglu_limit": getattr(config, "swiglu_limit", None),
         "gate_up_interleaved": getattr(config, "gate_up_interleaved", True),
         "fuse_swiglu_interleaved": fuse_swiglu_interleaved,
+        "w1_scale": w1_scale,
+        "w2_scale": w2_scale,
     }
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
     operands = (hidden_states, w1, w2, topk_output[0], topk_output[1], b1, b2)

@@ -21,12 +21,15 @@ from oxmoe.tracing import tracing
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
+# Of formats with block scales; the others take none of them.
+_BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "format", "dtype", "hidden_size")
 _LOGITS_OPTION_NAMES = frozenset(
     ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
 ) | {"num_token_non_padded"}
 _EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
-    'float? limit=None, str clamp="before"'
+    'float? limit=None, str clamp="before", Tensor? w13_scale=None, Tensor? w2_scale=None, str? format=None, '
+    "str? dtype=None, int? hidden_size=None"
 )
 _MOE_OPERANDS = (
     "Tensor x, Tensor w13, Tensor w2, Tensor? topk_weights=None, Tensor? topk_ids=None, "
@@ -46,7 +49,7 @@ _FUSED_OPTIONS = (
     'str activation="silu", bool is_gated=True, bool apply_router_weight_on_input=False, bool no_combine=False, '
     "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
     "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
-    "bool fuse_swiglu_interleaved=False"
+    "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None"
 )
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
@@ -87,7 +90,8 @@ def _moe(
     if topk_weights is not None and topk_ids is not None:
         options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
-    of_experts = {name: options.pop(name) for name in _EXPERT_OPTION_NAMES if name in options}
+    names = _EXPERT_OPTION_NAMES + _BLOCK_OPTION_NAMES
+    of_experts = {name: options.pop(name) for name in names if options.get(name) is not None}
     weights = expert_weights(w13, w2, b13=b13, b2=b2, **of_experts)
     return _oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
 
@@ -218,6 +222,8 @@ def _traced_moe(
 ) -> Tensor:
     operands = (x, weights.w13, weights.w2, topk_weights, topk_ids, weights.b13, weights.b2)
     options.update({name: getattr(weights, name) for name in _EXPERT_OPTION_NAMES})
+    if weights.w13_scale is not None:
+        options.update({name: getattr(weights, name) for name in _BLOCK_OPTION_NAMES})
     if out is None and workspace is None:
         return torch.ops.oxmoe.moe.default(*operands, **options)
     if out is None:

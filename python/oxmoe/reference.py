@@ -142,6 +142,21 @@ def moe(
     return (routed_scaling_factor * total).to(x.dtype)
 
 
+# Formats
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Weights `[..., K]` of uint8 codes `[..., K / 2]` (even column: low nibble) and E8M0 bytes `[..., K / 32]`."""
+    bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
+    values = torch.tensor(_E2M1, device=codes.device)[torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)].flatten(-2)
+    # NOTE: fp64 holds every product: what is rounded is rounded once.
+    factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
+    most = torch.finfo(dtype).max
+    return (values.double() * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
+
+
 # Top-k
 
 

@@ -1,18 +1,25 @@
 //! Grouped GEMM: every tile's token rows times its expert's weight rows, with the activation on the way out.
 //!
 //! Work items are (tile, panel of output columns), run by rayon. A panel's weight rows stay in the second-level cache
-//! while the tile's tokens pass in groups, so weights come from memory once a tile.
+//! while the tile's tokens pass in groups, so weights come from memory once a tile. Weights in blocks are expanded once a tile into a
+//! buffer of the thread, just before the first group is multiplied, and from there on are rows like any other.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod mxfp4;
 mod scalar;
+
+use std::cell::RefCell;
 
 use rayon::prelude::*;
 
 use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
+use crate::quant::blocks::Blocks;
+use crate::quant::mxfp4::BLOCK;
+use mxfp4::{Expand, Expandable};
 
 /// Weight rows and token rows that a block kernel multiplies at once.
 const BLOCK_ROWS: usize = 4;
@@ -107,7 +114,7 @@ fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
 
 /// An element type with kernels for every instruction set.
 #[cfg(target_arch = "x86_64")]
-trait BlockKernels: avx512::Load + avx2::Load {
+trait BlockKernels: avx512::Load + avx2::Load + Expandable {
     const AVX512_BF16: Block = avx512::block::<Self>;
 }
 #[cfg(target_arch = "x86_64")]
@@ -120,33 +127,33 @@ impl BlockKernels for half::bf16 {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-trait BlockKernels: Element {}
+trait BlockKernels: Expandable {}
 #[cfg(not(target_arch = "x86_64"))]
-impl<T: Element> BlockKernels for T {}
+impl<T: Expandable> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine.
+/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the rows that the schedule names; `x`,
-/// `weights` and `out` are of type `dtype`, `out` is writable and apart from everything read, tiles do not overlap, and
-/// `rows` and `out_columns` fit the activation.
-pub unsafe fn grouped_gemm(p: &GroupedGemmParams, dtype: Dtype) {
+/// `weights` (without `blocks`) and `out` are of type `dtype`, `out` is writable and apart from everything read, tiles do
+/// not overlap, and `rows` and `out_columns` fit the activation. With `blocks`, `weights` and it are as [`Blocks`] says.
+pub unsafe fn grouped_gemm(p: &GroupedGemmParams, dtype: Dtype, blocks: Option<Blocks>) {
     // SAFETY: the caller's contract; the set was found on this machine.
-    unsafe { grouped_gemm_on(InstructionSet::detect(), p, dtype) }
+    unsafe { grouped_gemm_on(InstructionSet::detect(), p, dtype, blocks) }
 }
 
 /// [`grouped_gemm`] with given instructions.
 ///
 /// # Safety
 /// As for [`grouped_gemm`], and `set` must be available.
-pub unsafe fn grouped_gemm_on(set: InstructionSet, p: &GroupedGemmParams, dtype: Dtype) {
+pub unsafe fn grouped_gemm_on(set: InstructionSet, p: &GroupedGemmParams, dtype: Dtype, blocks: Option<Blocks>) {
     // SAFETY: the caller's contract, unchanged.
-    for_dtype!(dtype, T => unsafe { grouped_gemm_typed::<T>(set, p) })
+    for_dtype!(dtype, T => unsafe { grouped_gemm_typed::<T>(set, p, blocks) })
 }
 
 /// # Safety
 /// As for [`grouped_gemm_on`]; the elements are of type `T`.
-unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGemmParams) {
+unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGemmParams, blocks: Option<Blocks>) {
     // SAFETY: the schedule, by the caller's contract.
     let count = unsafe { *p.tile_count } as usize;
     if count == 0 {
@@ -154,7 +161,7 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
     }
     // SAFETY: as above.
     let tiles = unsafe { std::slice::from_raw_parts(p.tiles, count) };
-    let block = block_kernel::<T>(set);
+    let (block, packed) = (block_kernel::<T>(set), blocks.map(|blocks| (blocks, T::expand(set))));
     let rows_per_column = if activation::is_gated(p.activation.kind) { 2 } else { 1 };
     let column_bytes = rows_per_column * p.k as usize * size_of::<T>();
     let width = (PANEL_BYTES / column_bytes.max(1)).clamp(BLOCK_ROWS, MAX_PANEL_COLUMNS) / BLOCK_ROWS * BLOCK_ROWS;
@@ -163,7 +170,7 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
     (0..count * panels).into_par_iter().with_max_len(1).for_each(|item| {
         let panel = Panel::new(shared.get(), &tiles[item / panels], item % panels * width, width);
         // SAFETY: each (tile, panel) of `out` is written by one item; the rest is the caller's contract.
-        unsafe { panel.run::<T>(block) }
+        unsafe { panel.run::<T>(block, packed) }
     });
 }
 
@@ -205,20 +212,42 @@ impl<'a> Panel<'a> {
 
     /// # Safety
     /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
-    unsafe fn run<T: BlockKernels>(&self, block: Block) {
-        let (p, k) = (self.p, self.p.k as usize);
-        let expert_row = self.tile.expert as usize * p.rows as usize;
-        let rows = self.rows();
-        // Rows beyond the last repeat it; nobody reads their sums.
-        let weight_rows = |row: usize| {
-            std::array::from_fn::<_, BLOCK_ROWS, _>(|i| {
-                let row = expert_row + self.weight_row((row + i).min(rows - 1));
-                // SAFETY: a row of this expert's weights.
-                unsafe { p.weights.cast::<T>().add(row * k).cast::<u8>() }
-            })
+    unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expand)>) {
+        let Some((blocks, expand)) = packed else {
+            let k = self.p.k as usize;
+            // SAFETY: the caller's contract; the rows are this expert's.
+            return unsafe {
+                let address = |row| self.p.weights.cast::<T>().add(row * k).cast::<u8>();
+                let rows = |row| self.expert_rows(row).map(address);
+                self.multiply::<T>(block, |row, _| [rows(row), rows(row + BLOCK_ROWS)])
+            };
         };
+        EXPANDED.with_borrow_mut(|room| {
+            let mut expanded = Expanded::new::<T>(self, blocks, expand, room);
+            // SAFETY: the caller's contract.
+            unsafe { self.multiply::<T>(block, |row, first| expanded.rows(row, first)) }
+        });
+    }
+
+    /// Rows of all experts' weights for a block of the panel's rows. Rows beyond the last repeat it; nobody reads their sums.
+    fn expert_rows(&self, row: usize) -> [usize; BLOCK_ROWS] {
+        let expert_row = self.tile.expert as usize * self.p.rows as usize;
+        std::array::from_fn(|i| expert_row + self.weight_row((row + i).min(self.rows() - 1)))
+    }
+
+    /// `weight_rows` takes a row of the panel and whether the tile's first tokens ask for it; gives the addresses of a block of rows from
+    /// there on, and of rows that are wanted next.
+    ///
+    /// # Safety
+    /// As for [`Panel::run`].
+    unsafe fn multiply<T: BlockKernels>(
+        &self,
+        block: Block,
+        mut weight_rows: impl FnMut(usize, bool) -> [[*const u8; BLOCK_ROWS]; 2],
+    ) {
+        let (k, rows) = (self.p.k as usize, self.rows());
         // SAFETY: the caller's contract.
-        let bias = unsafe { self.bias(expert_row) };
+        let bias = unsafe { self.bias(self.tile.expert as usize * self.p.rows as usize) };
 
         let count = self.tile.count as usize;
         let group = count.div_ceil(count.div_ceil(BLOCK_TOKENS));
@@ -233,8 +262,8 @@ impl<'a> Panel<'a> {
 
             let mut sums = [[0.0; 2 * MAX_PANEL_COLUMNS]; BLOCK_TOKENS];
             for row in (0..rows).step_by(BLOCK_ROWS) {
-                let operands =
-                    Operands { weights: weight_rows(row), next_weights: weight_rows(row + BLOCK_ROWS), tokens, k };
+                let [weights, next_weights] = weight_rows(row, first == 0);
+                let operands = Operands { weights, next_weights, tokens, k };
                 // SAFETY: all rows hold `k` elements of `T`, which `block` was made for.
                 let block_sums = unsafe { block(&operands) };
                 for (sums, block_sums) in sums.iter_mut().zip(&block_sums) {
@@ -311,5 +340,65 @@ impl<'a> Panel<'a> {
         for (out, value) in out.iter_mut().zip(gate) {
             *out = T::from_f32(*value);
         }
+    }
+}
+
+/// A cache line: rows that start on one are loaded and stored in whole lines.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[allow(dead_code)] [u8; 64]);
+
+thread_local! {
+    /// Room for the expanded rows of a panel; kept, since every panel of a layer wants about as much.
+    static EXPANDED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A panel's weight rows in the compute type: all of them where several groups of tokens read them, else a block at a time, which then
+/// never leaves the first-level cache.
+struct Expanded<'a> {
+    panel: &'a Panel<'a>,
+    blocks: Blocks,
+    expand: Expand,
+    keep: bool,
+    /// Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
+    stride: usize,
+    room: &'a mut [Line],
+}
+
+impl<'a> Expanded<'a> {
+    fn new<T>(panel: &'a Panel<'a>, blocks: Blocks, expand: Expand, room: &'a mut Vec<Line>) -> Self {
+        let keep = panel.tile.count as usize > BLOCK_TOKENS;
+        let stride = (Self::row_blocks(panel) * BLOCK * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
+        let rows = if keep { panel.rows().next_multiple_of(BLOCK_ROWS) } else { BLOCK_ROWS };
+        if room.len() < rows * stride {
+            room.resize(rows * stride, Line([0; 64]));
+        }
+        Self { panel, blocks, expand, keep, stride, room }
+    }
+
+    /// Blocks of a row that the GEMM reads.
+    fn row_blocks(panel: &Panel) -> usize {
+        (panel.p.k as usize).div_ceil(BLOCK)
+    }
+
+    /// The block of rows from the panel's row `row` on; expanded now if `first`.
+    ///
+    /// # Safety
+    /// As for [`Panel::run`].
+    unsafe fn rows(&mut self, row: usize, first: bool) -> [[*const u8; BLOCK_ROWS]; 2] {
+        let at = if self.keep { row } else { 0 };
+        if first {
+            for (i, row) in self.panel.expert_rows(row).into_iter().enumerate() {
+                let start = row * self.blocks.row_blocks;
+                // SAFETY: a row of this expert's codes and scales; `new` made room for the row.
+                unsafe {
+                    let codes = self.panel.p.weights.add(start * BLOCK / 2);
+                    let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
+                    (self.expand)(codes, self.blocks.scales.add(start), Self::row_blocks(self.panel), out);
+                }
+            }
+        }
+        let addresses = |at| std::array::from_fn(|i| self.room.as_ptr().wrapping_add((at + i) * self.stride).cast());
+        [addresses(at), addresses(if self.keep && !first { at + BLOCK_ROWS } else { at })]
     }
 }

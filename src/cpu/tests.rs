@@ -2,6 +2,7 @@
 
 mod combine;
 mod gemm;
+mod mxfp4;
 mod route;
 mod select;
 mod speed;

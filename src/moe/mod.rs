@@ -1,6 +1,7 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
 pub mod grouped_gemm;
+mod mxfp4;
 pub mod plan;
 pub mod routing;
 pub mod topk;
@@ -19,7 +20,7 @@ use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
 use topk::Selection;
-use weights::{ExpertWeights, Layer, LayerDesc};
+use weights::{Arguments, ExpertWeights, Layer, LayerDesc, Numbers, Operands};
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -175,15 +176,15 @@ impl Stages {
         }
     }
 
-    fn run_cpu(&self, dtype: Dtype) {
+    fn run_cpu(&self, dtype: Dtype, layer: &Layer) {
         // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
         unsafe {
             if let Some(select) = &self.select {
                 cpu::select(select);
             }
             cpu::route(&self.route);
-            cpu::grouped_gemm(&self.up, dtype);
-            cpu::grouped_gemm(&self.down, dtype);
+            cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
+            cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
             cpu::combine(&self.combine, dtype);
         }
     }
@@ -265,7 +266,7 @@ impl<'py> Call<'_, 'py> {
                 let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_TOKENS);
                 let stages = stages((plan::CPU_TILE_TOKENS, most, 0));
                 let dtype = layer.desc.dtype;
-                py.detach(|| stages.run_cpu(dtype));
+                py.detach(|| stages.run_cpu(dtype, layer));
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
@@ -280,10 +281,11 @@ impl<'py> Call<'_, 'py> {
     /// Nothing that is written may share memory with experts, ids or weights.
     fn refuse_overlap(&self, operand: &str, written: &TensorRef) -> Result<()> {
         let Layer { desc, up, down, .. } = self.layer;
-        for (name, matrix) in [("w13", up), ("w2", down)] {
-            let elements = desc.experts as usize * matrix.rows as usize * matrix.k as usize;
-            if written.overlaps_range(matrix.data, elements * elem(desc.dtype).bytes()) {
-                contract!("{operand}: overlaps {name}");
+        for (names, matrix) in [(["w13", "w13_scale"], up), (["w2", "w2_scale"], down)] {
+            for (name, (data, bytes)) in names.into_iter().zip(matrix.ranges(desc.experts, desc.dtype)) {
+                if bytes > 0 && written.overlaps_range(data, bytes) {
+                    contract!("{operand}: overlaps {name}");
+                }
             }
         }
         if let Routing::Given { weights, ids } = &self.routing {
@@ -445,7 +447,8 @@ fn forward<'py>(
 #[pyfunction]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0,
-    beta=0.0, limit=None, clamp="before", routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
+    beta=0.0, limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None,
+    routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
     keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None))]
 pub fn moe_tensors<'py>(
     x: &Bound<'py, PyAny>,
@@ -462,6 +465,11 @@ pub fn moe_tensors<'py>(
     beta: f32,
     limit: Option<f32>,
     clamp: &str,
+    w13_scale: Option<&Bound<'py, PyAny>>,
+    w2_scale: Option<&Bound<'py, PyAny>>,
+    format: Option<&str>,
+    dtype: Option<&str>,
+    hidden_size: Option<i64>,
     routed_scaling_factor: f32,
     apply_router_weight_on_input: bool,
     no_combine: bool,
@@ -473,16 +481,9 @@ pub fn moe_tensors<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
         let options = weights::Options { layout, activation, gated, alpha, beta, limit, clamp };
-        let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
-        let borrow = |name, t: Option<&Bound<'py, PyAny>>| t.map(|t| TensorRef::borrow(name, t)).transpose();
-        let (b13, b2) = (borrow("b13", b13)?, borrow("b2", b2)?);
-        if up.elem.dtype().is_none() {
-            return Err(Error::Unsupported(format!(
-                "w13: dtype {}; oxmoe serves bfloat16, float16, float32 (on CPU)",
-                up.elem
-            )));
-        }
-        let layer = Layer::new(&up, &down, b13.as_ref(), b2.as_ref(), up.elem, &options)?;
+        let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale })?;
+        let numbers = Numbers::new(format, dtype, hidden_size, operands.w13.elem)?;
+        let layer = Layer::new(&operands, numbers, &options)?;
         let call = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,
@@ -538,10 +539,7 @@ pub fn explain(
     arch: Option<&str>,
 ) -> PyResult<String> {
     guard(|| {
-        let Some(spec) = quant::by_name(format) else {
-            let known: Vec<&str> = quant::FORMATS.iter().map(|f| f.name).collect();
-            return Err(Error::Unsupported(format!("format {format:?}; supported: {}", known.join(", "))));
-        };
+        let spec = quant::by_name(format).ok_or_else(|| quant::unknown(format))?;
         let sizes = [
             ("num_experts", num_experts, 4096),
             ("top_k", top_k, MAX_TOP_K.min(num_experts)),
@@ -553,6 +551,11 @@ pub fn explain(
                 contract!("{name}: expected 1 to {most}, got {got}");
             }
         }
+        for (name, got) in [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)] {
+            if got % spec.block != 0 {
+                contract!("{name}: expected a multiple of {} for format {format:?}, got {got}", spec.block);
+            }
+        }
         if !(0..=1 << 24).contains(&num_tokens) {
             contract!("num_tokens: expected 0 to 2^24, got {num_tokens}");
         }
@@ -562,6 +565,7 @@ pub fn explain(
             intermediate: intermediate_size,
             gated,
             dtype: spec.compute,
+            format: spec.format,
         };
         let desc = MoeDesc {
             layer,

@@ -10,7 +10,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
-use crate::quant;
+use crate::quant::Format;
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
 use routing::{RoutingDesc, RoutingPlan};
@@ -297,7 +297,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
 /// expected to be active under uniform routing is read once, x and the output once.
 pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
     let layer = &desc.layer;
-    let spec = quant::by_name(quant::name(layer.dtype)).unwrap_or(&quant::FORMATS[0]);
+    let spec = layer.format.spec();
     let matrices = if layer.gated { 3.0 } else { 2.0 };
     let weights = matrices * (layer.hidden * layer.intermediate) as f64;
     let (experts, slots) = (layer.experts as f64, (desc.tokens * desc.top_k) as f64);
@@ -319,10 +319,13 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
         desc.top_k,
         layer.hidden,
         layer.intermediate,
-        quant::name(layer.dtype),
+        layer.format.spec().name,
         desc.tokens
     );
     if let Some(device) = device {
+        if layer.format != Format::F32 {
+            layer.format.require_cuda()?;
+        }
         let _ = writeln!(
             text,
             "on {} ({}, {} multiprocessors, {} KiB shared memory a CTA)",

@@ -1,11 +1,15 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
 use super::grouped_gemm::{self, WeightMaps};
+use super::mxfp4;
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel;
 use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
+use crate::quant::blocks::Blocks;
+use crate::quant::mxfp4::BLOCK;
+use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
 
@@ -14,20 +18,27 @@ use pyo3::prelude::*;
 pub struct LayerDesc {
     /// Experts held here.
     pub experts: i64,
+    /// Columns of x and of the output.
     pub hidden: i64,
     pub intermediate: i64,
     pub gated: bool,
+    /// Of activations and products.
     pub dtype: Dtype,
+    pub format: Format,
 }
 
 /// A weight matrix per expert, its bias and (on Hopper) its tensor maps.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
     pub data: *const u8,
+    /// Of formats with block scales.
+    pub blocks: Option<Blocks>,
     /// Null: no bias.
     pub bias: *const u8,
     pub bias_dtype: Dtype,
+    /// Of an expert, padding included.
     pub rows: i64,
+    /// Columns that are multiplied.
     pub k: i64,
 }
 
@@ -35,6 +46,19 @@ pub struct Matrix {
 unsafe impl Send for Matrix {}
 // SAFETY: as above.
 unsafe impl Sync for Matrix {}
+
+impl Matrix {
+    /// What of `experts` experts is read, as (address, bytes): weights and scales.
+    pub fn ranges(&self, experts: i64, dtype: Dtype) -> [(*const u8, usize); 2] {
+        let rows = (experts * self.rows) as usize;
+        match self.blocks {
+            Some(Blocks { scales, row_blocks }) => {
+                [(self.data, rows * row_blocks * BLOCK / 2), (scales, rows * row_blocks)]
+            }
+            None => [(self.data, rows * self.k as usize * if dtype == Dtype::F32 { 4 } else { 2 }), (self.data, 0)],
+        }
+    }
+}
 
 /// Weights as a call uses them: from `ExpertWeights`, or made for one call of `fused_experts`.
 #[derive(Clone, Debug)]
@@ -63,11 +87,11 @@ pub struct Options<'a> {
 const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";
 
 impl Options<'_> {
-    fn gated(&self) -> bool {
+    pub fn gated(&self) -> bool {
         self.gated.unwrap_or(self.activation != "relu2")
     }
 
-    fn layout(&self) -> Result<W13Layout> {
+    pub fn layout(&self) -> Result<W13Layout> {
         Ok(match self.layout {
             "gate_up" => W13Layout::GateUp,
             "up_gate" => W13Layout::UpGate,
@@ -76,7 +100,7 @@ impl Options<'_> {
         })
     }
 
-    fn activation(&self) -> Result<Activation> {
+    pub fn activation(&self) -> Result<Activation> {
         let gated = self.gated();
         let kind = match (self.activation, gated) {
             ("silu", true) => ActivationKind::Swiglu,
@@ -118,17 +142,111 @@ impl Options<'_> {
     }
 }
 
+/// A layer's tensors as Python gives them.
+pub struct Arguments<'a, 'py> {
+    pub w13: &'a Bound<'py, PyAny>,
+    pub w2: &'a Bound<'py, PyAny>,
+    pub b13: Option<&'a Bound<'py, PyAny>>,
+    pub b2: Option<&'a Bound<'py, PyAny>>,
+    pub w13_scale: Option<&'a Bound<'py, PyAny>>,
+    pub w2_scale: Option<&'a Bound<'py, PyAny>>,
+}
+
+/// The same, borrowed.
+pub struct Operands<'py> {
+    pub w13: TensorRef,
+    pub w2: TensorRef,
+    pub b13: Option<TensorRef>,
+    pub b2: Option<TensorRef>,
+    /// Of w13 and w2, with the objects that own them: E8M0 bytes that were made of fp32 scales are new tensors.
+    pub scales: Option<[(Bound<'py, PyAny>, TensorRef); 2]>,
+}
+
+impl<'py> Operands<'py> {
+    pub fn borrow(arguments: &Arguments<'_, 'py>) -> Result<Operands<'py>> {
+        let optional = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| TensorRef::borrow(name, b)).transpose();
+        let scales = match (arguments.w13_scale, arguments.w2_scale) {
+            (None, None) => None,
+            (Some(up), Some(down)) => {
+                Some([mxfp4::borrow_scale("w13_scale", up)?, mxfp4::borrow_scale("w2_scale", down)?])
+            }
+            (None, _) => contract!("w13_scale: needed where w2_scale is given"),
+            (_, None) => contract!("w2_scale: needed where w13_scale is given"),
+        };
+        Ok(Operands {
+            w13: TensorRef::borrow("w13", arguments.w13)?,
+            w2: TensorRef::borrow("w2", arguments.w2)?,
+            b13: optional("b13", arguments.b13)?,
+            b2: optional("b2", arguments.b2)?,
+            scales,
+        })
+    }
+}
+
+/// What the weights are made of.
+#[derive(Clone, Copy, Debug)]
+pub enum Numbers {
+    Plain(Elem),
+    Mxfp4 {
+        dtype: Dtype,
+        /// Columns of x and of the output where w13 and w2 are padded beyond them.
+        hidden: Option<i64>,
+    },
+}
+
+impl Numbers {
+    /// From the options of `moe_tensors`; without a format it is that of w13's dtype.
+    pub fn new(format: Option<&str>, dtype: Option<&str>, hidden_size: Option<i64>, w13: Elem) -> Result<Numbers> {
+        let spec = match format {
+            Some(name) => quant::by_name(name).ok_or_else(|| quant::unknown(name))?,
+            None => match w13.dtype() {
+                Some(dtype) => Format::plain(dtype).spec(),
+                None => {
+                    return Err(Error::Unsupported(format!(
+                        "w13: dtype {w13}; oxmoe serves bfloat16, float16, float32 (on CPU), and uint8 codes as format \"mxfp4\""
+                    )))
+                }
+            },
+        };
+        if spec.format == Format::Mxfp4 {
+            return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), hidden_size);
+        }
+        if dtype.is_some() || hidden_size.is_some() {
+            contract!("dtype and hidden_size: only for format \"mxfp4\", got them with {:?}", spec.name);
+        }
+        Ok(Numbers::Plain(match spec.compute {
+            Dtype::F16 => Elem::F16,
+            Dtype::Bf16 => Elem::Bf16,
+            _ => Elem::F32,
+        }))
+    }
+
+    pub fn mxfp4(dtype: &str, hidden: Option<i64>) -> Result<Numbers> {
+        match quant::by_name(dtype) {
+            Some(spec) if spec.block == 1 => Ok(Numbers::Mxfp4 { dtype: spec.compute, hidden }),
+            _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
+        }
+    }
+}
+
 impl Layer {
-    /// Checks the tensors and describes them. `bias` tensors may be fp32 or of the weights' dtype.
-    pub fn new(
-        w13: &TensorRef,
-        w2: &TensorRef,
-        b13: Option<&TensorRef>,
-        b2: Option<&TensorRef>,
-        elem: Elem,
-        options: &Options<'_>,
-    ) -> Result<Layer> {
+    /// Checks the tensors and describes them.
+    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
+        match numbers {
+            Numbers::Plain(elem) => Layer::plain(operands, elem, options),
+            Numbers::Mxfp4 { dtype, hidden } => mxfp4::layer(operands, dtype, hidden, options),
+        }
+    }
+
+    /// `bias` tensors may be fp32 or of the weights' dtype.
+    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_>) -> Result<Layer> {
+        let Operands { w13, w2, b13, b2, scales } = operands;
         let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
+        let Some(dtype) = elem.dtype() else { contract!("w13: {elem} is no compute type") };
+        let format = Format::plain(dtype);
+        if scales.is_some() {
+            contract!("w13_scale and w2_scale: format {:?} has no scales", format.spec().name);
+        }
         let mut contract = Contract::new();
         contract.check(
             "w13",
@@ -137,10 +255,7 @@ impl Layer {
             &[elem],
         )?;
         let (experts, rows, hidden) = (w13.shape()[0], w13.shape()[1], w13.shape()[2]);
-        if gated && rows % 2 != 0 {
-            contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
-        }
-        let intermediate = if gated { rows / 2 } else { rows };
+        let intermediate = intermediate_size(w13, gated)?;
         contract.check(
             "w2",
             w2,
@@ -152,23 +267,17 @@ impl Layer {
                 contract.check(name, bias, &[Dim::Named("experts"), Dim::Named(dim)], &[elem, Elem::F32])?;
             }
         }
-        if experts == 0 || hidden == 0 || intermediate == 0 {
-            contract!("w13: no dimension may be 0, got shape {:?}", w13.shape());
-        }
-        let Some(dtype) = elem.dtype() else { contract!("w13: {elem} is no compute type") };
-        let limit = i32::MAX as i64;
-        if experts > 4096 || rows > limit / 2 || hidden > limit / 2 {
-            contract!("w13: shape {:?} is beyond 4096 experts or 2^30 rows", w13.shape());
-        }
-        let matrix = |t: &TensorRef, bias: Option<&TensorRef>, rows, k| Matrix {
+        check_sizes(w13, hidden)?;
+        let matrix = |t: &TensorRef, bias: &Option<TensorRef>, rows, k| Matrix {
             data: t.data,
-            bias: bias.map_or(std::ptr::null(), |b| b.data.cast_const()),
-            bias_dtype: bias.and_then(|b| b.elem.dtype()).unwrap_or(dtype),
+            blocks: None,
+            bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
+            bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
             rows,
             k,
         };
         let mut layer = Layer {
-            desc: LayerDesc { experts, hidden, intermediate, gated, dtype },
+            desc: LayerDesc { experts, hidden, intermediate, gated, dtype, format },
             place: w13.place,
             up: matrix(w13, b13, rows, hidden),
             down: matrix(w2, b2, hidden, intermediate),
@@ -178,11 +287,7 @@ impl Layer {
             down_maps: WeightMaps::default(),
         };
         if let Place::Cuda(ordinal) = layer.place {
-            if dtype == Dtype::F32 {
-                return Err(Error::Unsupported(
-                    "float32 experts on CUDA; supported there: bfloat16, float16 (float32 runs on CPU tensors)".into(),
-                ));
-            }
+            format.require_cuda()?;
             for (name, t) in [("w13", w13), ("w2", w2)] {
                 if !(t.data as usize).is_multiple_of(16) {
                     contract!(
@@ -199,6 +304,27 @@ impl Layer {
     }
 }
 
+/// Columns of GEMM1's output, from the rows of w13.
+pub fn intermediate_size(w13: &TensorRef, gated: bool) -> Result<i64> {
+    let rows = w13.shape()[1];
+    if gated && rows % 2 != 0 {
+        contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
+    }
+    Ok(if gated { rows / 2 } else { rows })
+}
+
+/// What kernels can count, and no empty layer.
+pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
+    let (experts, rows, limit) = (w13.shape()[0], w13.shape()[1], i32::MAX as i64 / 2);
+    if experts == 0 || rows == 0 || hidden == 0 {
+        contract!("w13: no dimension may be 0, got shape {:?}", w13.shape());
+    }
+    if experts > 4096 || rows > limit || hidden > limit {
+        contract!("w13: shape {:?} is beyond 4096 experts or 2^30 rows", w13.shape());
+    }
+    Ok(())
+}
+
 /// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the tensors alive.
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
 pub struct ExpertWeights {
@@ -211,6 +337,10 @@ pub struct ExpertWeights {
     b13: Option<Py<PyAny>>,
     #[pyo3(get)]
     b2: Option<Py<PyAny>>,
+    #[pyo3(get)]
+    w13_scale: Option<Py<PyAny>>,
+    #[pyo3(get)]
+    w2_scale: Option<Py<PyAny>>,
     /// Keep the DLPack borrows of tensors that are not torch's.
     _borrows: Vec<TensorRef>,
     #[pyo3(get)]
@@ -233,34 +363,31 @@ unsafe impl Send for ExpertWeights {}
 unsafe impl Sync for ExpertWeights {}
 
 impl ExpertWeights {
-    fn new(
-        elem: Elem,
-        w13: &Bound<'_, PyAny>,
-        w2: &Bound<'_, PyAny>,
-        b13: Option<&Bound<'_, PyAny>>,
-        b2: Option<&Bound<'_, PyAny>>,
-        options: &Options<'_>,
-    ) -> Result<ExpertWeights> {
-        let mut borrows = vec![TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?];
-        let mut optional = |name, bias: Option<&Bound<'_, PyAny>>| -> Result<Option<usize>> {
-            let Some(bias) = bias else { return Ok(None) };
-            borrows.push(TensorRef::borrow(name, bias)?);
-            Ok(Some(borrows.len() - 1))
-        };
-        let (i13, i2) = (optional("b13", b13)?, optional("b2", b2)?);
-        let layer =
-            Layer::new(&borrows[0], &borrows[1], i13.map(|i| &borrows[i]), i2.map(|i| &borrows[i]), elem, options)?;
+    fn new(arguments: &Arguments<'_, '_>, numbers: Numbers, options: &Options<'_>) -> Result<ExpertWeights> {
+        let operands = Operands::borrow(arguments)?;
+        let layer = Layer::new(&operands, numbers, options)?;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
+        let Operands { w13, w2, b13, b2, scales } = operands;
+        let mut borrows: Vec<TensorRef> = [Some(w13), Some(w2), b13, b2].into_iter().flatten().collect();
+        let [w13_scale, w2_scale] = match scales {
+            Some(scales) => scales.map(|(object, borrowed)| {
+                borrows.push(borrowed);
+                Some(object.unbind())
+            }),
+            None => [None, None],
+        };
         Ok(ExpertWeights {
             layer,
-            w13: w13.clone().unbind(),
-            w2: w2.clone().unbind(),
-            b13: own(b13),
-            b2: own(b2),
+            w13: arguments.w13.clone().unbind(),
+            w2: arguments.w2.clone().unbind(),
+            b13: own(arguments.b13),
+            b2: own(arguments.b2),
+            w13_scale,
+            w2_scale,
             _borrows: borrows,
             layout: options.layout.into(),
             activation: options.activation.into(),
@@ -272,7 +399,7 @@ impl ExpertWeights {
     }
 }
 
-/// One constructor per format; they differ in the element type alone.
+/// One constructor per plain format, which differ in the element type alone, and the others.
 macro_rules! constructors {
     ($($(#[$doc:meta])* $name:ident = $elem:expr;)*) => {
         #[pymethods]
@@ -296,9 +423,39 @@ macro_rules! constructors {
                     clamp: &str,
                 ) -> PyResult<ExpertWeights> {
                     let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
-                    guard(|| ExpertWeights::new($elem, w13, w2, b13, b2, &options))
+                    let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
+                    guard(|| ExpertWeights::new(&arguments, Numbers::Plain($elem), &options))
                 }
             )*
+
+            /// MXFP4 experts on CPU: w13 uint8 [El, 2I, H / 2] and w2 uint8 [El, H, I / 2], two e2m1 codes a byte, the even column in the
+            /// low nibble; w13_scale [El, 2I, H / 32] and w2_scale [El, H, I / 32], E8M0 as uint8, or powers of two as fp32.
+            ///
+            /// The weights are e2m1 times scale in dtype ("bf16", "f16", "f32"), which x has too; the rest is as for bf16.
+            #[staticmethod]
+            #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0, beta=0.0, limit=None, clamp="before", dtype="bf16", hidden_size=None))]
+            fn mxfp4(
+                w13: &Bound<'_, PyAny>,
+                w2: &Bound<'_, PyAny>,
+                w13_scale: &Bound<'_, PyAny>,
+                w2_scale: &Bound<'_, PyAny>,
+                b13: Option<&Bound<'_, PyAny>>,
+                b2: Option<&Bound<'_, PyAny>>,
+                layout: &str,
+                activation: &str,
+                gated: Option<bool>,
+                alpha: f32,
+                beta: f32,
+                limit: Option<f32>,
+                clamp: &str,
+                dtype: &str,
+                hidden_size: Option<i64>,
+            ) -> PyResult<ExpertWeights> {
+                let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
+                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
+                guard(|| ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, &options))
+            }
 
             /// Experts held here.
             #[getter]
@@ -321,10 +478,16 @@ macro_rules! constructors {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16" or "f32".
+            /// "bf16", "f16", "f32" or "mxfp4".
             #[getter]
             fn format(&self) -> &'static str {
-                crate::quant::name(self.layer.desc.dtype)
+                self.layer.desc.format.spec().name
+            }
+
+            /// Of activations: "bf16", "f16" or "f32".
+            #[getter]
+            fn dtype(&self) -> &'static str {
+                quant::name(self.layer.desc.dtype)
             }
 
             /// "cpu" or "cuda:0".
@@ -335,8 +498,9 @@ macro_rules! constructors {
 
             fn __repr__(&self) -> String {
                 let d = &self.layer.desc;
+                let dtype = if self.w13_scale.is_some() { format!(", dtype={:?}", self.dtype()) } else { String::new() };
                 format!(
-                    "ExpertWeights.{}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}, device={})",
+                    "ExpertWeights.{}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}{dtype}, device={})",
                     self.format(), d.experts, d.hidden, d.intermediate, self.activation, self.layout, self.layer.place
                 )
             }

@@ -1,35 +1,105 @@
 //! Weight formats. A format is a value: what the weights are made of. New ones are rows here.
 
+pub mod blocks;
 pub mod e2m1;
 pub mod layouts;
 pub mod mxfp4;
 pub mod ops;
 
+use crate::error::{Error, Result};
 use crate::params::Dtype;
+
+/// The formats of [`FORMATS`], in its order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Bf16,
+    F16,
+    F32,
+    Mxfp4,
+}
 
 /// What a format's weights are made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
+    pub format: Format,
     /// The name in `ExpertWeights.<name>` and on the command line.
     pub name: &'static str,
-    /// Type that activations have and products are taken in.
+    /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,
     /// Weight bits with scales, for the roofline.
     pub bits_per_weight: f64,
+    /// Hidden and intermediate size must be multiples of this.
+    pub block: i64,
     /// Whether CUDA kernels exist.
     pub cuda: bool,
 }
 
-pub const FORMATS: [QuantSpec; 3] = [
-    QuantSpec { name: "bf16", compute: Dtype::Bf16, bits_per_weight: 16.0, cuda: true },
-    QuantSpec { name: "f16", compute: Dtype::F16, bits_per_weight: 16.0, cuda: true },
-    QuantSpec { name: "f32", compute: Dtype::F32, bits_per_weight: 32.0, cuda: false },
+pub const FORMATS: [QuantSpec; 4] = [
+    QuantSpec { format: Format::Bf16, name: "bf16", compute: Dtype::Bf16, bits_per_weight: 16.0, block: 1, cuda: true },
+    QuantSpec { format: Format::F16, name: "f16", compute: Dtype::F16, bits_per_weight: 16.0, block: 1, cuda: true },
+    QuantSpec { format: Format::F32, name: "f32", compute: Dtype::F32, bits_per_weight: 32.0, block: 1, cuda: false },
+    QuantSpec {
+        format: Format::Mxfp4,
+        name: "mxfp4",
+        compute: Dtype::Bf16,
+        bits_per_weight: 4.25,
+        block: mxfp4::BLOCK as i64,
+        cuda: false,
+    },
 ];
+
+impl Format {
+    pub fn spec(self) -> &'static QuantSpec {
+        &FORMATS[self as usize]
+    }
+
+    /// The format of weights that are plain numbers.
+    pub fn plain(dtype: Dtype) -> Format {
+        match dtype {
+            Dtype::F16 => Format::F16,
+            Dtype::Bf16 => Format::Bf16,
+            _ => Format::F32,
+        }
+    }
+
+    /// An error where no CUDA kernel takes the format.
+    pub fn require_cuda(self) -> Result<()> {
+        let name = self.spec().name;
+        if self.spec().cuda {
+            return Ok(());
+        }
+        let served: Vec<&str> = FORMATS.iter().filter(|f| f.cuda).map(|f| f.name).collect();
+        Err(Error::Unsupported(format!(
+            "{name} experts on CUDA; supported there: {} ({name} runs on CPU tensors)",
+            served.join(", ")
+        )))
+    }
+}
 
 pub fn by_name(name: &str) -> Option<&'static QuantSpec> {
     FORMATS.iter().find(|f| f.name == name)
 }
 
+/// The error for a name that is none.
+pub fn unknown(name: &str) -> Error {
+    let known: Vec<&str> = FORMATS.iter().map(|f| f.name).collect();
+    Error::Unsupported(format!("format {name:?}; supported: {}", known.join(", ")))
+}
+
+/// The name of a compute type: that of its plain format.
 pub fn name(dtype: Dtype) -> &'static str {
-    FORMATS.iter().find(|f| f.compute == dtype).map_or("unknown", |f| f.name)
+    Format::plain(dtype).spec().name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_in_the_order_of_their_formats() {
+        for row in &FORMATS {
+            assert_eq!(row.format.spec(), row);
+            assert!(row.block != 1 || Format::plain(row.compute) == row.format);
+        }
+    }
 }

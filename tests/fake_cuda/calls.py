@@ -200,5 +200,12 @@ def refused(layer, tokens):
     }
 
 
+def mxfp4_experts(scale_dtype):
+    """What MXFP4 experts on a GPU raise."""
+    codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
+    scales = Tensor((4, 128, 2), scale_dtype), Tensor((4, 64, 2), scale_dtype)
+    return attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales)
+
+
 if __name__ == "__main__":
     json.dump(globals()[sys.argv[1]](**json.loads(sys.argv[2])), sys.stdout)

@@ -91,7 +91,7 @@ impl Data {
             activation: c.activation,
         };
         // SAFETY: the buffers above have the documented shapes; `set` is available.
-        unsafe { cpu::grouped_gemm_on(set, &p, c.dtype) };
+        unsafe { cpu::grouped_gemm_on(set, &p, c.dtype, None) };
         out
     }
 }

@@ -101,9 +101,9 @@ fn layer_speed() {
             };
             // SAFETY: the buffers above have the documented shapes.
             unsafe {
-                cpu::grouped_gemm(&gemm1, Dtype::Bf16);
+                cpu::grouped_gemm(&gemm1, Dtype::Bf16, None);
                 marks.push(Instant::now());
-                cpu::grouped_gemm(&gemm2, Dtype::Bf16);
+                cpu::grouped_gemm(&gemm2, Dtype::Bf16, None);
                 marks.push(Instant::now());
                 cpu::combine(&combine, Dtype::Bf16);
             }
