@@ -38,7 +38,7 @@ mod _oxmoe {
     }
 }
 
-/// What this build and this machine are: a dict with version, nvcc, archs, driver, gpus, cpu, threads.
+/// What this build and this machine are: a dict with version, nvcc, archs, formats, driver, gpus, cpu, threads.
 #[pyfunction]
 fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     let info = pyo3::types::PyDict::new(py);
@@ -46,6 +46,11 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     info.set_item("nvcc", env!("OXMOE_NVCC_VERSION"))?;
     info.set_item("archs", kernel::compiled_archs())?;
     info.set_item("kernels", kernel::KERNELS.len())?;
+    let formats = pyo3::types::PyDict::new(py);
+    for format in &quant::FORMATS {
+        formats.set_item(format.name, if format.cuda { vec!["cuda", "cpu"] } else { vec!["cpu"] })?;
+    }
+    info.set_item("formats", formats)?;
     info.set_item("cpu", cpu::instruction_set())?;
     info.set_item("threads", rayon::current_num_threads())?;
     info.set_item("driver", device::driver_present())?;

@@ -57,6 +57,16 @@ def test_bench_writes_a_row_for_each_backend(
     assert "skipped torch-" in capsys.readouterr().out
 
 
+def test_bench_of_mxfp4(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--shapes", tiny, "--tokens", "3", "--format", "mxfp4", "--peers", "torch-loop"]
+    assert __main__.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["backend"], row["format"]) for row in rows] == [("oxmoe", "mxfp4"), ("torch-loop", "mxfp4")]
+    with pytest.raises(SystemExit, match="bench: format mxfp4 runs on cpu, not on cuda"):
+        __main__.main([*arguments, "--device", "cuda"])
+
+
 def test_bench_times_no_wrong_result(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +185,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
+    assert lines["formats"] == "bf16, f16; on CPU also f32, mxfp4"
     assert lines["layer on cpu"].startswith("right, ")
 
 

@@ -27,7 +27,8 @@ from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
 
-FORMATS = {"bf16": torch.bfloat16, "f16": torch.float16}
+# The dtype of activations, and of the weights that peers get.
+FORMATS = {"bf16": torch.bfloat16, "f16": torch.float16, "mxfp4": torch.bfloat16}
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
@@ -163,7 +164,7 @@ class _Bench:
         """All cells of one shape."""
         shape, dtype, count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
-        weights = layers.make_weights(shape, dtype, self.device, count)
+        weights = layers.make_weights(shape, dtype, self.device, count, mxfp4=format_name == "mxfp4")
         backends: list[Backend] = [Oxmoe(shape, weights)]
         for peer in peers:
             started = _start(peer, shape, weights)
@@ -223,6 +224,10 @@ def run(args: argparse.Namespace) -> int:
         print(report.markdown(report.read_json(args.table)))
         return 0
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    formats = _known("format", args.format, FORMATS)
+    for name, served in oxmoe.device_info()["formats"].items():
+        if name in formats and device not in served:
+            raise SystemExit(f"bench: format {name} runs on {', '.join(served)}, not on {device}")
     environment = _environment(device)
     if args.overhead:
         rows = overhead.measure(device)
@@ -231,7 +236,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     shapes = _known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
     tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
-    formats = _known("format", args.format, FORMATS)
     peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(PEERS), PEERS)
     patterns = _known("pattern", args.pattern, layers.PATTERNS)
     # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.

@@ -49,9 +49,13 @@ class Oxmoe(Backend):
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
-        self.experts = [
-            expert_weights(item.w13, item.w2, b13=item.b13, b2=item.b2, **shape.options) for item in weights
-        ]
+        self.experts = [self._experts(item) for item in weights]
+
+    def _experts(self, item: Weights) -> oxmoe.ExpertWeights:
+        options = {"b13": item.b13, "b2": item.b2, **self.shape.options}
+        if item.codes is None:
+            return expert_weights(item.w13, item.w2, **options)
+        return oxmoe.ExpertWeights.mxfp4(*item.codes, **options)
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         return oxmoe.moe(inputs.x, self.experts[index], **inputs.routing(self.shape.top_k))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class Weights:
     w2: Tensor  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
+    codes: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # MXFP4 operands that w13 and w2 are the numbers of
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,33 @@ class Inputs:
         return {"topk_weights": self.chosen[0], "topk_ids": self.chosen[1]}
 
 
-def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int) -> list[Weights]:
+def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int, *, mxfp4: bool = False) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one."""
+
+    def blocks(*size: int) -> tuple[Tensor, Tensor]:
+        experts, rows, columns = size
+        codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+        byte = 127 - round(math.log2(2.9 * columns**0.5))
+        scales = torch.randint(byte - 1, byte + 2, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
+        return codes, scales
 
     def randn(*size: int, scale: float) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
     def layer() -> Weights:
         experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
-        w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
-        w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
+        codes = None
+        if mxfp4:
+            (c13, s13), (c2, s2) = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
+            codes = (c13, c2, s13, s2)
+            w13, w2 = (reference.mxfp4_weights(*pair, dtype) for pair in ((c13, s13), (c2, s2)))
+        else:
+            w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
+            w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
         if not shape.gpt_oss:
-            return Weights(w13, w2)
-        return Weights(w13, w2, randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5))
+            return Weights(w13, w2, codes=codes)
+        b13, b2 = randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5)
+        return Weights(w13, w2, b13, b2, codes)
 
     return [layer() for _ in range(count)]
 
