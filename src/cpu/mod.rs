@@ -4,13 +4,16 @@
 //! schedule or the number of threads.
 
 mod activation;
+mod allreduce;
 mod combine;
 mod gemm;
+mod narrow;
 mod ragged;
 mod route;
 mod select;
 
 pub use activation::is_gated;
+pub use allreduce::{canonical, contribute, reduce_rows, Contribution, Quantise, ReduceRows, ScaleLayout};
 pub use combine::combine;
 pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
 pub use ragged::ragged;

@@ -1,0 +1,335 @@
+//! The arithmetic of a fused all-reduce: the sum of every rank's rows, residual, RMSNorm and quantisation, row by row.
+//!
+//! Contributions are added in rank order in fp32 and rounded once, so every rank gets the same bits. The order of additions in the norm
+//! depends on the hidden size and dtype alone.
+
+use rayon::prelude::*;
+
+use super::narrow::{e2m1, e4m3, e4m3_value};
+use super::{for_dtype, Element, Shared};
+use crate::params::Dtype;
+
+/// Where the scale of a row's block of 16 values lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleLayout {
+    /// Tiles of 128 rows by 4 blocks: [rows / 128][blocks / 4][32][4][4], row r of a tile at [r % 32][r / 32].
+    Swizzled128x4,
+    /// Tiles of 8 rows by 4 blocks: [rows / 8][blocks / 4][8][4].
+    Swizzled8x4,
+    /// Row-major.
+    Linear,
+}
+
+impl ScaleLayout {
+    /// Rows and blocks with padding.
+    pub fn padded(self, rows: usize, blocks: usize) -> (usize, usize) {
+        match self {
+            ScaleLayout::Swizzled128x4 => (rows.next_multiple_of(128), blocks.next_multiple_of(4)),
+            ScaleLayout::Swizzled8x4 => (rows.next_multiple_of(8), blocks.next_multiple_of(4)),
+            ScaleLayout::Linear => (rows, blocks),
+        }
+    }
+
+    /// Bytes of the scales of a matrix.
+    pub fn bytes(self, rows: usize, blocks: usize) -> usize {
+        let (rows, blocks) = self.padded(rows, blocks);
+        rows * blocks
+    }
+
+    pub fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
+        let tiles = blocks.div_ceil(4);
+        match self {
+            ScaleLayout::Swizzled128x4 => {
+                (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4
+            }
+            ScaleLayout::Swizzled8x4 => (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4,
+            ScaleLayout::Linear => row * blocks + block,
+        }
+    }
+}
+
+/// How a row of the norm is made narrower.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Quantise {
+    None,
+    /// e4m3 of value x (1 / scale).
+    Fp8 {
+        scale: f32,
+    },
+    /// e2m1 pairs, the first in the low nibble, with one e4m3 scale per 16 values: e4m3(scale x amax / 6).
+    Nvfp4 {
+        scale: f32,
+        layout: ScaleLayout,
+    },
+    /// e4m3 with a power-of-two scale per `group` values: max(amax / 448, 1e-10) rounded up, its exponent byte in column `group / 4` of
+    /// int32 columns that lie `stride` apart.
+    Groups {
+        group: usize,
+        stride: usize,
+    },
+    /// e4m3 with one fp32 scale a row: max(amax / 448, 2^-9 / 448).
+    PerToken,
+}
+
+/// One call's rows. Pointers are null where the pattern has no such tensor.
+pub struct ReduceRows {
+    /// Each rank's [tokens, hidden], in rank order.
+    pub parts: Vec<*const u8>,
+    pub tokens: usize,
+    pub hidden: usize,
+    pub output: *mut u8,
+    pub residual_in: *const u8,
+    pub gamma: *const u8,
+    pub residual_out: *mut u8,
+    pub norm_out: *mut u8,
+    pub quant_out: *mut u8,
+    pub scale_out: *mut u8,
+    pub epsilon: f32,
+    pub weight_bias: f32,
+    pub quantise: Quantise,
+}
+
+/// Any NaN becomes the one that GPU conversions give, so that its payload depends on no order of operands.
+pub fn canonical(x: f32) -> f32 {
+    if x.is_nan() {
+        f32::from_bits(0x7FFF_FFFF)
+    } else {
+        x
+    }
+}
+
+fn round<T: Element>(x: f32) -> T {
+    T::from_f32(canonical(x))
+}
+
+/// Computes all outputs of all rows.
+///
+/// # Safety
+/// Pointers that are not null must be valid for the shape; outputs are apart from each other and either apart from inputs or, element for
+/// element, the same memory as an input of the same dtype.
+pub unsafe fn reduce_rows(p: &ReduceRows, dtype: Dtype) {
+    let blocks = p.hidden / 16;
+    match p.quantise {
+        Quantise::Nvfp4 { layout, .. } if !p.scale_out.is_null() => {
+            // SAFETY: the caller's contract. Zeros in the padding; the rows' own scales follow.
+            unsafe { p.scale_out.write_bytes(0, layout.bytes(p.tokens, blocks)) }
+        }
+        Quantise::Groups { group, stride } if p.tokens > 0 => {
+            // SAFETY: the columns but the last are `stride` long, the last one ends with the last token.
+            unsafe { p.scale_out.write_bytes(0, 4 * ((p.hidden / group).div_ceil(4) * stride - (stride - p.tokens))) }
+        }
+        _ => {}
+    }
+    let (shared, hidden) = (Shared(p), p.hidden);
+    // SAFETY: the caller's contract, unchanged; each row is written by one task.
+    for_dtype!(dtype, T => (0..p.tokens).into_par_iter().for_each_init(
+        || (vec![0.0f32; hidden], vec![0.0f32; hidden.div_ceil(32)]),
+        |(row_values, group_sums), row| unsafe { reduce_row::<T>(shared.get(), row, row_values, group_sums) },
+    ))
+}
+
+/// # Safety
+/// As for [`reduce_rows`].
+unsafe fn reduce_row<T: Element>(p: &ReduceRows, row: usize, values: &mut [f32], group_sums: &mut [f32]) {
+    let first = row * p.hidden;
+    // SAFETY: `i` is below the elements of the caller's tensor.
+    let load = |from: *const u8, i: usize| unsafe { (*from.cast::<T>().add(i)).to_f32() };
+    // SAFETY: as above; this row is this task's.
+    let store = |to: *mut u8, i: usize, x: T| unsafe { *to.cast::<T>().add(i) = x };
+    for (i, value) in values.iter_mut().enumerate() {
+        let mut sum = load(p.parts[0], first + i);
+        for &part in &p.parts[1..] {
+            sum += load(part, first + i);
+        }
+        *value = round::<T>(sum).to_f32();
+    }
+    if !p.output.is_null() {
+        for (i, &value) in values.iter().enumerate() {
+            store(p.output, first + i, round(value));
+        }
+    }
+    if p.residual_in.is_null() {
+        return;
+    }
+    for (i, value) in values.iter_mut().enumerate() {
+        let sum: T = round(*value + load(p.residual_in, first + i));
+        *value = sum.to_f32();
+        if !p.residual_out.is_null() {
+            store(p.residual_out, first + i, sum);
+        }
+    }
+    if p.norm_out.is_null() && p.quant_out.is_null() {
+        return;
+    }
+    let mean = sum_of_squares(values, 16 / size_of::<T>(), group_sums) / p.hidden as f32;
+    let scale = 1.0 / (mean + p.epsilon).sqrt();
+    for (i, value) in values.iter_mut().enumerate() {
+        let norm: T = round(*value * scale * (p.weight_bias + load(p.gamma, i)));
+        *value = norm.to_f32();
+        if !p.norm_out.is_null() {
+            store(p.norm_out, first + i, norm);
+        }
+    }
+    if !p.quant_out.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { quantise_row(p, row, values) }
+    }
+}
+
+/// The tree of the kernels: `chunk` values in order per lane (16 bytes of the dtype), a butterfly over 32 lanes, then lane l adds groups
+/// l, l + 32, ... and a butterfly again.
+fn sum_of_squares(values: &[f32], chunk: usize, group_sums: &mut [f32]) -> f32 {
+    let groups = values.len().div_ceil(32 * chunk);
+    for (group, sum) in values.chunks(32 * chunk).zip(group_sums.iter_mut()) {
+        let mut lanes = [0.0f32; 32];
+        for (lane, values) in lanes.iter_mut().zip(group.chunks(chunk)) {
+            *lane = values.iter().fold(0.0, |sum: f32, x| x.mul_add(*x, sum));
+        }
+        *sum = butterfly(lanes);
+    }
+    let mut lanes = [0.0f32; 32];
+    for (i, sum) in group_sums[..groups].iter().enumerate() {
+        lanes[i % 32] += sum;
+    }
+    butterfly(lanes)
+}
+
+fn butterfly(mut lanes: [f32; 32]) -> f32 {
+    for distance in [16, 8, 4, 2, 1] {
+        for lane in 0..distance {
+            lanes[lane] += lanes[lane + distance];
+        }
+    }
+    lanes[0]
+}
+
+/// Largest magnitude; NaNs do not count.
+fn amax(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |max, x| x.abs().max(max))
+}
+
+/// # Safety
+/// As for [`reduce_rows`].
+unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
+    let hidden = p.hidden;
+    let bytes = if matches!(p.quantise, Quantise::Nvfp4 { .. }) { hidden / 2 } else { hidden };
+    // SAFETY: this row of quant_out, which no other task writes.
+    let out = unsafe { std::slice::from_raw_parts_mut(p.quant_out.add(row * bytes), bytes) };
+    match p.quantise {
+        Quantise::None => {}
+        Quantise::Fp8 { scale } => {
+            let inverse = 1.0 / scale;
+            for (out, x) in out.iter_mut().zip(values) {
+                *out = e4m3(x * inverse);
+            }
+        }
+        Quantise::PerToken => {
+            let scale = (amax(values) / 448.0).max(1.0 / 512.0 / 448.0);
+            for (out, x) in out.iter_mut().zip(values) {
+                *out = e4m3(x / scale);
+            }
+            // SAFETY: one fp32 a row.
+            unsafe { *p.scale_out.cast::<f32>().add(row) = scale }
+        }
+        Quantise::Groups { group, stride } => {
+            for (g, (out, values)) in out.chunks_mut(group).zip(values.chunks(group)).enumerate() {
+                let scale = power_of_two_above((amax(values) / 448.0).max(1e-10));
+                for (out, x) in out.iter_mut().zip(values) {
+                    *out = e4m3(x / scale);
+                }
+                // SAFETY: byte g % 4 of the int32 of this row in column g / 4.
+                unsafe { *p.scale_out.add((g / 4 * stride + row) * 4 + g % 4) = (scale.to_bits() >> 23) as u8 }
+            }
+        }
+        Quantise::Nvfp4 { scale, layout } => {
+            for (block, (out, values)) in out.chunks_mut(8).zip(values.chunks(16)).enumerate() {
+                let code = e4m3(scale * (amax(values) * (1.0 / 6.0)));
+                let narrow = e4m3_value(code);
+                let factor = if narrow != 0.0 { scale / narrow } else { 0.0 };
+                for (out, pair) in out.iter_mut().zip(values.chunks(2)) {
+                    *out = e2m1(pair[0] * factor) | e2m1(pair[1] * factor) << 4;
+                }
+                // SAFETY: the scale of this block.
+                unsafe { *p.scale_out.add(layout.offset(row, block, hidden / 16)) = code }
+            }
+        }
+    }
+}
+
+/// `x` rounded up to a power of two; infinity stays.
+fn power_of_two_above(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits(if bits & 0x7F_FFFF == 0 { bits } else { (bits + 0x80_0000) & 0x7F80_0000 })
+}
+
+/// What one rank contributes in the MoE patterns.
+pub struct Contribution {
+    /// Rows of experts' outputs.
+    pub rows: *const u8,
+    /// Row of slot `t * slots + j`, -1 where there is none; null: slot j of token t is row `j * tokens + t`.
+    pub row_of_slot: *const i32,
+    pub weights: *const u8,
+    /// None: all weights are 1.
+    pub weight_dtype: Option<Dtype>,
+    /// Added last, null where there is none: [tokens, hidden].
+    pub shared: *const u8,
+    /// Sums in slot order in fp32, products rounded before they are added; rounded once.
+    pub out: *mut u8,
+    pub tokens: usize,
+    pub slots: usize,
+    pub hidden: usize,
+}
+
+/// # Safety
+/// Pointers must be valid for the shape, row numbers below the rows there are, `out` apart from everything read.
+pub unsafe fn contribute(p: &Contribution, dtype: Dtype) {
+    let (shared, hidden) = (Shared(p), p.hidden);
+    // SAFETY: the caller's contract; each row of `out` is written by one task.
+    for_dtype!(dtype, T => (0..p.tokens).into_par_iter().for_each_init(
+        || vec![0.0f32; hidden],
+        |sums, token| unsafe { contribute_row::<T>(shared.get(), token, sums) },
+    ))
+}
+
+/// # Safety
+/// As for [`contribute`].
+unsafe fn contribute_row<T: Element>(p: &Contribution, token: usize, sums: &mut [f32]) {
+    sums.fill(0.0);
+    // SAFETY: a row of one of the caller's tensors.
+    let row = |from: *const u8, row: usize| unsafe {
+        std::slice::from_raw_parts(from.cast::<T>().add(row * p.hidden), p.hidden)
+    };
+    for slot in 0..p.slots {
+        // Without a table weights lie expert by expert.
+        let (place, weight_at) = if p.row_of_slot.is_null() {
+            ((slot * p.tokens + token) as i32, slot * p.tokens + token)
+        } else {
+            let at = token * p.slots + slot;
+            // SAFETY: tokens x slots numbers.
+            (unsafe { *p.row_of_slot.add(at) }, at)
+        };
+        if place < 0 {
+            continue;
+        }
+        let weight = match p.weight_dtype {
+            None => 1.0,
+            Some(dtype) => for_dtype!(dtype, W => {
+                // SAFETY: tokens x slots weights of this type.
+                unsafe { (*p.weights.cast::<W>().add(weight_at)).to_f32() }
+            }),
+        };
+        for (sum, x) in sums.iter_mut().zip(row(p.rows, place as usize)) {
+            *sum += weight * x.to_f32();
+        }
+    }
+    if !p.shared.is_null() {
+        for (sum, x) in sums.iter_mut().zip(row(p.shared, token)) {
+            *sum += x.to_f32();
+        }
+    }
+    // SAFETY: this task's row.
+    let out = unsafe { std::slice::from_raw_parts_mut(p.out.cast::<T>().add(token * p.hidden), p.hidden) };
+    for (out, &sum) in out.iter_mut().zip(sums.iter()) {
+        *out = round(sum);
+    }
+}
