@@ -1,5 +1,6 @@
 //! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
 
+pub mod allreduce;
 pub mod cpu;
 pub mod device;
 mod dlpack;
