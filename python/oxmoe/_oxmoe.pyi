@@ -280,3 +280,29 @@ def explain(
 def device_info() -> dict[str, Any]:
     """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in the wheel, nvcc, weight formats with the
     devices that run them, CPU instructions."""
+
+def allreduce_message(operands: Any) -> tuple[int, Tensor]:
+    """(shape word, message) of one call: message [T, H] is what this rank contributes. Checks every operand.
+
+    operands: the arguments of oxmoe.allreduce_fusion, as attributes.
+    """
+
+def allreduce_finish(operands: Any, messages: list[Tensor | bytes]) -> Tensor:
+    """Writes the outputs from every rank's message, in rank order (tensors, or raw bytes of [T, H]).
+
+    Returns norm_out, else quant_out, else residual_out, else output.
+    """
+
+def allreduce_shape(word: int) -> str:
+    """A shape word in words: "pattern kAllReduce of bfloat16 [6, 2880]"."""
+
+def allreduce_bytes(
+    world_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    dtype: str,  # "bfloat16", "float16", "float32"
+    *,
+    device: str = "cpu",  # or "cuda"
+    force_oneshot_support: bool = False,
+) -> int:
+    """Bytes of an all-reduce workspace on each rank, exact."""

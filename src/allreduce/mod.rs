@@ -1,5 +1,163 @@
-//! All-reduce between GPUs: `protocol.rs` is what they will speak.
+//! `allreduce_fusion`: all-reduce + residual + RMSNorm + quantisation. `protocol.rs` is what GPUs will speak; CPU tensors exchange bytes
+//! through their process group (python/oxmoe/allreduce.py) and are added here.
 
 #[cfg(test)]
 mod model;
+mod operands;
+mod pattern;
 pub mod protocol;
+
+use crate::contract;
+use crate::cpu;
+use crate::error::{guard, Result};
+use crate::params::Dtype;
+use crate::tensor::{Elem, Place, TensorRef};
+use operands::Operands;
+use protocol::{Layout, Shape, CHUNK_BYTES};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+struct Shared<T>(T);
+// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
+unsafe impl<T> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Shared<T> {}
+
+/// Checks the operands of one call of allreduce_fusion: (shape word, message). The message is what this rank contributes, [T, H]: the input
+/// itself, or for the MoE patterns the sum of its experts' rows.
+#[pyfunction]
+pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
+    guard(|| {
+        let checked = operands.check()?;
+        let word = checked.shape.word();
+        let Some((contribution, out)) = checked.contribution()? else {
+            return Ok((word, operands.input.clone()));
+        };
+        let (contribution, dtype) = (Shared(contribution), checked.shape.dtype);
+        py.detach(|| {
+            let Shared(contribution) = &contribution;
+            // SAFETY: shapes and row numbers were checked, `out` is new.
+            unsafe { cpu::contribute(contribution, dtype) }
+        });
+        Ok((word, out))
+    })
+}
+
+/// Writes the outputs of one call from every rank's message, in rank order: tensors of [T, H], uint8 tensors or bytes. Returns norm_out, else
+/// quant_out, else residual_out, else output, whichever is the first the pattern writes.
+#[pyfunction]
+pub fn allreduce_finish<'py>(
+    py: Python<'py>,
+    operands: Operands<'py>,
+    messages: Vec<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    guard(|| {
+        let checked = operands.check()?;
+        let dtype = checked.shape.dtype;
+        let bytes = checked.bytes();
+        let mut kept = Vec::with_capacity(messages.len());
+        for message in &messages {
+            kept.push(Message::read(message, bytes)?);
+        }
+        if kept.is_empty() {
+            contract!("messages: expected one of each rank, got none");
+        }
+        let (rows, result) = checked.rows(kept.iter().map(Message::data).collect())?;
+        let rows = Shared(rows);
+        py.detach(|| {
+            let Shared(rows) = &rows;
+            // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
+            unsafe { cpu::reduce_rows(rows, dtype) }
+        });
+        Ok(result)
+    })
+}
+
+/// One rank's bytes, aligned for every dtype.
+enum Message {
+    Tensor(TensorRef),
+    Copy(Vec<u64>),
+}
+
+impl Message {
+    fn read(object: &Bound<'_, PyAny>, bytes: usize) -> Result<Message> {
+        let copy = |from: *const u8| {
+            let mut copy = vec![0u64; bytes.div_ceil(8)];
+            // SAFETY: `bytes` bytes, checked below before this is called.
+            unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr().cast::<u8>(), bytes) };
+            Message::Copy(copy)
+        };
+        if let Ok(raw) = object.cast::<PyBytes>() {
+            if raw.as_bytes().len() != bytes {
+                contract!("messages: expected {bytes} bytes of each rank, got {}", raw.as_bytes().len());
+            }
+            return Ok(copy(raw.as_bytes().as_ptr()));
+        }
+        let tensor = TensorRef::borrow("messages", object)?;
+        if tensor.bytes() != bytes || tensor.place != Place::Cpu {
+            contract!("messages: expected {bytes} bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
+        }
+        Ok(if tensor.data.align_offset(8) == 0 { Message::Tensor(tensor) } else { copy(tensor.data) })
+    }
+
+    fn data(&self) -> *const u8 {
+        match self {
+            Message::Tensor(tensor) => tensor.data,
+            Message::Copy(words) => words.as_ptr().cast(),
+        }
+    }
+}
+
+/// What a shape word says, for messages to people: "pattern kAllReduce of bfloat16 [6, 2880]".
+#[pyfunction]
+pub fn allreduce_shape(word: u64) -> String {
+    let Shape { pattern, dtype, tokens, hidden } = Shape::from_word(word);
+    let name = pattern::PATTERNS.get(pattern as usize).map_or("unknown", |p| p.name);
+    let dtype = [Elem::F32, Elem::F16, Elem::Bf16].into_iter().find(|e| e.dtype() == Some(dtype));
+    let dtype = dtype.map_or("unknown".to_string(), |e| e.to_string());
+    format!("pattern {name} of {dtype} [{tokens}, {hidden}]")
+}
+
+/// Bytes of a workspace on each rank, exact, for messages of up to max_token_num x hidden_dim elements of `dtype` ("bfloat16", "float16" or
+/// "float32"): on "cpu" a receive buffer for each other rank, on "cuda" the slots of protocol.rs.
+#[pyfunction]
+#[pyo3(signature = (world_size, max_token_num, hidden_dim, dtype, *, device="cpu", force_oneshot_support=false))]
+pub fn allreduce_bytes(
+    world_size: i64,
+    max_token_num: i64,
+    hidden_dim: i64,
+    dtype: &str,
+    device: &str,
+    force_oneshot_support: bool,
+) -> PyResult<u64> {
+    guard(|| {
+        let elem = match dtype {
+            "bfloat16" => Elem::Bf16,
+            "float16" => Elem::F16,
+            "float32" => Elem::F32,
+            other => contract!("dtype: expected bfloat16, float16 or float32, got {other}"),
+        };
+        if !(1..=protocol::MAX_RANKS as i64).contains(&world_size) {
+            contract!("world_size: expected 1 to {}, got {world_size}", protocol::MAX_RANKS);
+        }
+        if !(0..=u32::MAX as i64).contains(&max_token_num) {
+            contract!("max_token_num: expected 0 to {}, got {max_token_num}", u32::MAX);
+        }
+        operands::check_hidden("hidden_dim", hidden_dim, elem)?;
+        let bytes = (max_token_num as u64).checked_mul(hidden_dim as u64 * elem.bytes() as u64);
+        let Some(bytes) = bytes.filter(|&bytes| bytes <= i64::MAX as u64 / 64) else {
+            contract!("max_token_num: {max_token_num} rows of {hidden_dim} are more than a workspace can hold");
+        };
+        debug_assert!(bytes % CHUNK_BYTES == 0);
+        match device {
+            "cpu" => Ok(bytes * (world_size as u64 - 1)),
+            "cuda" => Ok(Layout::new(bytes, world_size as usize, force_oneshot_support).bytes()),
+            other => contract!("device: expected \"cpu\" or \"cuda\", got {other:?}"),
+        }
+    })
+}
+
+/// The dtype of a compute element.
+fn dtype_of(elem: Elem) -> Dtype {
+    elem.dtype().unwrap_or(Dtype::F32)
+}

@@ -1,0 +1,225 @@
+"""How ranks exchange bytes on CPU: through a torch process group, peer by peer, or through a function of the caller."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class PeerLost(Exception):
+    """A wait that failed: which peer (None where that cannot be told) and why."""
+
+    def __init__(self, peer: int | None, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
+
+
+class Link(Protocol):
+    """A group of ranks. Times are `time.monotonic()`; every method that waits raises PeerLost when `end` has passed."""
+
+    size: int
+    rank: int
+
+    def post(self, header: bytes) -> None:
+        """Starts to send this rank's header."""
+
+    def headers(self, end: float, size: int, stale: Callable[[bytes], bool]) -> list[bytes]:
+        """All ranks' headers in rank order; stale ones, of calls that this rank has refused, are read over."""
+
+    def refuse(self, header: bytes, end: float) -> None:
+        """Sends a header of a call that this rank takes no further part in."""
+
+    def messages(self, mine: Any, size: int, end: float) -> list[Any]:
+        """All ranks' messages of `size` bytes in rank order."""
+
+    def agree(self, end: float) -> None:
+        """Once, after the first headers: makes what follows distinct from other links of the same ranks."""
+
+    def reserve(self, size: int) -> None:
+        """Allocates for messages of up to `size` bytes."""
+
+    def drain(self, end: float) -> None:
+        """Waits until everything that was sent has been taken."""
+
+    def close(self) -> None:
+        """Drops buffers."""
+
+
+class GroupLink:
+    """Sends and receives of a ProcessGroup, so that a wait knows its peer, and nobody but the group is involved."""
+
+    def __init__(self, group: Any) -> None:
+        import torch
+        from torch.distributed import ProcessGroup
+
+        if not isinstance(group, ProcessGroup):
+            raise ValueError(f"group: expected a torch ProcessGroup that this process is in, got {group!r}")
+        try:
+            group._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ValueError("group: has no backend for CPU tensors; pass one made with backend gloo") from error
+        self.size, self.rank = group.size(), group.rank()
+        self._torch = torch
+        self._group = group
+        self._tag = 0x6F78
+        self._sent: list[tuple[int, Any, Any]] = []
+        self._mine = b""
+        self._buffers: Any = None
+
+    def _peers(self) -> list[int]:
+        """Everybody else, each rank starting at another one."""
+        return [(self.rank + hop) % self.size for hop in range(1, self.size)]
+
+    def _send(self, peer: int, tensor: Any) -> None:
+        try:
+            # The tensor must live until it has been taken.
+            self._sent.append((peer, self._group.send([tensor], peer, self._tag), tensor))
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _receive(self, peer: int, tensor: Any) -> Any:
+        try:
+            return self._group.recv([tensor], peer, self._tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _wait(self, peer: int, work: Any, end: float) -> None:
+        from datetime import timedelta
+
+        try:
+            # A timeout of zero would mean none.
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            if time.monotonic() >= end:
+                raise PeerLost(peer, "the deadline has passed") from error
+            raise self._lost(peer, error) from error
+
+    @staticmethod
+    def _lost(peer: int, error: Exception) -> PeerLost:
+        return PeerLost(peer, f"the connection is lost ({str(error).splitlines()[0]})")
+
+    def post(self, header: bytes) -> None:
+        self._mine = header
+        tensor = self._torch.frombuffer(bytearray(header), dtype=self._torch.uint8)
+        for peer in self._peers():
+            self._send(peer, tensor)
+
+    def headers(self, end: float, size: int, stale: Callable[[bytes], bool]) -> list[bytes]:
+        results = {self.rank: self._mine}
+        pending = {peer: self._torch.empty(size, dtype=self._torch.uint8) for peer in self._peers()}
+        works = {peer: self._receive(peer, tensor) for peer, tensor in pending.items()}
+        for peer, tensor in pending.items():
+            self._wait(peer, works[peer], end)
+            while stale(bytes(tensor.tolist())):
+                self._wait(peer, self._receive(peer, tensor), end)
+            results[peer] = bytes(tensor.tolist())
+        return [results[rank] for rank in range(self.size)]
+
+    def refuse(self, header: bytes, end: float) -> None:
+        self.post(header)
+
+    def messages(self, mine: Any, size: int, end: float) -> list[Any]:
+        torch = self._torch
+        tensor = mine if isinstance(mine, torch.Tensor) else torch.from_numpy(mine)
+        data = tensor.detach().view(-1).view(torch.uint8)
+        received = {peer: self._buffers[i, :size] for i, peer in enumerate(self._peers())}
+        works = {peer: self._receive(peer, buffer) for peer, buffer in received.items()}
+        for peer in received:
+            self._send(peer, data)
+        for peer, work in works.items():
+            self._wait(peer, work, end)
+        return [
+            mine if rank == self.rank else received[rank].view(tensor.dtype).view(tensor.shape)
+            for rank in range(self.size)
+        ]
+
+    def agree(self, end: float) -> None:
+        tensor = self._torch.frombuffer(bytearray(os.urandom(4)), dtype=self._torch.uint8)
+        if self.rank == 0:
+            for peer in self._peers():
+                self._send(peer, tensor)
+        else:
+            self._wait(0, self._receive(0, tensor), end)
+        self.drain(end)
+        # Apart from the tags of creation and, in all likelihood, from everybody else's.
+        self._tag = 0x10000 + int.from_bytes(bytes(tensor.tolist()), "little") % 0x3FFF0000
+
+    def reserve(self, size: int) -> None:
+        self._buffers = self._torch.empty((self.size - 1, size), dtype=self._torch.uint8)
+
+    def drain(self, end: float) -> None:
+        sent, self._sent = self._sent, []
+        for peer, work, _ in sent:
+            self._wait(peer, work, end)
+
+    def close(self) -> None:
+        self._sent.clear()
+        self._buffers = None
+
+
+class FunctionLink:
+    """An all-gather that the caller brings. It is trusted to return; a thread stands in for its deadline."""
+
+    def __init__(self, exchange: Callable[[bytes], Sequence[bytes]], size: int, rank: int) -> None:
+        if not callable(exchange):
+            raise ValueError(f"exchange: expected a function of bytes, got {type(exchange).__name__}")
+        self.size, self.rank = size, rank
+        self._exchange = exchange
+        self._mine = b""
+
+    def _gather(self, data: bytes, end: float) -> list[bytes]:
+        results: list[Any] = []
+
+        def call() -> None:
+            try:
+                results.append(list(self._exchange(data)))
+            except Exception as error:
+                results.append(error)
+
+        if self.size == 1:
+            call()
+        else:
+            thread = threading.Thread(target=call, daemon=True, name="oxmoe all-reduce exchange")
+            thread.start()
+            thread.join(max(end - time.monotonic(), 0))
+        if not results:
+            raise PeerLost(None, "the deadline has passed in the exchange function")
+        if isinstance(results[0], Exception):
+            raise PeerLost(None, f"the exchange function raised {results[0]!r}") from results[0]
+        gathered = [bytes(part) for part in results[0]]
+        if [len(part) for part in gathered] != [len(data)] * self.size:
+            lengths = [len(part) for part in gathered]
+            raise PeerLost(None, f"the exchange function returned {lengths} bytes for {self.size} ranks of {len(data)}")
+        return gathered
+
+    def post(self, header: bytes) -> None:
+        self._mine = header
+
+    def headers(self, end: float, size: int, stale: Callable[[bytes], bool]) -> list[bytes]:
+        return self._gather(self._mine, end)
+
+    def refuse(self, header: bytes, end: float) -> None:
+        # An all-gather needs every rank every time.
+        self._gather(header, end)
+
+    def messages(self, mine: Any, size: int, end: float) -> list[Any]:
+        data = mine.tobytes() if hasattr(mine, "tobytes") else ctypes.string_at(mine.data_ptr(), size)
+        gathered: list[Any] = list(self._gather(data, end))
+        gathered[self.rank] = mine
+        return gathered
+
+    def agree(self, end: float) -> None:
+        pass
+
+    def reserve(self, size: int) -> None:
+        pass
+
+    def drain(self, end: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

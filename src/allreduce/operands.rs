@@ -1,0 +1,476 @@
+//! The operands of one call and their contracts: which a pattern needs, their shapes, and that outputs do not overlap what is still read.
+
+use super::dtype_of;
+use super::pattern::{Narrow, Pattern, Source, PATTERNS};
+use super::protocol::{Shape, CHUNK_BYTES};
+use crate::contract;
+use crate::cpu::{Contribution, Quantise, ReduceRows, ScaleLayout};
+use crate::error::{Error, Result};
+use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use pyo3::prelude::*;
+
+/// The attributes of `oxmoe.allreduce._Operands`: the arguments of `allreduce_fusion`.
+#[derive(FromPyObject)]
+pub struct Operands<'py> {
+    pub input: Bound<'py, PyAny>,
+    pattern: i64,
+    output: Option<Bound<'py, PyAny>>,
+    residual_out: Option<Bound<'py, PyAny>>,
+    norm_out: Option<Bound<'py, PyAny>>,
+    quant_out: Option<Bound<'py, PyAny>>,
+    scale_out: Option<Bound<'py, PyAny>>,
+    residual_in: Option<Bound<'py, PyAny>>,
+    rms_gamma: Option<Bound<'py, PyAny>>,
+    rms_eps: f64,
+    scale_factor: Option<Bound<'py, PyAny>>,
+    layout_code: Option<i64>,
+    moe_reduction_device_num_experts: Option<i64>,
+    moe_reduction_scale_input: Option<Bound<'py, PyAny>>,
+    moe_reduction_active_experts_token_input: Option<Bound<'py, PyAny>>,
+    moe_reduction_token_input: Option<Bound<'py, PyAny>>,
+    expanded_idx_to_permuted_idx: Option<Bound<'py, PyAny>>,
+    expert_scale_factor: Option<Bound<'py, PyAny>>,
+    shared_expert_output: Option<Bound<'py, PyAny>>,
+    block_quant_group_size: Option<i64>,
+    weight_bias: f64,
+}
+
+/// Checked operands.
+pub struct Checked<'a, 'py> {
+    given: &'a Operands<'py>,
+    pattern: &'static Pattern,
+    pub shape: Shape,
+    elem: Elem,
+    input: Option<TensorRef>,
+    residual_in: Option<TensorRef>,
+    gamma: Option<TensorRef>,
+    output: Option<TensorRef>,
+    residual_out: Option<TensorRef>,
+    norm_out: Option<TensorRef>,
+    quant_out: Option<TensorRef>,
+    scale_out: Option<TensorRef>,
+    quantise: Quantise,
+    experts: Option<Experts>,
+}
+
+/// Where the MoE patterns take their contribution from.
+struct Experts {
+    rows: TensorRef,
+    table: Option<TensorRef>,
+    weights: Option<TensorRef>,
+    shared: Option<TensorRef>,
+    slots: i64,
+}
+
+const COMPUTE: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
+/// torch.float8_e4m3fn in DLPack.
+const E4M3: Elem = Elem::Other(10, 8);
+/// torch.float4_e2m1fn_x2 in DLPack: two lanes of four bits.
+const E2M1: Elem = Elem::Other(17, 4);
+
+pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
+    let multiple = CHUNK_BYTES as i64 / elem.bytes() as i64;
+    if hidden < multiple || hidden > Shape::MAX_HIDDEN || hidden % multiple != 0 {
+        contract!(
+            "{operand}: expected a hidden size of {multiple} to {} divisible by {multiple} (16 bytes of {elem}), got {hidden}",
+            Shape::MAX_HIDDEN
+        );
+    }
+    Ok(())
+}
+
+fn borrow(name: &'static str, object: &Option<Bound<'_, PyAny>>) -> Result<Option<TensorRef>> {
+    object.as_ref().map(|object| TensorRef::borrow(name, object)).transpose()
+}
+
+impl<'py> Operands<'py> {
+    pub fn check(&self) -> Result<Checked<'_, 'py>> {
+        let Some(pattern) = usize::try_from(self.pattern).ok().and_then(|i| PATTERNS.get(i)) else {
+            let known: Vec<String> = PATTERNS.iter().enumerate().map(|(i, p)| format!("{i} {}", p.name)).collect();
+            contract!("pattern: expected one of {}; got {}", known.join(", "), self.pattern);
+        };
+        self.presence(pattern)?;
+        // What gives the result its shape and dtype. The MoE patterns' input is rows of experts, or nothing they read.
+        let (leader, name) = match pattern.source {
+            Source::Input => (Some(&self.input), "input"),
+            _ => (self.residual_in.as_ref(), "residual_in"),
+        };
+        let Some(leader) = leader else { contract!("residual_in: {} needs it", pattern.name) };
+        let leader = TensorRef::borrow(name, leader)?;
+        if let Place::Cuda(_) = leader.place {
+            return Err(Error::Unsupported(format!(
+                "{name}: is on {}; allreduce_fusion serves tensors on cpu, in a group with a CPU backend (gloo)",
+                leader.place
+            )));
+        }
+        let mut contract = Contract::new();
+        contract.check(name, &leader, &[Dim::Named("tokens"), Dim::Named("hidden")], &COMPUTE)?;
+        let (tokens, hidden, elem) = (leader.shape()[0], leader.shape()[1], leader.elem);
+        check_hidden(name, hidden, elem)?;
+        if tokens > u32::MAX as i64 {
+            contract!("{name}: expected at most {} tokens, got {tokens}", u32::MAX);
+        }
+        let rows = [Dim::Named("tokens"), Dim::Named("hidden")];
+        let mut row_tensor = |name: &'static str, object: &Option<Bound<'py, PyAny>>| -> Result<Option<TensorRef>> {
+            let tensor = borrow(name, object)?;
+            if let Some(tensor) = &tensor {
+                contract.check(name, tensor, &rows, &[elem])?;
+            }
+            Ok(tensor)
+        };
+        let output = row_tensor("output", &self.output)?;
+        let residual_in = row_tensor("residual_in", &self.residual_in)?;
+        let residual_out = row_tensor("residual_out", &self.residual_out)?;
+        let norm_out = row_tensor("norm_out", &self.norm_out)?;
+        let shared = row_tensor("shared_expert_output", &self.shared_expert_output)?;
+        let token_input = row_tensor("moe_reduction_token_input", &self.moe_reduction_token_input)?;
+        let gamma = borrow("rms_gamma", &self.rms_gamma)?;
+        if let Some(gamma) = &gamma {
+            contract.check("rms_gamma", gamma, &[Dim::Named("hidden")], &[elem])?;
+        }
+        let experts = match pattern.source {
+            Source::Input => None,
+            Source::MoeFinalize => Some(self.finalize(shared, elem, &mut contract)?),
+            Source::MoeReduction => Some(self.reduction(token_input, (tokens, elem), &mut contract)?),
+        };
+        let quant_out = borrow("quant_out", &self.quant_out)?;
+        let scale_out = borrow("scale_out", &self.scale_out)?;
+        let quantise = match &quant_out {
+            None => Quantise::None,
+            Some(quant_out) => {
+                self.quantisation(pattern, quant_out, scale_out.as_ref(), (tokens, hidden), &mut contract)?
+            }
+        };
+        let shape =
+            Shape { pattern: self.pattern as u8, dtype: dtype_of(elem), tokens: tokens as u32, hidden: hidden as u32 };
+        let input = (pattern.source == Source::Input).then_some(leader);
+        let checked = Checked {
+            given: self,
+            pattern,
+            shape,
+            elem,
+            input,
+            residual_in,
+            gamma,
+            output,
+            residual_out,
+            norm_out,
+            quant_out,
+            scale_out,
+            quantise,
+            experts,
+        };
+        checked.overlaps()?;
+        Ok(checked)
+    }
+
+    /// Refuses what a pattern needs and has not, and tensors that it neither reads nor writes.
+    fn presence(&self, pattern: &Pattern) -> Result<()> {
+        let moe = pattern.source != Source::Input;
+        let narrow = pattern.narrow != Narrow::None;
+        let scaled = matches!(pattern.narrow, Narrow::Fp8 | Narrow::Nvfp4);
+        let finalize = pattern.source == Source::MoeFinalize;
+        let reduction = pattern.source == Source::MoeReduction;
+        let quantised = narrow && (!moe || self.quant_out.is_some());
+        // (name, given, needed, allowed)
+        let table = [
+            ("output", self.output.is_some(), !pattern.norm, !pattern.norm || reduction),
+            ("residual_in", self.residual_in.is_some(), pattern.norm, pattern.norm),
+            ("rms_gamma", self.rms_gamma.is_some(), pattern.norm, pattern.norm),
+            ("residual_out", self.residual_out.is_some(), pattern.norm && !moe, pattern.norm),
+            ("norm_out", self.norm_out.is_some(), pattern.norm_out && !moe, pattern.norm_out),
+            ("quant_out", self.quant_out.is_some(), quantised, narrow),
+            (
+                "scale_out",
+                self.scale_out.is_some(),
+                quantised && pattern.narrow != Narrow::Fp8,
+                quantised && pattern.narrow != Narrow::Fp8,
+            ),
+            // A number that happens to be passed does no harm where it is not read.
+            ("scale_factor", self.scale_factor.is_some(), quantised && scaled, true),
+            ("block_quant_group_size", self.block_quant_group_size.is_some(), pattern.narrow == Narrow::Groups, true),
+            ("expanded_idx_to_permuted_idx", self.expanded_idx_to_permuted_idx.is_some(), finalize, finalize),
+            ("expert_scale_factor", self.expert_scale_factor.is_some(), false, finalize),
+            ("shared_expert_output", self.shared_expert_output.is_some(), false, finalize),
+            ("moe_reduction_device_num_experts", self.moe_reduction_device_num_experts.is_some(), reduction, true),
+            ("moe_reduction_scale_input", self.moe_reduction_scale_input.is_some(), reduction, reduction),
+            (
+                "moe_reduction_active_experts_token_input",
+                self.moe_reduction_active_experts_token_input.is_some(),
+                reduction,
+                reduction,
+            ),
+            ("moe_reduction_token_input", self.moe_reduction_token_input.is_some(), reduction, reduction),
+        ];
+        for (name, given, needed, allowed) in table {
+            if needed && !given {
+                contract!("{name}: pattern {} needs it, got None", pattern.name);
+            }
+            if given && !allowed {
+                contract!("{name}: pattern {} neither reads nor writes it; pass None", pattern.name);
+            }
+        }
+        Ok(())
+    }
+
+    /// input [rows, H], expanded_idx_to_permuted_idx int32 [T, k], expert_scale_factor [T, k].
+    fn finalize(&self, shared: Option<TensorRef>, elem: Elem, contract: &mut Contract) -> Result<Experts> {
+        let rows = TensorRef::borrow("input", &self.input)?;
+        contract.check("input", &rows, &[Dim::Named("rows"), Dim::Named("hidden")], &[elem])?;
+        let name = "expanded_idx_to_permuted_idx";
+        let slots = [Dim::Named("tokens"), Dim::Named("top_k")];
+        let table = borrow(name, &self.expanded_idx_to_permuted_idx)?;
+        if let Some(table) = &table {
+            contract.check(name, table, &slots, &[Elem::I32])?;
+            let count = rows.shape()[0];
+            let slots = table.numel() as usize;
+            let numbers = match slots {
+                0 => &[],
+                // SAFETY: a contiguous int32 CPU tensor.
+                _ => unsafe { std::slice::from_raw_parts(table.data.cast::<i32>(), slots) },
+            };
+            if let Some((slot, &row)) = numbers.iter().enumerate().find(|(_, &row)| row < -1 || row as i64 >= count) {
+                contract!("{name}: slot {slot}: expected -1 to {} (rows of input), got {row}", count - 1);
+            }
+        }
+        let weights = borrow("expert_scale_factor", &self.expert_scale_factor)?;
+        if let Some(weights) = &weights {
+            contract.check("expert_scale_factor", weights, &slots, &COMPUTE)?;
+        }
+        Ok(Experts { rows, table, weights, shared, slots: contract.get("top_k") })
+    }
+
+    /// moe_reduction_active_experts_token_input [E T, H], moe_reduction_scale_input fp32 [E, T], moe_reduction_token_input [T, H].
+    fn reduction(&self, shared: Option<TensorRef>, shape: (i64, Elem), contract: &mut Contract) -> Result<Experts> {
+        let (tokens, elem) = shape;
+        let slots = self.moe_reduction_device_num_experts.unwrap_or(0);
+        if !(0..=i32::MAX as i64 / tokens.max(1)).contains(&slots) {
+            contract!("moe_reduction_device_num_experts: expected 0 to 2^31 / tokens, got {slots}");
+        }
+        let (rows_name, weights_name) = ("moe_reduction_active_experts_token_input", "moe_reduction_scale_input");
+        let rows = borrow(rows_name, &self.moe_reduction_active_experts_token_input)?;
+        let Some(rows) = rows else { contract!("{rows_name}: is missing") };
+        let count = Dim::Is("experts x tokens", slots * tokens);
+        contract.check(rows_name, &rows, &[count, Dim::Named("hidden")], &[elem])?;
+        let weights = borrow(weights_name, &self.moe_reduction_scale_input)?;
+        if let Some(weights) = &weights {
+            contract.check(weights_name, weights, &[Dim::Is("experts", slots), Dim::Named("tokens")], &[Elem::F32])?;
+        }
+        Ok(Experts { rows, table: None, weights, shared, slots })
+    }
+
+    fn quantisation(
+        &self,
+        pattern: &Pattern,
+        quant_out: &TensorRef,
+        scale_out: Option<&TensorRef>,
+        shape: (i64, i64),
+        contract: &mut Contract,
+    ) -> Result<Quantise> {
+        let (tokens, hidden) = shape;
+        let fp8 = [Dim::Named("tokens"), Dim::Named("hidden")];
+        match (pattern.narrow, scale_out) {
+            (Narrow::Fp8, _) => {
+                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
+                Ok(Quantise::Fp8 { scale: self.scale()? })
+            }
+            (Narrow::PerToken, Some(scale_out)) => {
+                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
+                contract.check("scale_out", scale_out, &[Dim::Named("tokens"), Dim::Is("one", 1)], &[Elem::F32])?;
+                Ok(Quantise::PerToken)
+            }
+            (Narrow::Groups, Some(scale_out)) => {
+                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
+                let group = self.block_quant_group_size.unwrap_or(0);
+                if group < 1 || hidden % group != 0 {
+                    contract!("block_quant_group_size: expected a divisor of hidden {hidden}, got {group}");
+                }
+                let stride = (tokens as usize).next_multiple_of(4);
+                let packs = (hidden / group + 3) / 4;
+                let (got, strides) = (scale_out.shape(), scale_out.strides());
+                let strided =
+                    got.len() == 2 && (tokens <= 1 || strides[0] == 1) && (packs <= 1 || strides[1] == stride as i64);
+                if scale_out.elem != Elem::I32 || got != [tokens, packs] || (tokens > 0 && !strided) {
+                    contract!(
+                        "scale_out: expected int32 of shape [{tokens}, {packs}] and strides [1, {stride}], got {} of shape {got:?} and strides {strides:?}",
+                        scale_out.elem
+                    );
+                }
+                if scale_out.place != Place::Cpu {
+                    contract!("scale_out: is on {}, but input is on cpu", scale_out.place);
+                }
+                Ok(Quantise::Groups { group: group as usize, stride })
+            }
+            (Narrow::Nvfp4, Some(scale_out)) => {
+                let layout = match self.layout_code.unwrap_or(0) {
+                    0 => ScaleLayout::Swizzled128x4,
+                    1 => ScaleLayout::Swizzled8x4,
+                    2 => ScaleLayout::Linear,
+                    other => contract!(
+                        "layout_code: expected 0 (SWIZZLED_128x4), 1 (SWIZZLED_8x4) or 2 (LINEAR), got {other}"
+                    ),
+                };
+                if hidden % 16 != 0 {
+                    contract!("quant_out: NVFP4 needs a hidden size divisible by 16, got {hidden}");
+                }
+                let half = [Dim::Named("tokens"), Dim::Is("hidden / 2", hidden / 2)];
+                contract.check("quant_out", quant_out, &half, &[Elem::U8, E2M1])?;
+                // Callers shape it as they like; what counts is the bytes.
+                let bytes = layout.bytes(tokens as usize, hidden as usize / 16);
+                let dims = scale_out.shape().iter().map(|&n| Dim::Is("any", n)).collect::<Vec<_>>();
+                contract.check("scale_out", scale_out, &dims, &[Elem::U8, E4M3, Elem::I32])?;
+                if scale_out.bytes() != bytes {
+                    contract!(
+                        "scale_out: expected {bytes} bytes ({:?} scales of {tokens} rows of {} blocks), got {}",
+                        layout,
+                        hidden / 16,
+                        scale_out.bytes()
+                    );
+                }
+                Ok(Quantise::Nvfp4 { scale: self.scale()?, layout })
+            }
+            (Narrow::None, _) | (_, None) => contract!("quant_out: pattern {} writes none", pattern.name),
+        }
+    }
+
+    /// scale_factor: a number, or a tensor of one fp32.
+    fn scale(&self) -> Result<f32> {
+        let Some(object) = &self.scale_factor else { contract!("scale_factor: is missing") };
+        if object.getattr_opt("__dlpack__")?.is_none() {
+            let Ok(number) = object.extract::<f64>() else {
+                contract!("scale_factor: expected a number or a tensor, got {}", object.get_type().name()?)
+            };
+            return Ok(number as f32);
+        }
+        let tensor = TensorRef::borrow("scale_factor", object)?;
+        if tensor.elem != Elem::F32 || tensor.numel() != 1 || tensor.place != Place::Cpu {
+            contract!(
+                "scale_factor: expected a number or one float32 on cpu, got {} of shape {:?} on {}",
+                tensor.elem,
+                tensor.shape(),
+                tensor.place
+            );
+        }
+        // SAFETY: one float32 on the CPU.
+        Ok(unsafe { tensor.data.cast::<f32>().read_unaligned() })
+    }
+}
+
+fn read(tensor: &Option<TensorRef>) -> *const u8 {
+    tensor.as_ref().map_or(std::ptr::null(), |t| t.data.cast_const())
+}
+
+fn write(tensor: &Option<TensorRef>) -> *mut u8 {
+    tensor.as_ref().map_or(std::ptr::null_mut(), |t| t.data)
+}
+
+/// The extent of a tensor in memory, also of one with gaps between its columns.
+fn extent(t: &TensorRef) -> usize {
+    if t.numel() == 0 {
+        return 0;
+    }
+    let last: i64 = t.shape().iter().zip(t.strides()).map(|(n, stride)| (n - 1) * stride).sum();
+    // Four-bit elements come in pairs of lanes: a byte each.
+    (last as usize + 1) * t.elem.bytes().max(1)
+}
+
+impl<'py> Checked<'_, 'py> {
+    /// Bytes of one rank's message.
+    pub fn bytes(&self) -> usize {
+        self.shape.tokens as usize * self.shape.hidden as usize * self.elem.bytes()
+    }
+
+    /// Outputs must be apart from each other and from what is read, unless an output is exactly an input of the same shape and dtype.
+    fn overlaps(&self) -> Result<()> {
+        let outputs = [
+            ("output", &self.output),
+            ("residual_out", &self.residual_out),
+            ("norm_out", &self.norm_out),
+            ("quant_out", &self.quant_out),
+            ("scale_out", &self.scale_out),
+        ];
+        let experts = self.experts.as_ref();
+        let rows = [("input", self.input.as_ref()), ("residual_in", self.residual_in.as_ref())];
+        let others = [
+            ("rms_gamma", self.gamma.as_ref()),
+            ("the experts' rows", experts.map(|e| &e.rows)),
+            ("expanded_idx_to_permuted_idx", experts.and_then(|e| e.table.as_ref())),
+            ("the experts' weights", experts.and_then(|e| e.weights.as_ref())),
+            ("the shared expert's output", experts.and_then(|e| e.shared.as_ref())),
+        ];
+        for (i, (name, output)) in outputs.iter().enumerate() {
+            let Some(output) = output else { continue };
+            let bytes = extent(output);
+            let clash = |other: &TensorRef| {
+                let (a, b) = (output.data as usize, other.data as usize);
+                a < b + extent(other) && b < a + bytes
+            };
+            for (other_name, other) in outputs[..i].iter() {
+                if other.as_ref().is_some_and(clash) {
+                    contract!("{name}: overlaps {other_name}");
+                }
+            }
+            for (other_name, other) in rows {
+                let Some(other) = other else { continue };
+                let same = other.data == output.data && other.elem == output.elem;
+                if clash(other) && !same {
+                    contract!("{name}: overlaps {other_name} without being the same tensor");
+                }
+            }
+            for (other_name, other) in others {
+                if other.is_some_and(clash) {
+                    contract!("{name}: overlaps {other_name}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The contribution of a MoE pattern: its parameters and the new tensor.
+    pub fn contribution(&self) -> Result<Option<(Contribution, Bound<'py, PyAny>)>> {
+        let (Some(experts), Some(object), Some(like)) = (&self.experts, &self.given.residual_in, &self.residual_in)
+        else {
+            return Ok(None);
+        };
+        let shape = [self.shape.tokens as i64, self.shape.hidden as i64];
+        let out = tensor::empty(object, like, &shape, self.elem)?;
+        let borrowed = TensorRef::borrow("message", &out)?;
+        let contribution = Contribution {
+            rows: experts.rows.data,
+            row_of_slot: experts.table.as_ref().map_or(std::ptr::null(), |t| t.data.cast::<i32>().cast_const()),
+            weights: read(&experts.weights),
+            weight_dtype: experts.weights.as_ref().map(|w| dtype_of(w.elem)),
+            shared: read(&experts.shared),
+            out: borrowed.data,
+            tokens: self.shape.tokens as usize,
+            slots: experts.slots as usize,
+            hidden: self.shape.hidden as usize,
+        };
+        Ok(Some((contribution, out)))
+    }
+
+    /// Parameters of the rows, and the tensor that the call returns.
+    pub fn rows(&self, parts: Vec<*const u8>) -> Result<(ReduceRows, Bound<'py, PyAny>)> {
+        let given = self.given;
+        let outputs = [&given.norm_out, &given.quant_out, &given.residual_out, &given.output];
+        let Some(result) = outputs.into_iter().flatten().next() else {
+            contract!("norm_out: pattern {} was given no output at all", self.pattern.name);
+        };
+        let rows = ReduceRows {
+            parts,
+            tokens: self.shape.tokens as usize,
+            hidden: self.shape.hidden as usize,
+            output: write(&self.output),
+            residual_in: read(&self.residual_in),
+            gamma: read(&self.gamma),
+            residual_out: write(&self.residual_out),
+            norm_out: write(&self.norm_out),
+            quant_out: write(&self.quant_out),
+            scale_out: write(&self.scale_out),
+            epsilon: given.rms_eps as f32,
+            weight_bias: given.weight_bias as f32,
+            quantise: self.quantise,
+        };
+        Ok((rows, result.clone()))
+    }
+}

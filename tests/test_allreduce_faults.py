@@ -1,0 +1,407 @@
+"""allreduce_fusion where something is wrong: operands, groups, ranks that disagree, refuse, come late or die."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import oxmoe
+from fake_cuda.tensors import Tensor as CudaTensor
+from oxmoe import AllReduceFusionPattern as Pattern
+from ranks import Crew, Rank, raised, same_bits, total
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    crew = Crew(4)
+    yield crew
+    crew.close()
+
+
+# Several processes
+
+
+def unequal_counts(me: Rank) -> list[tuple[str, str]]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
+    x = torch.ones(6 + (me.rank == 2), 64, dtype=torch.bfloat16)
+    results = [raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0))]
+    # Nothing, where others have something.
+    results.append(raised(lambda: oxmoe.allreduce_fusion(x[: me.rank], workspace, 0)))
+    # The same shape in another dtype of the same size, another pattern.
+    other = x[:6].to(torch.float16) if me.rank == 1 else x[:6]
+    results.append(raised(lambda: oxmoe.allreduce_fusion(other, workspace, 0)))
+    # The workspace is still good.
+    ok = oxmoe.allreduce_fusion(x[:6], workspace, 0)
+    results.append((str(bool((ok == me.world).all())), ""))
+    workspace.destroy()
+    return results
+
+
+def test_unequal_shapes_are_a_value_error_everywhere(four: Crew) -> None:
+    for rank, results in enumerate(four.run(unequal_counts)):
+        for kind, text in results[:3]:
+            assert kind == "ValueError" and f"rank {rank}" in text and "disagree" in text, (kind, text)
+        assert "rank 2: pattern kAllReduce of bfloat16 [7, 64]" in results[0][1]
+        assert "rank 0: pattern kAllReduce of bfloat16 [0, 64]" in results[1][1]
+        assert "rank 1: pattern kAllReduce of float16 [6, 64]" in results[2][1]
+        assert results[3][0] == "True"
+
+
+def one_rank_raises(me: Rank) -> tuple[float, list[tuple[str, str]], bool]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    started, results = time.monotonic(), []
+    for _ in range(3):
+        # Again and again on one rank, so that headers of refused calls pile up.
+        bad = me.rank == 1
+        gamma = torch.ones(32 if bad else 64, dtype=torch.bfloat16)
+        outputs = {"residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x)}
+        call = lambda g=gamma, o=outputs: oxmoe.allreduce_fusion(x, workspace, 1, residual_in=x, rms_gamma=g, **o)  # noqa: E731
+        results.append(raised(call))
+    took = time.monotonic() - started
+    ok = bool((oxmoe.allreduce_fusion(x, workspace, 0) == me.world).all())
+    workspace.destroy()
+    # A workspace that one rank cannot make is made by none, and the next attempt works.
+    hidden = 63 if me.rank == 3 else 64
+    results.append(raised(lambda: make(max_token_num=8, hidden_dim=hidden, dtype=torch.bfloat16, group=me.all)))
+    results.append(raised(lambda: make(max_token_num=8 + me.rank, hidden_dim=64, dtype="float16", group=me.all)))
+    make(max_token_num=8, hidden_dim=64, dtype=torch.float16, group=me.all).destroy()
+    return took, results, ok
+
+
+def test_a_rank_that_raises_keeps_nobody_waiting(four: Crew) -> None:
+    for rank, (took, results, ok) in enumerate(four.run(one_rank_raises)):
+        assert took < 10 and ok
+        for kind, text in results[:3]:
+            if rank == 1:
+                assert kind == "ValueError" and "rms_gamma" in text
+            else:
+                assert kind == "RuntimeError" and "rank 1 refused" in text and "rms_gamma" in text
+        kind, text = results[3]
+        assert "hidden_dim" in text and kind == ("ValueError" if rank == 3 else "RuntimeError")
+        assert results[4][0] == "ValueError" and "max_token_num" in results[4][1]
+
+
+def killed_rank(me: Rank) -> tuple[float, list[tuple[str, str]]]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=15)
+    x = torch.ones(5, 64, dtype=torch.bfloat16)
+    oxmoe.allreduce_fusion(x, workspace, 0)
+    if me.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    results = [raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0)) for _ in range(2)]
+    took = time.monotonic() - started
+    workspace.destroy()
+    return took, results
+
+
+def test_a_killed_rank_is_named() -> None:
+    crew = Crew(3)
+    for rank, (took, results) in enumerate(crew.run(killed_rank, gone=(2,))):
+        (kind, text), (again, reminder) = results
+        assert kind == "TimeoutError" and took < 14
+        assert f"rank {rank} waited for peer 2 in call 1" in text and "bfloat16 [5, 64]" in text, text
+        assert again == "RuntimeError" and "failed before" in reminder
+    crew.close()
+
+
+def late_rank(me: Rank) -> tuple[float, str, str]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=15)
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    oxmoe.allreduce_fusion(x, workspace, 0)
+    if me.rank == 1:
+        time.sleep(2.5)
+    started = time.monotonic()
+    kind, text = raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0, deadline=1.0))
+    took = time.monotonic() - started
+    workspace.destroy()
+    return took, kind, text
+
+
+def test_a_late_rank_ends_in_a_timeout_everywhere() -> None:
+    crew = Crew(2)
+    (took, kind, text), (_, late_kind, late_text) = crew.run(late_rank)
+    assert kind == "TimeoutError" and 0.9 < took < 2.4
+    assert "rank 0 waited for peer 1 in call 1" in text and "[3, 64]" in text and "deadline" in text
+    assert late_kind == "TimeoutError" and "rank 1 waited for peer 0 in call 1" in late_text
+    crew.close()
+
+
+def destroyed_elsewhere(me: Rank) -> tuple[str, str]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.pair, deadline=15)
+    if me.rank % 2:
+        return raised(workspace.destroy)
+    result = raised(lambda: oxmoe.allreduce_fusion(torch.ones(2, 64, dtype=torch.bfloat16), workspace, 0))
+    workspace.destroy()
+    return result
+
+
+def test_destroy_against_a_call(four: Crew) -> None:
+    for rank, (kind, text) in enumerate(four.run(destroyed_elsewhere)):
+        assert kind == "RuntimeError" and (
+            "destroys the workspace while" in text if rank % 2 else "destroyed its" in text
+        )
+
+
+# One process
+
+
+class Meeting:
+    """An all-gather of threads."""
+
+    def __init__(self, size: int) -> None:
+        import threading
+
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.parts: list[bytes] = [b""] * size
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(data: bytes) -> list[bytes]:
+            self.barrier.wait(20)
+            self.parts[rank] = data
+            self.barrier.wait(20)
+            return list(self.parts)
+
+        return exchange
+
+
+def in_threads(size: int, body: Callable[[int, Meeting], Any]) -> list[Any]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: body(rank, meeting), range(size)))
+
+
+def test_exchange_function(rng: torch.Generator) -> None:
+    parts = [torch.randn(4, 64, generator=rng).to(torch.bfloat16) for _ in range(3)]
+
+    def body(rank: int, meeting: Meeting) -> tuple[torch.Tensor, str]:
+        workspace = oxmoe.create_allreduce_fusion_workspace(
+            world_size=3, rank=rank, max_token_num=4, hidden_dim=64, dtype="bfloat16", exchange=meeting.of(rank)
+        )
+        result = oxmoe.allreduce_fusion(parts[rank], workspace, 0)
+        wrong = raised(lambda: oxmoe.allreduce_fusion(parts[rank][: 3 + (rank == 0)], workspace, 0))
+        workspace.destroy()
+        return result, wrong[0]
+
+    for result, wrong in in_threads(3, body):
+        assert same_bits(result, total(parts)) and wrong == "ValueError"
+
+
+def test_exchange_function_that_never_returns() -> None:
+    gate = multiprocessing.get_context("spawn").Event()
+    calls = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        calls.append(data)
+        if len(calls) > 1:
+            gate.wait(10)
+        return [data, data]
+
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        world_size=2, rank=0, max_token_num=4, hidden_dim=64, dtype=torch.bfloat16, exchange=exchange, deadline=0.3
+    )
+    kind, text = raised(lambda: oxmoe.allreduce_fusion(torch.ones(4, 64, dtype=torch.bfloat16), workspace, 0))
+    gate.set()
+    assert kind == "TimeoutError" and "rank 0 waited for a peer in call 0" in text and "[4, 64]" in text
+    workspace.destroy()
+
+
+def test_numpy(rng: torch.Generator) -> None:
+    x = torch.randn(3, 32, generator=rng)
+    workspace = alone(3, 32, torch.float32)
+    assert torch.equal(torch.from_numpy(oxmoe.allreduce_fusion(x.numpy(), workspace, 0)), x)
+    workspace.destroy()
+
+
+def alone(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> oxmoe.AllReduceFusionWorkspace:
+    return oxmoe.create_allreduce_fusion_workspace(
+        world_size=1, rank=0, max_token_num=tokens, hidden_dim=hidden, dtype=dtype
+    )
+
+
+def test_operands_are_named() -> None:
+    workspace = alone(4, 64)
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    gamma = torch.ones(64, dtype=torch.bfloat16)
+    good = {"residual_in": x, "rms_gamma": gamma, "residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x)}
+    fp8 = torch.empty(4, 64, dtype=torch.float8_e4m3fn)
+    plain = {**good, "norm_out": None}
+    packed = torch.empty_strided((4, 1), (1, 4), dtype=torch.int32)
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("pattern: expected one of", 12, good),
+        ("pattern: expected one of", -1, good),
+        *((f"{name}: pattern kARResidualRMSNorm needs it", 1, {**good, name: None}) for name in good),
+        ("quant_out: pattern kARResidualRMSNorm neither reads nor writes it", 1, {**good, "quant_out": fp8}),
+        ("output: pattern kARResidualRMSNorm neither", 1, {**good, "output": torch.empty_like(x)}),
+        ("norm_out: pattern kARResidualRMSNormFP8Quant neither", 2, {**good, "quant_out": fp8, "scale_factor": 1.0}),
+        ("scale_factor: pattern kARResidualRMSNormFP8Quant needs it", 2, {**plain, "quant_out": fp8}),
+        ("scale_factor: expected a number", 2, {**plain, "quant_out": fp8, "scale_factor": torch.ones(2)}),
+        ("quant_out: expected dtype", 2, {**plain, "quant_out": x.clone(), "scale_factor": 1.0}),
+        ("scale_out: pattern kARResidualRMSNormFP4Quant needs it", 3, {**plain, "quant_out": fp8, "scale_factor": 1.0}),
+        (
+            "scale_out: expected 512 bytes",
+            3,
+            {
+                **plain,
+                "quant_out": torch.empty(4, 32, dtype=torch.uint8),
+                "scale_out": torch.empty(4, 4, dtype=torch.uint8),
+                "scale_factor": 1.0,
+            },
+        ),
+        (
+            "layout_code: expected 0",
+            3,
+            {
+                **plain,
+                "quant_out": torch.empty(4, 32, dtype=torch.uint8),
+                "scale_out": torch.empty(4, 4, dtype=torch.uint8),
+                "scale_factor": 1.0,
+                "layout_code": 3,
+            },
+        ),
+        ("block_quant_group_size: pattern", 8, {**plain, "quant_out": fp8, "scale_out": packed}),
+        (
+            "block_quant_group_size: expected a divisor",
+            8,
+            {**plain, "quant_out": fp8, "scale_out": packed, "block_quant_group_size": 24},
+        ),
+        (
+            "scale_out: expected int32 of shape [4, 2] and strides [1, 4]",
+            8,
+            {**plain, "quant_out": fp8, "scale_out": packed, "block_quant_group_size": 8},
+        ),
+        ("scale_out: expected dtype float32", 10, {**plain, "quant_out": fp8, "scale_out": packed}),
+        ("residual_in: dimension 0", 1, {**good, "residual_in": x[:3]}),
+        ("rms_gamma: expected dtype bfloat16", 1, {**good, "rms_gamma": gamma.float()}),
+        ("norm_out: overlaps residual_out", 1, {**good, "norm_out": good["residual_out"]}),
+        ("residual_out: is not contiguous", 1, {**good, "residual_out": torch.empty(64, 4, dtype=torch.bfloat16).T}),
+        ("expanded_idx_to_permuted_idx: pattern", 7, good),
+        (
+            "expanded_idx_to_permuted_idx: slot 3",
+            7,
+            {**good, "expanded_idx_to_permuted_idx": torch.tensor([[0], [1], [-1], [4]], dtype=torch.int32)},
+        ),
+        ("moe_reduction_device_num_experts: pattern", 6, good),
+    ]
+    for expected, pattern, operands in cases:
+        kind, text = raised(lambda p=pattern, o=operands: oxmoe.allreduce_fusion(x, workspace, p, **o))  # type: ignore[misc]
+        assert kind == "ValueError" and text.startswith(expected), (expected, kind, text)
+    for expected, wrong in (
+        ("input: is not contiguous", torch.ones(64, 4, dtype=torch.bfloat16).T),
+        ("input: expected dtype", x.double()),
+        ("input: expected a hidden size", torch.ones(4, 60, dtype=torch.bfloat16)),
+        ("input: pattern kAllReduce of bfloat16 [5, 64] has 640 bytes", torch.ones(5, 64, dtype=torch.bfloat16)),
+    ):
+        kind, text = raised(lambda w=wrong: oxmoe.allreduce_fusion(w, workspace, 0))  # type: ignore[misc]
+        assert kind == "ValueError" and text.startswith(expected), (expected, kind, text)
+    assert raised(lambda: oxmoe.allreduce_fusion(x, None, 0))[0] == "ValueError"  # type: ignore[arg-type]
+    # None of it harmed the workspace.
+    assert torch.equal(oxmoe.allreduce_fusion(x, workspace, 0), x)
+    workspace.destroy()
+    assert "destroyed" in raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0))[1]
+
+
+def test_cuda_tensors_are_refused() -> None:
+    workspace = alone(4, 64)
+    x = CudaTensor((4, 64), "bfloat16")
+    operands = {name: CudaTensor((4, 64), "bfloat16") for name in ("residual_in", "residual_out", "norm_out")}
+    operands["rms_gamma"] = CudaTensor((64,), "bfloat16")
+    kind, text = raised(lambda: oxmoe.allreduce_fusion(x, workspace, 1, **operands))
+    assert kind == "NotImplementedError" and text.startswith(
+        "input: is on cuda:0; allreduce_fusion serves tensors on cpu"
+    )
+    workspace.destroy()
+
+
+def test_groups_are_explicit() -> None:
+    make = oxmoe.create_allreduce_fusion_workspace
+    shape = {"max_token_num": 4, "hidden_dim": 64, "dtype": torch.bfloat16}
+    for expected, arguments in (
+        ("group: expected a torch ProcessGroup", {"world_size": 2, "rank": 0}),
+        ("world_size: is needed", {}),
+        ("rank: expected 0 to 1", {"world_size": 2, "rank": 2, "exchange": list}),
+        ("group: expected a torch ProcessGroup", {"group": object()}),
+        ("exchange: group was given too", {"group": object(), "exchange": list}),
+        ("exchange: expected a function", {"exchange": 3, "world_size": 2, "rank": 0}),
+        ("comm_backend: expected", {"comm_backend": 3, "world_size": 2, "rank": 0}),
+        ("backend: expected", {"backend": "mnnvl", "world_size": 1, "rank": 0}),
+        ("deadline: expected", {"deadline": 0, "world_size": 1, "rank": 0}),
+    ):
+        kind, text = raised(lambda a=arguments: make(**{**shape, **a}))  # type: ignore[misc]
+        assert kind == "ValueError" and text.startswith(expected), (expected, kind, text)
+    for name in shape:
+        kind, text = raised(lambda n=name: make(world_size=1, rank=0, **{**shape, n: None}))  # type: ignore[misc]
+        assert kind == "ValueError" and text.startswith(f"{name}: is needed")
+    assert raised(lambda: make(world_size=1, rank=0, **{**shape, "dtype": torch.int32}))[0] == "ValueError"
+
+
+def test_sizes() -> None:
+    from oxmoe.allreduce import workspace_bytes
+
+    workspace = alone(16, 128)
+    assert workspace.is_buffer_size_sufficient(1, 16, 128, torch.bfloat16)
+    assert workspace.is_buffer_size_sufficient(1, 8, 128, torch.float32, use_oneshot=True)
+    for arguments in ((2, 1, 128, torch.bfloat16), (1, 17, 128, torch.bfloat16), (1, 16, 128, torch.float32)):
+        with pytest.warns(UserWarning, match="not enough"):
+            assert not workspace.is_buffer_size_sufficient(*arguments)
+    assert workspace.nbytes == workspace_bytes(1, 16, 128, torch.bfloat16) == 0
+    assert workspace_bytes(4, 16, 128, torch.float32) == 3 * 16 * 128 * 4
+    # Control, two slots a rank; above the crossover of four ranks two scatter buffers and the sums as well.
+    assert workspace_bytes(2, 16, 128, torch.bfloat16, device="cuda") == 1024 + 2 * 2 * 4096
+    large = 1024 * 1024 * 2
+    assert workspace_bytes(4, 1024, 1024, torch.bfloat16, device="cuda") == 1024 + 2 * 4 * (600 << 10) + 3 * large
+    everything = workspace_bytes(4, 1024, 1024, torch.bfloat16, device="cuda", force_oneshot_support=True)
+    assert everything == 1024 + 2 * 4 * large + 3 * large
+    workspace.destroy()
+    forgotten = alone(4, 64)
+    with pytest.warns(ResourceWarning, match="never destroyed"):
+        del forgotten
+
+
+def test_names_values_and_signatures() -> None:
+    values = {
+        "kAllReduce": 0,
+        "kARResidualRMSNorm": 1,
+        "kARResidualRMSNormFP8Quant": 2,
+        "kARResidualRMSNormFP4Quant": 3,
+        "kARResidualRMSNormOutFP8Quant": 4,
+        "kARResidualRMSNormOutFP4Quant": 5,
+        "kMoEReductionARResidualRMSNorm": 6,
+        "kMoEFinalizeARResidualRMSNorm": 7,
+        "kARResidualRMSNormPerTokenGroupFP8PackedQuant": 8,
+        "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant": 9,
+        "kARResidualRMSNormDynamicFP8Quant": 10,
+        "kARResidualRMSNormOutDynamicFP8Quant": 11,
+    }
+    assert {p.name: p.value for p in Pattern} == values
+    assert {p.name: p.value for p in oxmoe.QuantizationSFLayout} == {
+        "SWIZZLED_128x4": 0,
+        "SWIZZLED_8x4": 1,
+        "LINEAR": 2,
+    }
+    # What SGLang looks for, and flashinfer's order of arguments.
+    assert {"group", "comm_backend"} <= set(inspect.signature(oxmoe.create_allreduce_fusion_workspace).parameters)
+    names = list(inspect.signature(oxmoe.allreduce_fusion).parameters)
+    assert names[:5] == ["input", "workspace", "pattern", "launch_with_pdl", "trigger_completion_at_end"]
+    assert names[5:10] == ["output", "residual_out", "norm_out", "quant_out", "scale_out"]
+    for function in vars(oxmoe._oxmoe).values():
+        if callable(function) and getattr(function, "__name__", "").startswith("allreduce"):
+            assert inspect.signature(function)
+    for name in ("is_buffer_size_sufficient", "destroy"):
+        assert inspect.signature(getattr(oxmoe.AllReduceFusionWorkspace, name))
