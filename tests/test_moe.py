@@ -21,6 +21,7 @@ from cases import (
     TOKENS,
     Layer,
     Shape,
+    draws,
     make_layer,
     make_routing,
     make_workspace,
@@ -52,13 +53,16 @@ def poisoned(layer: Layer, x: Tensor, top_k: int, no_combine: bool = False) -> d
 def check(layer: Layer, x: Tensor, topk_weights: Tensor | None, topk_ids: Tensor | None, **options: Any) -> Tensor:
     """Ours against the reference; x and the routing must come back unchanged."""
     top_k = options.get("top_k", 0) if topk_ids is None else topk_ids.shape[1]
-    buffers = poisoned(layer, x, top_k, options.get("no_combine", False))
-    x_before = x.clone()
-    result = oxmoe.moe(x, layer.weights(), topk_weights, topk_ids, **options, **buffers)
-    assert result is buffers["out"] and same_bits(x, x_before)
-    expected = reference.moe(x, layer.w13, layer.w2, topk_weights, topk_ids, **layer.reference_options, **options)
-    assert_close_ulp(result, expected)
-    return result
+    results, expected = [], []
+    for drawn in draws(x):
+        buffers = poisoned(layer, drawn, top_k, options.get("no_combine", False))
+        before = drawn.clone()
+        results.append(oxmoe.moe(drawn, layer.weights(), topk_weights, topk_ids, **options, **buffers))
+        assert results[-1] is buffers["out"] and same_bits(drawn, before)
+        routing = topk_weights, topk_ids
+        expected.append(reference.moe(drawn, layer.w13, layer.w2, *routing, **layer.reference_options, **options))
+    assert_close_ulp(torch.cat(results), torch.cat(expected))
+    return results[0]
 
 
 def operands(

@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import oxmoe
-from cases import ACTIVATIONS, GPT_OSS, PATTERNS, Layer, Shape, make_routing, make_workspace, make_x, tie_free_logits
+from cases import (
+    ACTIVATIONS,
+    GPT_OSS,
+    PATTERNS,
+    Layer,
+    Shape,
+    draws,
+    make_routing,
+    make_workspace,
+    make_x,
+    tie_free_logits,
+)
 from fake_cuda.harness import execute
 from oxmoe import quantize, reference
 from oxmoe.testing import assert_close_ulp, same_bits
@@ -112,10 +123,13 @@ def call(x: Tensor, weights: oxmoe.ExpertWeights, *routing: Tensor, **options: A
 def check(blocks: Blocks, x: Tensor, *routing: Tensor, **options: Any) -> Tensor:
     """Bit-equal to plain experts of the same numbers, and close to the reference on them."""
     plain = blocks.plain
-    result = call(x, blocks.weights(), *routing, **options)
-    assert same_bits(result, call(x, plain.weights(), *routing, **options))
-    assert_close_ulp(result, reference.moe(x, plain.w13, plain.w2, *routing, **plain.reference_options, **options))
-    return result
+    results, expected = [], []
+    for drawn in draws(x):
+        results.append(call(drawn, blocks.weights(), *routing, **options))
+        assert same_bits(results[-1], call(drawn, plain.weights(), *routing, **options))
+        expected.append(reference.moe(drawn, plain.w13, plain.w2, *routing, **plain.reference_options, **options))
+    assert_close_ulp(torch.cat(results), torch.cat(expected))
+    return results[0]
 
 
 # Numbers

@@ -50,15 +50,6 @@ def test_bars_refuse() -> None:
         assert_close_ulp(expected.float(), expected)
 
 
-def test_one_row_may_stray_further_than_many() -> None:
-    expected = torch.ones(1, 1000, dtype=torch.bfloat16)
-    actual = expected.clone()
-    actual[0, :65] += 2**-7
-    assert_close_ulp(actual, expected)
-    with pytest.raises(AssertionError, match=r"beyond 0.9 ulp"):
-        assert_close_ulp(actual.repeat(10, 1), expected.repeat(10, 1))
-
-
 def test_norms() -> None:
     a, b = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])
     assert relative_norm(b, a) == pytest.approx(0.1) and relative_norm(a * 0, a * 0) == 0.0
