@@ -209,6 +209,10 @@ pub mod ffi {
         schedule_is_older: bool,
         /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
         weights: *const u8,
+        /// Packed MXFP4 (`weights`: codes, both as in csrc/common/mxfp4.cuh), else null.
+        block_scales: *const u8,
+        /// fp32 `[experts]`, packed MXFP4: powers of two that multiply an expert's sums, else null.
+        expert_scales: *const f32,
         /// `[experts, rows]` in `bias_dtype`, or null.
         bias: *const u8,
         bias_dtype: Dtype,

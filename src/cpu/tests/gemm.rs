@@ -80,6 +80,8 @@ impl Data {
             next_unit: std::ptr::null_mut(),
             schedule_is_older: false,
             weights: self.weights.bytes.as_ptr(),
+            block_scales: std::ptr::null(),
+            expert_scales: std::ptr::null(),
             bias: self.bias.as_ref().map_or(std::ptr::null(), |b| b.bytes.as_ptr()),
             bias_dtype: c.bias.unwrap_or(Dtype::F32),
             slot_weights: if c.slot_weights { self.slot_weights.as_ptr() } else { std::ptr::null() },

@@ -58,6 +58,8 @@ fn expanded_weights_are_plain_weights() {
                                 next_unit: std::ptr::null_mut(),
                                 schedule_is_older: false,
                                 weights,
+                                block_scales: std::ptr::null(),
+                                expert_scales: std::ptr::null(),
                                 bias: std::ptr::null(),
                                 bias_dtype: Dtype::F32,
                                 slot_weights: std::ptr::null(),

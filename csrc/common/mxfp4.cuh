@@ -1,0 +1,80 @@
+// MXFP4 weights as the GPU kernels hold them: e2m1 codes and E8M0 scales, packed so that a thread reads its mma A fragments as
+// one vector and needs 13 instructions for 8 weights.
+//
+// A matrix [rows, k] of an expert is cut into blocks of 64 rows x 64 K, rows and K padded with zeros:
+//   codes   [experts][ceil(rows / 64)][ceil(k / 64)][2048 bytes]
+//   scales  [experts][ceil(rows / 64)][ceil(k / 64)][128 bytes]
+// so that the blocks of 64 rows are contiguous along K. Four warps share a block, 16 rows each: thread t of the 128 has 16 bytes
+// of codes at 16 t, word j of them its A fragment of k16 step j (m64k16 of wgmma, m16k16 of mma.sync: the same in a warp), and
+// shares the word of scales at 4 (t / 4) with its quad.
+//
+// Lane l of warp w, g = l / 4, c = l % 4, holds fragment rows g (registers 0 and 2) and g + 8 (1 and 3), columns 2 c, 2 c + 1 of
+// the k16 step (registers 0 and 1) and those + 8 (2 and 3), the lower column in the lower half. Which weight rows these are, with
+// s = 4 (row tile) + w, the slice:
+//   plain   16 s + g and 16 s + 8 + g
+//   gated   gate and up of output column 8 s + g, whatever the layout of the checkpoint
+#pragma once
+#include <cstdint>
+
+namespace oxmoe::mxfp4 {
+
+constexpr int kBlockRows = 64, kBlockK = 64, kCodeBytes = 2048, kScaleBytes = 128;
+
+// An e2m1 code is s e e m. The bf16 bits  s000000e em000000  are its value * 2^-126, 0.5 included (a bf16 subnormal), so decoding
+// is: move four bits into place, then multiply by 2^126 * scale. Both steps are exact.
+constexpr uint32_t kInPlace = 0x81C081C0;  // bits 15 and 8, 7, 6 of both halves
+
+// Where the packer puts a code so that decode() needs 9 instructions for the placing: registers 1 and 2 lie 2 and 6 bits too
+// low, register 3 is rotated right by 12, and of register 0 s e e are in place and m is 8 bits too high.
+__host__ __device__ constexpr uint32_t place(uint32_t code, int reg, int half) {
+    const uint32_t in_place = ((code & 8) << 12 | (code & 7) << 6) << (16 * half), m = 0x40u << (16 * half);
+    return reg == 0   ? (in_place & ~m) | (in_place & m) << 8
+           : reg == 1 ? in_place >> 2
+           : reg == 2 ? in_place >> 6
+                      : in_place >> 12 | in_place << 20;
+}
+
+// The multiplier of scale byte E, value 2^(E - 127), is the bf16 2^(E - 1 - shift): exponent field E + 126 - shift. An expert's
+// shift is 0 while its largest E is at most 128 (a scale of 2), else that E - 128: then the sums are multiplied by 2^shift.
+// Scales below 2^(shift - 132) lose bits. E = 255 is NaN: the packer makes it the field 255 and the codes 0, since 0 * inf is
+// NaN.
+__host__ __device__ constexpr uint32_t scale_field(int e8m0, int shift) {
+    const int field = e8m0 + 126 - shift;
+    return e8m0 == 255 ? 255 : field < 0 ? 0 : field;
+}
+
+// Scale word of a quad: fields of the block's first 32 K at bits 7 (row g) and 23 (row g + 8), in place for bf16; those of the
+// second 32 rotated right by 8.
+__host__ __device__ constexpr uint32_t place_scales(uint32_t g_first, uint32_t g8_first, uint32_t g_second, uint32_t g8_second) {
+    const uint32_t first = g_first << 7 | g8_first << 23, second = g_second << 7 | g8_second << 23;
+    return first | second >> 8 | second << 24;
+}
+
+#ifdef __CUDACC__
+// Multipliers of K group 0 or 1 of a block: the low half is row g's, the high half row g + 8's.
+__device__ __forceinline__ uint32_t unpack_scales(uint32_t word, int group) {
+    return (group ? __funnelshift_l(word, word, 8) : word) & 0x7F807F80;
+}
+
+// Of both halves. Adding -0 keeps the sign of a zero.
+__device__ __forceinline__ uint32_t multiply(uint32_t bits, uint32_t scale) {
+    uint32_t product;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(bits), "r"(scale));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(bits), "r"(scale), "r"(0x80008000));
+#endif
+    return product;
+}
+
+// A fragment of a k16 step: `word` of codes, `scales` from unpack_scales.
+__device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+    const uint32_t bits[4] = {(word & 0x81808180) | ((word >> 8) & 0x00400040), (word << 2) & kInPlace, (word << 6) & kInPlace,
+                              __funnelshift_l(word, word, 12) & kInPlace};
+    const uint32_t row_g = __byte_perm(scales, 0, 0x1010), row_g8 = __byte_perm(scales, 0, 0x3232);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[r] = multiply(bits[r], r % 2 ? row_g8 : row_g);
+}
+#endif
+
+}  // namespace oxmoe::mxfp4
