@@ -73,6 +73,14 @@ __device__ __forceinline__ void copy_tensor_5d(void* destination, const CUtensor
         : "memory");
 }
 
+// `bytes` contiguous bytes; both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(destination)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

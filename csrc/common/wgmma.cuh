@@ -1,4 +1,5 @@
-// wgmma m64nNk16, A and B from shared memory, fp32 sums, for N = 16, 24, ... 192.
+// wgmma m64nNk16, B from shared memory, fp32 sums: A from shared memory for N = 16, 24, ... 192, and, in bf16, from registers for
+// N = 8 and 16, 32, ... 256.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -27,13 +28,18 @@ __device__ __forceinline__ uint64_t descriptor_128b(uint32_t address, uint32_t o
     return descriptor;
 }
 
-// d[64 x N] (+)= a[64 x 16] b[N x 16]^T by one warpgroup; `keep` false overwrites d. Lane l of warp w, g = l / 4, c = l % 4:
+// d[64 x N] += a[64 x 16] b[N x 16]^T by one warpgroup; `keep` false overwrites d. Lane l of warp w, g = l / 4, c = l % 4:
 //   d[4 j], d[4 j + 1]: row 16 w + g, columns 8 j + 2 c, + 1        d[4 j + 2], d[4 j + 3]: row 16 w + g + 8
 template <typename Element, int N>
 struct Wgmma;
 
+// The same with a from registers: a[0] row g, columns 2 c, + 1; a[1] row g + 8; a[2], a[3] the same rows, columns + 8.
+template <int N>
+struct WgmmaFromRegisters;
+
 // clang-format off
-#define REGISTERS8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS4 "%0, %1, %2, %3"
+#define REGISTERS8 REGISTERS4 ", " "%4, %5, %6, %7"
 #define REGISTERS12 REGISTERS8 ", " "%8, %9, %10, %11"
 #define REGISTERS16 REGISTERS12 ", " "%12, %13, %14, %15"
 #define REGISTERS20 REGISTERS16 ", " "%16, %17, %18, %19"
@@ -56,9 +62,18 @@ struct Wgmma;
 #define REGISTERS88 REGISTERS84 ", " "%84, %85, %86, %87"
 #define REGISTERS92 REGISTERS88 ", " "%88, %89, %90, %91"
 #define REGISTERS96 REGISTERS92 ", " "%92, %93, %94, %95"
+#define REGISTERS100 REGISTERS96 ", " "%96, %97, %98, %99"
+#define REGISTERS104 REGISTERS100 ", " "%100, %101, %102, %103"
+#define REGISTERS108 REGISTERS104 ", " "%104, %105, %106, %107"
+#define REGISTERS112 REGISTERS108 ", " "%108, %109, %110, %111"
+#define REGISTERS116 REGISTERS112 ", " "%112, %113, %114, %115"
+#define REGISTERS120 REGISTERS116 ", " "%116, %117, %118, %119"
+#define REGISTERS124 REGISTERS120 ", " "%120, %121, %122, %123"
+#define REGISTERS128 REGISTERS124 ", " "%124, %125, %126, %127"
 #define SUM(i) "+f"(d[i])
 #define SUMS4_AT(i) SUM(i), SUM(i + 1), SUM(i + 2), SUM(i + 3)
-#define SUMS8 SUMS4_AT(0), SUMS4_AT(4)
+#define SUMS4 SUMS4_AT(0)
+#define SUMS8 SUMS4, SUMS4_AT(4)
 #define SUMS12 SUMS8, SUMS4_AT(8)
 #define SUMS16 SUMS12, SUMS4_AT(12)
 #define SUMS20 SUMS16, SUMS4_AT(16)
@@ -81,6 +96,14 @@ struct Wgmma;
 #define SUMS88 SUMS84, SUMS4_AT(84)
 #define SUMS92 SUMS88, SUMS4_AT(88)
 #define SUMS96 SUMS92, SUMS4_AT(92)
+#define SUMS100 SUMS96, SUMS4_AT(96)
+#define SUMS104 SUMS100, SUMS4_AT(100)
+#define SUMS108 SUMS104, SUMS4_AT(104)
+#define SUMS112 SUMS108, SUMS4_AT(108)
+#define SUMS116 SUMS112, SUMS4_AT(112)
+#define SUMS120 SUMS116, SUMS4_AT(116)
+#define SUMS124 SUMS120, SUMS4_AT(120)
+#define SUMS128 SUMS124, SUMS4_AT(124)
 // clang-format on
 
 // COUNT = N / 2 sums; A, B, KEEP: the operand numbers after them.
@@ -122,10 +145,41 @@ DEFINE_WGMMA(168, 84, 84, 85, 86)
 DEFINE_WGMMA(176, 88, 88, 89, 90)
 DEFINE_WGMMA(184, 92, 92, 93, 94)
 DEFINE_WGMMA(192, 96, 96, 97, 98)
+// A0 ... A3, B: the operand numbers after the sums.
+#define DEFINE_WGMMA_FROM_REGISTERS(N, COUNT, A0, A1, A2, A3, B)                                        \
+    template <>                                                                                         \
+    struct WgmmaFromRegisters<N> {                                                                      \
+        static __device__ __forceinline__ void multiply(float* d, const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS##COUNT  \
+                         "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"            \
+                         : SUMS##COUNT                                                                  \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                         \
+        }                                                                                               \
+    };
+DEFINE_WGMMA_FROM_REGISTERS(8, 4, 4, 5, 6, 7, 8)
+DEFINE_WGMMA_FROM_REGISTERS(16, 8, 8, 9, 10, 11, 12)
+DEFINE_WGMMA_FROM_REGISTERS(32, 16, 16, 17, 18, 19, 20)
+DEFINE_WGMMA_FROM_REGISTERS(48, 24, 24, 25, 26, 27, 28)
+DEFINE_WGMMA_FROM_REGISTERS(64, 32, 32, 33, 34, 35, 36)
+DEFINE_WGMMA_FROM_REGISTERS(80, 40, 40, 41, 42, 43, 44)
+DEFINE_WGMMA_FROM_REGISTERS(96, 48, 48, 49, 50, 51, 52)
+DEFINE_WGMMA_FROM_REGISTERS(112, 56, 56, 57, 58, 59, 60)
+DEFINE_WGMMA_FROM_REGISTERS(128, 64, 64, 65, 66, 67, 68)
+DEFINE_WGMMA_FROM_REGISTERS(144, 72, 72, 73, 74, 75, 76)
+DEFINE_WGMMA_FROM_REGISTERS(160, 80, 80, 81, 82, 83, 84)
+DEFINE_WGMMA_FROM_REGISTERS(176, 88, 88, 89, 90, 91, 92)
+DEFINE_WGMMA_FROM_REGISTERS(192, 96, 96, 97, 98, 99, 100)
+DEFINE_WGMMA_FROM_REGISTERS(208, 104, 104, 105, 106, 107, 108)
+DEFINE_WGMMA_FROM_REGISTERS(224, 112, 112, 113, 114, 115, 116)
+DEFINE_WGMMA_FROM_REGISTERS(240, 120, 120, 121, 122, 123, 124)
+DEFINE_WGMMA_FROM_REGISTERS(256, 128, 128, 129, 130, 131, 132)
+#undef DEFINE_WGMMA_FROM_REGISTERS
 #undef DEFINE_WGMMA
 #undef DEFINE_WGMMA_OF
 #undef SUM
 #undef SUMS4_AT
+#undef REGISTERS4
+#undef SUMS4
 #undef REGISTERS8
 #undef SUMS8
 #undef REGISTERS12
@@ -172,5 +226,21 @@ DEFINE_WGMMA(192, 96, 96, 97, 98)
 #undef SUMS92
 #undef REGISTERS96
 #undef SUMS96
+#undef REGISTERS100
+#undef SUMS100
+#undef REGISTERS104
+#undef SUMS104
+#undef REGISTERS108
+#undef SUMS108
+#undef REGISTERS112
+#undef SUMS112
+#undef REGISTERS116
+#undef SUMS116
+#undef REGISTERS120
+#undef SUMS120
+#undef REGISTERS124
+#undef SUMS124
+#undef REGISTERS128
+#undef SUMS128
 
 }  // namespace oxmoe::sm90

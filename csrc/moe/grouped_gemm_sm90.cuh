@@ -124,17 +124,7 @@ struct GroupedGemmSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
-#pragma unroll 1
-            for (int s = 0; s < Stages; ++s) {
-                sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
-                sm90::barrier_init(&shared.empty[s], 4 * Consumers);
-            }
-            for (int u = 0; u < kUnitSlots; ++u) {
-                sm90::barrier_init(&shared.unit_full[u], 32);
-                sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * Consumers);
-            }
-            sm90::barrier_init(&shared.fetch_next, 1);
-            sm90::barrier_init_fence();
+            init_barriers(shared);
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
@@ -155,7 +145,23 @@ struct GroupedGemmSm90 {
         }
     }
 
-private:
+    // What follows also serves the fused layer and the MXFP4 kernel: `Buffers` is any struct with the members of Shared they use.
+
+    template <typename Buffers>
+    static __device__ __forceinline__ void init_barriers(Buffers& shared) {
+#pragma unroll 1
+        for (int s = 0; s < Stages; ++s) {
+            sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
+            sm90::barrier_init(&shared.empty[s], 4 * Consumers);
+        }
+        for (int u = 0; u < kUnitSlots; ++u) {
+            sm90::barrier_init(&shared.unit_full[u], 32);
+            sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * Consumers);
+        }
+        sm90::barrier_init(&shared.fetch_next, 1);
+        sm90::barrier_init_fence();
+    }
+
     // NOTE: from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform registers.
     static __device__ __forceinline__ int consumer_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0); }
 
@@ -191,14 +197,15 @@ private:
         return {tile.expert, tile.first, tile.count, place / tiles};
     }
 
-    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
+    template <bool ByExpert = kPaired, typename Buffers>
+    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Buffers& shared) {
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
         const int units = tile_count * row_blocks;
         RingPosition<kUnitSlots> ring;
         RingPosition<1> fetches;
         for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
             WorkUnit work{-1, 0, 0, 0};
-            if (kPaired && unit < units)
+            if (ByExpert && unit < units)
                 work = unit_by_expert(p, unit, row_blocks, tile_count);
             else if (unit < units)
                 find_unit(p.tiles, tile_count, row_blocks, unit, work);
@@ -222,6 +229,59 @@ private:
         }
     }
 
+    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
+
+    // `Blocks` K blocks a stage.
+    template <int Blocks = 1, typename Buffers>
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Buffers& shared) {
+        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
+                      kGroups = MaxTokens / kGroupRows;
+        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+            const int grouped = work.count / kGroupRows * kGroupRows;
+            uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
+#pragma unroll 1
+            for (int block = 0, staged = 0; block < k_blocks(p); ++block) {
+                if (staged == 0) sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+                const bool inside = block * 8 + chunk < chunks;
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
+                asm("" : "+l"(x));  // one sum a block instead of one a row
+                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + staged * kTokenBytes + swizzled;
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    if (group * kGroupRows >= grouped) break;
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        sm90::copy_16_async(tokens + (group * kGroupRows + i * kPassRows) * 128, x + source[group][i], inside);
+                    }
+                }
+#pragma unroll 1
+                for (int n = grouped + first; n < work.count; n += kPassRows) {
+                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], inside);
+                }
+                if (++staged < Blocks && block + 1 < k_blocks(p)) continue;
+                staged = 0;
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+                ring.advance();
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
+private:
     // ---- weights: one thread, one box a stage, or two for each consumer that has rows ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
@@ -259,53 +319,6 @@ private:
         }
     }
 
-    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
-
-    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
-        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
-        constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
-                      kGroups = MaxTokens / kGroupRows;
-        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
-        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
-        RingPosition<kUnitSlots> units;
-        RingPosition<Stages> ring;
-        pdl::wait();
-        pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
-            const uint32_t* sources = shared.source[units.slot];
-            const int grouped = work.count / kGroupRows * kGroupRows;
-            uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
-#pragma unroll
-            for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
-#pragma unroll 1
-            for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
-                const bool inside = block * 8 + chunk < chunks;
-                const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
-                asm("" : "+l"(x));  // one sum a block instead of one a row
-                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
-#pragma unroll
-                for (int group = 0; group < kGroups; ++group) {
-                    if (group * kGroupRows >= grouped) break;
-#pragma unroll
-                    for (int i = 0; i < kGroup; ++i) {
-                        sm90::copy_16_async(tokens + (group * kGroupRows + i * kPassRows) * 128, x + source[group][i], inside);
-                    }
-                }
-#pragma unroll 1
-                for (int n = grouped + first; n < work.count; n += kPassRows) {
-                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], inside);
-                }
-                sm90::copy_async_arrive(&shared.full[ring.slot]);
-            }
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-        }
-    }
-
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
@@ -328,6 +341,8 @@ private:
                 }
                 continue;
             }
+            Biases bias;
+            load_biases(work, p, bias);
             // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
             // asm, else every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
@@ -336,7 +351,7 @@ private:
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (MaxTokens / 2)][i % (MaxTokens / 2)]));
             }
             multiply_at_width<16, MaxTokens>(work.count, k_blocks(p), sums, shared, ring);
-            const bool activated = prepare_sums(work, sums, p);
+            const bool activated = prepare_sums(work, sums, bias, p);
             if (!Gated || activated)
                 store<true>(work, sums, p, shared, staging);
             else
@@ -345,8 +360,7 @@ private:
     }
 
 public:
-    // The smallest width that holds the tile, by bisection. This and what follows also serve the fused layer: `Buffers` is any
-    // struct with stage, full, empty and staging.
+    // The smallest width that holds the tile, by bisection.
     template <int Low, int High, typename Buffers>
     static __device__ __forceinline__ void multiply_at_width(int count, int blocks, float (&sums)[RowTiles][MaxTokens / 2],
                                                              Buffers& shared, RingPosition<Stages>& ring) {
@@ -402,32 +416,48 @@ public:
     }
 
     // Row of the expert's weights at `row` (0 to 7) of half `half` of a warp's slice of a row tile.
+    // `GateFirst`: a pair's halves are gate and up whatever the layout, as packed weights have them.
+    template <bool GateFirst>
     static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int row_tile, int warp, int half, int row) {
+        if (GateFirst && p.layout == W13Layout::UpGate) half ^= 1;
         const int slice = row_tile * 4 + warp, strip = row_tile / 2 * 4 + warp, tile = row_tile % 2;
         if (!Gated) return kPaired ? strip * 32 + row * 4 + tile * 2 + half : slice * 16 + half * 8 + row;
         const int column = kPaired ? strip * 16 + row * 2 + tile : slice * 8 + row;
         return p.layout == W13Layout::Interleaved ? column * 2 + half : half * p.out_columns + column;
     }
 
+    // Of a lane's two rows in each row tile.
+    using Biases = float[RowTiles][2];
+
+    // NOTE: before the multiplication, so that nobody waits for them after it.
+    template <bool GateFirst = false>
+    static __device__ __forceinline__ void load_biases(const WorkUnit& work, const GroupedGemmParams& p, Biases& bias) {
+        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        if (!p.bias) return;
+#pragma unroll
+        for (int m = 0; m < RowTiles; ++m) {
+            const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
+            const int first = kPaired ? (row_tile / 2 * 4 + warp) * 32 : (row_tile * 4 + warp) * 16;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const size_t row = size_t(work.expert) * p.rows + weight_row<GateFirst>(p, row_tile, warp, half, lane / 4);
+                bias[m][half] = first < p.rows ? load_bias(p, row) : 0.f;
+            }
+        }
+    }
+
     // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
     // activation is done; a gated kind's outputs then lie where its gates were.
+    template <bool GateFirst = false>
     static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
-                                                        const GroupedGemmParams& p) {
+                                                        const Biases& bias, const GroupedGemmParams& p) {
         constexpr int kSums = MaxTokens / 2;
-        const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         if (p.bias) {
 #pragma unroll
             for (int m = 0; m < RowTiles; ++m) {
-                const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
-                const int first = kPaired ? (row_tile / 2 * 4 + warp) * 32 : (row_tile * 4 + warp) * 16;
-                float bias[2] = {0.f, 0.f};
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const size_t row = size_t(work.expert) * p.rows + weight_row(p, row_tile, warp, half, lane / 4);
-                    if (first < p.rows) bias[half] = load_bias(p, row);
-                }
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[i / 2 % 2];
+                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[m][i / 2 % 2];
             }
         }
         if (p.slot_weights) {
@@ -443,7 +473,7 @@ public:
                 }
             }
         }
-        if (Gated && p.layout == W13Layout::UpGate) {
+        if (Gated && !GateFirst && p.layout == W13Layout::UpGate) {
 #pragma unroll
             for (int i = 0; i < RowTiles * kSums; ++i) {
                 if (i % 4 >= 2) continue;

@@ -195,7 +195,9 @@ private:
     template <typename Gemm>
     static __device__ __forceinline__ void finish(const WorkUnit& work, float (&sums)[1][kWidth / 2], const GroupedGemmParams& p,
                                                   Shared& shared, uint32_t& staging) {
-        const bool activated = Gemm::prepare_sums(work, sums, p);
+        typename Gemm::Biases bias;
+        Gemm::load_biases(work, p, bias);
+        const bool activated = Gemm::prepare_sums(work, sums, bias, p);
         if (Gemm::kGated && !activated)
             Gemm::template store<false>(work, sums, p, shared, staging);
         else

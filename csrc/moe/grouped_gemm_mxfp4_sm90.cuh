@@ -1,0 +1,370 @@
+// Grouped GEMM for Hopper with packed MXFP4 weights and bf16 tokens: out[place] = activation(weights[expert(place)] x[row(place)]
+// + bias[expert(place)]). Exact: e2m1 times a power of two is a bf16.
+//
+// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's. Weights come as they lie in memory, 4.25 bits each,
+// and are decoded in registers, 52 instructions for 64 x 64 of them and warp, of 75 in all; memory's rate leaves about 125
+// cycles.
+//
+// Up to 32 tokens a warp multiplies with mma.sync: it goes on decoding meanwhile, where wgmma with A in registers would hold it
+// up. Wider tiles use wgmma, several warpgroups a CTA, so that one decodes while another multiplies. The two give the same bits.
+// Either way a stage's K blocks are one straight run of code.
+//
+// Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out; see mxfp4.cuh for the
+// layout.
+#pragma once
+#include <cstdint>
+
+#include "../common/mxfp4.cuh"
+#include "../common/sm80.cuh"
+#include "grouped_gemm_sm90.cuh"
+
+namespace oxmoe {
+
+template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
+struct GroupedGemmMxfp4Sm90 {
+    using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
+
+    static constexpr int kThreads = Base::kThreads;
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kCodeBytes = Blocks * mxfp4::kCodeBytes, kScaleBytes = Blocks * mxfp4::kScaleBytes;
+    // Tiles of an expert in turn, where it has several.
+    static constexpr bool kByExpert = MaxTokens >= 128;
+    // Between the widths that a tile can be multiplied at: with many wide ones ptxas runs out of registers (C7512).
+    static constexpr int kWidthStep = MaxTokens >= 128 ? 32 : MaxTokens <= 32 ? 8 : 16;
+    static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
+    // K16 steps in a wgmma group.
+    static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
+    static constexpr bool kMmaSync = MaxTokens <= 32;
+    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 2 * 224 is what 3 * 168
+    // make, 56 + 3 * 152 what 4 * 128 make.
+    static constexpr bool kMovesRegisters = MaxTokens >= 128;
+    static constexpr int kConsumerRegisters = Consumers == 2 ? 224 : 152;
+    static_assert(!kMovesRegisters || Consumers == 2 || Consumers == 3, "the registers of all threads");
+
+    struct alignas(1024) Stage {
+        uint8_t tokens[Blocks * Base::kTokenBytes], codes[Consumers][kCodeBytes], scales[Consumers][kScaleBytes];
+    };
+    struct Shared {
+        Stage stage[Stages];
+        uint8_t staging[Consumers][2 * Base::kStagingBytes];
+        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        WorkUnit unit[kUnitSlots];
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
+    static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024), kCtasByRegisters = kMmaSync ? 768 / kThreads : 1;
+    static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+
+    static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) Base::init_barriers(shared);
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            if constexpr (kMovesRegisters) sm90::registers_decrease<56>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy_weights(p, shared);
+            else if (warp == 1)
+                Base::template schedule<kByExpert>(p, shared);
+            else if constexpr (kMmaSync)
+                gather(p, shared);
+            else
+                Base::template gather<Blocks>(p, shared);
+        } else {
+            if constexpr (kMovesRegisters) sm90::registers_increase<kConsumerRegisters>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
+
+    static __device__ __forceinline__ void copy_weights(const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        const int k_blocks = Base::k_blocks(p), row_tiles = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        const int fetch_block = max(0, k_blocks - Base::kFetchLead) / Blocks * Blocks;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const int first_tile = work.row_block * Consumers, tiles = min(Consumers, row_tiles - first_tile);
+            const size_t first = (size_t(work.expert) * row_tiles + first_tile) * k_blocks;
+            const uint8_t *codes = p.weights + first * mxfp4::kCodeBytes, *scales = p.block_scales + first * mxfp4::kScaleBytes;
+#pragma unroll 1
+            for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
+                const int blocks = min(Blocks, k_blocks - block);
+                const int code_bytes = blocks * mxfp4::kCodeBytes, scale_bytes = blocks * mxfp4::kScaleBytes;
+                Stage& stage = shared.stage[ring.slot];
+                uint64_t* full = &shared.full[ring.slot];
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(full, tiles * (code_bytes + scale_bytes));
+#pragma unroll 1
+                for (int tile = 0; tile < tiles; ++tile) {
+                    const size_t at = size_t(tile) * k_blocks + block;
+                    sm90::copy_bulk(stage.codes[tile], codes + at * mxfp4::kCodeBytes, code_bytes, full);
+                    sm90::copy_bulk(stage.scales[tile], scales + at * mxfp4::kScaleBytes, scale_bytes, full);
+                }
+            }
+        }
+    }
+
+    // ---- tokens of narrow tiles: 8 neighbouring threads copy 128 bytes of a row, a stage's blocks in a straight run ----
+
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        constexpr int kPassRows = Base::kGatherThreads / 8;
+        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        const int k_blocks = Base::k_blocks(p);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+            const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
+#pragma unroll 1
+            for (int block = 0; block < k_blocks; block += Blocks, x += Blocks * 8, ring.advance()) {
+                uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+#pragma unroll 1
+                for (int n = first; n < work.count; n += kPassRows, tokens += kPassRows * 128) {
+                    const uint4* row = x + sources[n];
+                    if ((block + Blocks) * 8 <= chunks) {
+#pragma unroll
+                        for (int i = 0; i < Blocks; ++i) sm90::copy_16_async(tokens + i * Base::kTokenBytes, row + i * 8, true);
+                    } else {
+                        // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+#pragma unroll 1
+                        for (int i = 0; block + i < k_blocks; ++i) {
+                            const bool inside = (block + i) * 8 + chunk < chunks;
+                            sm90::copy_16_async(tokens + i * Base::kTokenBytes, inside ? row + i * 8 : row, inside);
+                        }
+                    }
+                }
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
+    // ---- consumers ----
+
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        uint32_t staging = 0;
+        const int k_blocks = Base::k_blocks(p);
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            if (work.expert < 0) break;
+            if (!Base::has_rows(p, work, Base::consumer_index())) {
+                for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_arrive_if(&shared.empty[ring.slot], threadIdx.x % 32 == 0);
+                }
+                continue;
+            }
+            typename Base::Biases bias;
+            Base::template load_biases<true>(work, p, bias);
+            const float scale = p.expert_scales[work.expert];
+            float sums[1][MaxTokens / 2];
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
+            multiply_at_width<kWidthStep, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= scale;
+            const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
+            if (!Gated || activated)
+                Base::template store<true>(work, sums, p, shared, staging);
+            else
+                Base::template store<false>(work, sums, p, shared, staging);
+        }
+    }
+
+    // The smallest width that holds the tile, by bisection.
+    template <int Low, int High>
+    static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
+                                                             RingPosition<Stages>& ring) {
+        if constexpr (Low == High && kMmaSync) {
+            multiply_by_warp<Low>(k_blocks, sums, shared, ring);
+        } else if constexpr (Low == High) {
+            multiply<Low>(k_blocks, sums, shared, ring);
+        } else {
+            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
+            if (count <= kMiddle)
+                multiply_at_width<Low, kMiddle>(count, k_blocks, sums, shared, ring);
+            else
+                multiply_at_width<kMiddle + kWidthStep, High>(count, k_blocks, sums, shared, ring);
+        }
+    }
+
+    // A block's weights and half a block's tokens in registers.
+    struct Weights {
+        uint4 codes;
+        uint32_t scales;
+
+        __device__ __forceinline__ void load(const uint8_t* my_codes, const uint8_t* my_scales, int block) {
+            codes = *reinterpret_cast<const uint4*>(my_codes + block * mxfp4::kCodeBytes);
+            scales = *reinterpret_cast<const uint32_t*>(my_scales + block * mxfp4::kScaleBytes);
+        }
+    };
+    template <int Width>
+    struct Tokens {
+        uint32_t tiles[Width / 8][4];
+
+        // `mine`: addresses of this lane's rows in the two halves of a block's 64 K.
+        __device__ __forceinline__ void load(const uint32_t (&mine)[2], int block, int half) {
+#pragma unroll
+            for (int n = 0; n < Width / 8; ++n) {
+                sm80::load_matrix_4(tiles[n], mine[half] + block * Base::kTokenBytes + n * 1024);
+            }
+        }
+    };
+
+    template <int Width>
+    static __device__ __forceinline__ void multiply_half(float* sums, const Weights& weights, const Tokens<Width>& tokens,
+                                                         int half) {
+        const uint32_t scales = mxfp4::unpack_scales(weights.scales, half);
+        const uint32_t words[4] = {weights.codes.x, weights.codes.y, weights.codes.z, weights.codes.w};
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            uint32_t a[4];
+            mxfp4::decode(words[half * 2 + step], scales, a);
+#pragma unroll
+            for (int n = 0; n < Width / 8; ++n) {
+                float (&tile)[4] = *reinterpret_cast<float (*)[4]>(&sums[4 * n]);
+                sm80::multiply_add<__nv_bfloat16>(tile, a, tokens.tiles[n][step * 2], tokens.tiles[n][step * 2 + 1]);
+            }
+        }
+    }
+
+    // mma.sync does not hold its warp up, so that decoding overlaps with it within a warp.
+    template <int Width>
+    static __device__ __forceinline__ void multiply_by_warp(int k_blocks, float* sums, Shared& shared,
+                                                            RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+        // Tile i of four is tokens 0 to 7, chunk i of 64 bytes.
+        const uint32_t swizzled = lane % 8 * 128 + ((lane / 8) ^ (lane % 8)) * 16;
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+            const Stage& stage = shared.stage[ring.slot];
+            const uint8_t* my_codes = stage.codes[consumer] + thread * 16;
+            const uint8_t* my_scales = stage.scales[consumer] + thread / 4 * 4;
+            const uint32_t first_half = sm90::shared_address(stage.tokens) + swizzled,
+                           my_tokens[2] = {first_half, first_half ^ 64};
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            if (block + Blocks <= k_blocks) {
+                Weights weights[2];
+                Tokens<Width> tokens[2];
+                weights[0].load(my_codes, my_scales, 0);
+                tokens[0].load(my_tokens, 0, 0);
+#pragma unroll
+                for (int half = 0; half < 2 * Blocks; ++half) {
+                    const int next = half + 1;
+                    if (next % 2 == 0 && next < 2 * Blocks) weights[next / 2 % 2].load(my_codes, my_scales, next / 2);
+                    if (next < 2 * Blocks) tokens[next % 2].load(my_tokens, next / 2, next % 2);
+                    multiply_half<Width>(sums, weights[half / 2 % 2], tokens[half % 2], half % 2);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; block + i < k_blocks; ++i) {
+                    Weights weights;
+                    weights.load(my_codes, my_scales, i);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        Tokens<Width> tokens;
+                        tokens.load(my_tokens, i, half);
+                        multiply_half<Width>(sums, weights, tokens, half);
+                    }
+                }
+            }
+            __syncwarp();
+            sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+        }
+    }
+
+    template <int Width>
+    static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index();
+        const bool is_lane_0 = threadIdx.x % 32 == 0;
+        int previous = 0, block = 0;
+#pragma unroll 1
+        for (; block + Blocks <= k_blocks; block += Blocks, ring.advance()) {
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::fence_async_proxy();
+            multiply_blocks<Width, Blocks>(sums, shared.stage[ring.slot], consumer, 0,
+                                           [&] { sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0); });
+            previous = ring.slot;
+        }
+        sm90::wgmma_wait<0>();
+        sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0);
+        // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
+        if (Blocks == 1 || block == k_blocks) return;
+        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+        sm90::fence_async_proxy();
+#pragma unroll 1
+        for (int i = 0; block + i < k_blocks; ++i) {
+            multiply_blocks<Width, 1>(sums, shared.stage[ring.slot], consumer, i, [] {});
+            sm90::wgmma_wait<0>();
+        }
+        sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+        ring.advance();
+    }
+
+    // `Run` K blocks of a stage from block `first` on. While the tensor cores work on a group, the next one is decoded, and the
+    // next block is on its way from shared memory. On return one group is in flight; `earlier_done` is called once everything
+    // older than this call has finished.
+    template <int Width, int Run, typename F>
+    static __device__ __forceinline__ void multiply_blocks(float* sums, const Stage& stage, int consumer, int first,
+                                                           F earlier_done) {
+        const uint8_t* my_codes = stage.codes[consumer] + first * mxfp4::kCodeBytes + threadIdx.x % 128 * 16;
+        const uint8_t* my_scales = stage.scales[consumer] + first * mxfp4::kScaleBytes + threadIdx.x % 128 / 4 * 4;
+        const uint32_t tokens = sm90::shared_address(stage.tokens) + first * Base::kTokenBytes;
+        uint4 codes = *reinterpret_cast<const uint4*>(my_codes);
+        uint32_t scales = *reinterpret_cast<const uint32_t*>(my_scales);
+#pragma unroll
+        for (int block = 0; block < Run; ++block) {
+            const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+            const uint32_t scale_pairs[2] = {mxfp4::unpack_scales(scales, 0), mxfp4::unpack_scales(scales, 1)};
+            if (block + 1 < Run) {
+                codes = *reinterpret_cast<const uint4*>(my_codes + (block + 1) * mxfp4::kCodeBytes);
+                scales = *reinterpret_cast<const uint32_t*>(my_scales + (block + 1) * mxfp4::kScaleBytes);
+            }
+#pragma unroll
+            for (int step = 0; step < 4; step += kSteps) {
+                uint32_t a[kSteps][4];
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) mxfp4::decode(words[step + i], scale_pairs[(step + i) / 2], a[i]);
+                sm90::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) {
+                    sm90::WgmmaFromRegisters<Width>::multiply(
+                        sums, a[i], sm90::descriptor_128b(tokens, block * Base::kTokenBytes + (step + i) * 32));
+                }
+                sm90::wgmma_commit();
+                sm90::wgmma_wait<1>();
+                if (block + step == 0) earlier_done();
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe
