@@ -2,7 +2,10 @@
 
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
-use crate::params::{CombineParams, GroupedGemmParams, LayerParams, RaggedParams, RouteParams, SelectParams};
+use crate::params::{
+    CombineParams, GroupedGemmParams, LayerParams, PackMxfp4Params, RaggedParams, RouteParams, ScaleBytesParams,
+    SelectParams,
+};
 use crate::tma::TensorMap;
 use crate::variants::Variant;
 use cudarc::driver::{result, sys};
@@ -74,6 +77,8 @@ pub enum Args<'a> {
     GemmPortable(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     Combine(&'a CombineParams),
+    PackMxfp4(&'a PackMxfp4Params),
+    ScaleBytes(&'a ScaleBytesParams),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -92,6 +97,8 @@ impl Args<'_> {
             Args::GemmPortable(p) => [address(p), none, none],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
+            Args::PackMxfp4(p) => [address(p), none, none],
+            Args::ScaleBytes(p) => [address(p), none, none],
         }
     }
 
@@ -108,6 +115,8 @@ impl Args<'_> {
                 | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
                 | (Args::LayerSm90(..), Variant::LayerSm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
+                | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
+                | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
         )
     }
 }
@@ -211,6 +220,16 @@ impl<'a> Stream<'a> {
     /// `raw` is torch's current stream of this GPU.
     pub fn new(gpu: &'a Gpu, raw: *mut c_void) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
+    }
+
+    /// Copies `bytes` of device memory, in stream order.
+    ///
+    /// # Safety
+    /// Both are ranges of this device's memory that the caller may read and write, and they do not overlap.
+    pub unsafe fn copy(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { result::memcpy_dtod_async(to as u64, from as u64, bytes, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: copying {bytes} bytes"), e))
     }
 
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device

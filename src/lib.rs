@@ -33,6 +33,8 @@ mod _oxmoe {
         deinterleave_sm90_mxfp4, dequantize_mxfp4, interleave_sm90_mxfp4, quantize_mxfp4, swizzle_hopper_mxfp4,
         unswizzle_hopper_mxfp4,
     };
+    #[pymodule_export]
+    use crate::quant::packed_ops::{pack_mxfp4, unpack_mxfp4};
     use pyo3::prelude::*;
 
     #[pymodule_init]

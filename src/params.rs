@@ -261,6 +261,37 @@ pub mod ffi {
         /// i32 `[ceil(hidden / 64)]`, 0 before the launch: tiles of GEMM2 that are done, by row block.
         rows_done: *mut i32,
     }
+
+    /// A checkpoint's MXFP4 matrices and their packed form (csrc/common/mxfp4.cuh), either of which is made from the other.
+    #[derive(Clone, Copy, Debug)]
+    struct PackMxfp4Params {
+        /// `[experts, rows, 16 * row_blocks]` bytes of codes, E8M0 `[experts, rows, row_blocks]`.
+        codes: *mut u8,
+        scales: *mut u8,
+        row_blocks: i32,
+        experts: i32,
+        rows: i32,
+        /// Rows and columns that are packed; the others become padding, and no scale of theirs counts. All rows where `gated`.
+        used_rows: i32,
+        k: i32,
+        /// Rows are gate and up rows in `layout`.
+        gated: bool,
+        layout: W13Layout,
+        packed_codes: *mut u8,
+        packed_scales: *mut u8,
+        /// fp32 `[experts]`.
+        expert_scales: *mut f32,
+    }
+
+    /// E8M0 bytes of fp32 powers of two.
+    #[derive(Clone, Copy, Debug)]
+    struct ScaleBytesParams {
+        scales: *const f32,
+        bytes: *mut u8,
+        count: i64,
+        /// Unsigned, all ones before the launch: the least index of a number that is no power of two.
+        first_wrong: *mut i64,
+    }
 }
 
 pub use ffi::*;
@@ -269,3 +300,7 @@ pub use ffi::*;
 unsafe impl Send for GroupedGemmParams {}
 // SAFETY: as above.
 unsafe impl Sync for GroupedGemmParams {}
+// SAFETY: as above.
+unsafe impl Send for PackMxfp4Params {}
+// SAFETY: as above.
+unsafe impl Sync for PackMxfp4Params {}

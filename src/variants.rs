@@ -12,23 +12,59 @@ pub enum Element {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
     /// wgmma + TMA. `tokens`: largest token tile (wgmma N); `row_tiles` x 64 weight rows for each of `consumers` warpgroups.
-    GroupedGemmSm90 { element: Element, gated: bool, tokens: u32, row_tiles: u32, consumers: u32, stages: u32 },
+    GroupedGemmSm90 {
+        element: Element,
+        gated: bool,
+        tokens: u32,
+        row_tiles: u32,
+        consumers: u32,
+        stages: u32,
+    },
     /// Both GEMMs and the combine of a small batch in one launch, from the same pieces: 64 weight rows a unit.
-    LayerSm90 { element: Element, gated: bool, tokens: u32, stages: u32 },
+    LayerSm90 {
+        element: Element,
+        gated: bool,
+        tokens: u32,
+        stages: u32,
+    },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
-    GroupedGemmPortable { element: Element, gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32, vector: u32 },
+    GroupedGemmPortable {
+        element: Element,
+        gated: bool,
+        tokens: u32,
+        rows: u32,
+        warps: u32,
+        stages: u32,
+        vector: u32,
+    },
     /// Top-k alone. `experts_per_lane` x 32 >= experts. `plain`: without bias, groups and order by id, in a third of the code.
-    Select { experts_per_lane: u32, plain: bool },
+    Select {
+        experts_per_lane: u32,
+        plain: bool,
+    },
     /// Top-k (or given ids), sort and schedule in one launch of one CTA or one cluster; `experts_per_lane` 0 (and plain): ids are given.
-    Route { experts_per_lane: u32, plain: bool },
+    Route {
+        experts_per_lane: u32,
+        plain: bool,
+    },
     /// Slots per expert and block of tokens, then ...
     Histogram,
     /// ... sort and schedule, for token counts beyond one cluster. `chosen`: ids come from Select, else from the caller.
-    Place { chosen: bool },
+    Place {
+        chosen: bool,
+    },
     /// triton_kernels' block tables of a sorted batch.
     Ragged,
     /// Weighted sum of a token's rows.
-    Combine { element: Element },
+    Combine {
+        element: Element,
+    },
+    /// MXFP4 weights to the packed form, at load: every expert's shift, then codes and scales; and back.
+    Mxfp4Peak,
+    Mxfp4Pack,
+    Mxfp4Unpack,
+    /// E8M0 bytes of fp32 powers of two.
+    Mxfp4ScaleBytes,
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -36,6 +72,13 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 
 /// Sort and schedule of given ids in one launch.
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
+
+/// What loads weights.
+pub const PACKING: [Variant; 4] =
+    [Variant::Mxfp4Peak, Variant::Mxfp4Pack, Variant::Mxfp4Unpack, Variant::Mxfp4ScaleBytes];
+
+/// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
+pub const PACK_BLOCKS: u32 = 4;
 
 const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
 
@@ -56,6 +99,7 @@ pub fn all() -> Vec<Variant> {
         rows.push(Variant::Place { chosen: plain });
     }
     rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
+    rows.extend(PACKING);
     rows
 }
 
@@ -114,6 +158,10 @@ impl Variant {
             Variant::Place { chosen } => if chosen { "place_chosen" } else { "place_given" }.into(),
             Variant::Ragged => "ragged".into(),
             Variant::Combine { element } => format!("combine_{}", element.name()),
+            Variant::Mxfp4Peak => "mxfp4_peak".into(),
+            Variant::Mxfp4Pack => "mxfp4_pack".into(),
+            Variant::Mxfp4Unpack => "mxfp4_unpack".into(),
+            Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
         }
     }
 
@@ -137,6 +185,10 @@ impl Variant {
             Variant::Place { chosen } => format!("oxmoe::Place<{chosen}>"),
             Variant::Ragged => "oxmoe::Ragged".into(),
             Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
+            Variant::Mxfp4Peak => "oxmoe::Mxfp4Peak".into(),
+            Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
+            Variant::Mxfp4Unpack => "oxmoe::Mxfp4Unpack".into(),
+            Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
         }
     }
 
@@ -151,6 +203,9 @@ impl Variant {
             Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
             Variant::Ragged => "moe/ragged.cuh",
             Variant::Combine { .. } => "moe/combine.cuh",
+            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
+                "quant/pack_mxfp4.cuh"
+            }
         }
     }
 
@@ -174,6 +229,10 @@ impl Variant {
             }
             Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
             Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
+            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack => {
+                ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p")
+            }
+            Variant::Mxfp4ScaleBytes => ("const __grid_constant__ oxmoe::ScaleBytesParams p", "p"),
         }
     }
 
@@ -194,6 +253,9 @@ impl Variant {
             Variant::Histogram | Variant::Place { .. } => "place".into(),
             Variant::Ragged => "ragged".into(),
             Variant::Combine { .. } => "combine".into(),
+            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
+                "pack_mxfp4".into()
+            }
         }
     }
 
@@ -297,6 +359,8 @@ impl Variant {
             Variant::LayerSm90 { .. } => 256,
             Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
             Variant::Combine { .. } => 128,
+            Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
+            Variant::Mxfp4ScaleBytes => 256,
             _ => 1024,
         }
     }
@@ -309,7 +373,8 @@ impl Variant {
                 PortableTile { tokens, rows, warps, stages, vector }.ctas()
             }
             (_, Variant::LayerSm90 { .. }) => 2,
-            (_, Variant::Combine { .. }) => 8,
+            (_, Variant::Combine { .. } | Variant::Mxfp4ScaleBytes) => 8,
+            (_, Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }
     }
@@ -323,6 +388,7 @@ impl Variant {
             }
             (_, &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
             (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
+            (_, variant) if PACKING.contains(variant) => Some(0),
             _ => None,
         }
     }

@@ -67,10 +67,18 @@ __device__ __forceinline__ uint32_t multiply(uint32_t bits, uint32_t scale) {
     return product;
 }
 
+// The codes of a word in place, by register.
+__device__ __forceinline__ void take(uint32_t word, uint32_t (&bits)[4]) {
+    bits[0] = (word & 0x81808180) | ((word >> 8) & 0x00400040);
+    bits[1] = (word << 2) & kInPlace;
+    bits[2] = (word << 6) & kInPlace;
+    bits[3] = __funnelshift_l(word, word, 12) & kInPlace;
+}
+
 // A fragment of a k16 step: `word` of codes, `scales` from unpack_scales.
 __device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
-    const uint32_t bits[4] = {(word & 0x81808180) | ((word >> 8) & 0x00400040), (word << 2) & kInPlace, (word << 6) & kInPlace,
-                              __funnelshift_l(word, word, 12) & kInPlace};
+    uint32_t bits[4];
+    take(word, bits);
     const uint32_t row_g = __byte_perm(scales, 0, 0x1010), row_g8 = __byte_perm(scales, 0, 0x3232);
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[r] = multiply(bits[r], r % 2 ? row_g8 : row_g);

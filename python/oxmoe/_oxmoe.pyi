@@ -17,7 +17,7 @@ __version__: str
 class ExpertWeights:
     """The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable.
 
-    Keeps the tensors alive; does not copy them.
+    Keeps the tensors alive; does not copy them, but for MXFP4 experts on CUDA, which are packed.
     """
 
     @staticmethod
@@ -63,8 +63,9 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
         hidden_size: int | None = None,  # columns of x and the output where w13 and w2 are padded: up to H
+        in_place: bool = False,  # on CUDA: pack into the memory of the four tensors
     ) -> ExpertWeights:
-        """MXFP4 experts on CPU; H and I are multiples of 32. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0,
+        """MXFP4 experts; H and I are multiples of 32. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0,
         limit=7.0, and the checkpoint's blocks [E, 2I, H / 32, 16] flattened to [E, 2I, H / 2].
 
         A weight is its e2m1 code times the scale 2^(byte - 127) of its 32 neighbours along the row (OCP Microscaling
@@ -76,16 +77,26 @@ class ExpertWeights:
         weights do. fp32 scales must be powers of two (or NaN): ValueError.
 
         With hidden_size below H, columns of w13, rows of w2 and elements of b2 from hidden_size on are never read.
+
+        On CUDA dtype is "bf16", and the weights are packed on the GPU, once: into new tensors (w13_packed, w2_packed),
+        after which the four given may be freed, or with in_place into those given, which hold no checkpoint's weights
+        any more then. That needs rows and columns that are multiples of 64 and at most 63 columns beyond hidden_size;
+        32 MiB (or one expert) are copied at a time. fp32 scales are waited for, since one may be no power of two.
+        Where a matrix's largest scale byte (255 aside) is E > 128, scales below 2^(E - 260) lose bits.
         """
 
     # The arguments, as given (fp32 scales as E8M0 bytes): torch.compile and the operators take the experts apart
-    # through these.
-    w13: Tensor
-    w2: Tensor
+    # through these. Of packed experts the weights and scales are None.
+    w13: Tensor | None
+    w2: Tensor | None
     b13: Tensor | None
     b2: Tensor | None
     w13_scale: Tensor | None  # formats with block scales, else None
     w2_scale: Tensor | None
+    # MXFP4 on CUDA, else None: (codes, scales, expert_scales) as oxmoe.quantize.mxfp4_pack gives them of the columns
+    # up to hidden_size, or (in_place) the given codes and scales with the same bytes.
+    w13_packed: tuple[Tensor, Tensor, Tensor] | None
+    w2_packed: tuple[Tensor, Tensor, Tensor] | None
     layout: str
     activation: str
     alpha: float
@@ -262,6 +273,36 @@ def deinterleave_sm90_mxfp4(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tens
 
     The scales' dimensions tell which flashinfer it was: as many as the codes have (0.6), or two more (0.7). Rows keep
     their order, [up; gate], and rows and columns that SGLang added as padding stay, with scales 0 and elements 0.
+    """
+
+def pack_mxfp4(
+    codes: Tensor,  # uint8 [..., R, K / 2], on CPU or CUDA; K a multiple of 32
+    scales: Tensor,  # uint8 or float8_e8m0fnu [..., R, K / 32]
+    *,
+    gated: bool = False,  # rows are gate and up rows
+    layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",  # of gate and up rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Checkpoint MXFP4 weights as oxmoe's GPU kernels read them (csrc/common/mxfp4.cuh). `oxmoe.quantize.mxfp4_pack`.
+
+    (codes uint8 [..., ceil(R / 64), ceil(K / 64), 2048], scales uint8 [..., ceil(R / 64), ceil(K / 64), 128],
+    expert_scales fp32 [...]), padding 0. expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest
+    scale byte E (255, NaN, does not count) is above 128. The packed form of gated rows is the same for every layout.
+    """
+
+def unpack_mxfp4(
+    codes: Tensor,  # uint8 [..., ceil(rows / 64), ceil(columns / 64), 2048], on CPU or CUDA
+    scales: Tensor,  # uint8 [..., ceil(rows / 64), ceil(columns / 64), 128]
+    expert_scales: Tensor,  # fp32 [...]
+    *,
+    rows: int,
+    columns: int,  # a multiple of 32
+    gated: bool = False,
+    layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
+) -> tuple[Tensor, Tensor]:
+    """The inverse of pack_mxfp4: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the
+    checkpoint's form. `oxmoe.quantize.mxfp4_unpack`.
+
+    Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
     """
 
 def explain(

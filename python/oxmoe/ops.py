@@ -23,6 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
 # Of formats with block scales; the others take none of them.
 _BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "format", "dtype", "hidden_size")
+_PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights.mxfp4, which packs them once"
 _LOGITS_OPTION_NAMES = frozenset(
     ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
 ) | {"num_token_non_padded"}
@@ -90,6 +91,8 @@ def _moe(
     if topk_weights is not None and topk_ids is not None:
         options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
+    if options.get("format") == "mxfp4" and w13.is_cuda:
+        raise NotImplementedError(f"mxfp4 experts on {w13.device} as bare tensors; {_PACKED_ONLY}")
     names = _EXPERT_OPTION_NAMES + _BLOCK_OPTION_NAMES
     of_experts = {name: options.pop(name) for name in names if options.get(name) is not None}
     weights = expert_weights(w13, w2, b13=b13, b2=b2, **of_experts)
@@ -220,6 +223,8 @@ def _traced_moe(
     workspace: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
+    if weights.w13 is None:
+        raise NotImplementedError(f"packed mxfp4 experts in traced code; {_PACKED_ONLY} and is not traced")
     operands = (x, weights.w13, weights.w2, topk_weights, topk_ids, weights.b13, weights.b2)
     options.update({name: getattr(weights, name) for name in _EXPERT_OPTION_NAMES})
     if weights.w13_scale is not None:

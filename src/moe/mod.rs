@@ -103,8 +103,8 @@ impl Stages {
             tiles: route.tiles,
             tile_count: route.tile_count,
             weights: layer.up.data,
-            block_scales: std::ptr::null(),
-            expert_scales: std::ptr::null(),
+            block_scales: layer.up.packed.map_or(std::ptr::null(), |p| p.scales),
+            expert_scales: layer.up.packed.map_or(std::ptr::null(), |p| p.expert_scales),
             bias: layer.up.bias,
             bias_dtype: layer.up.bias_dtype,
             slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
@@ -122,8 +122,8 @@ impl Stages {
             slot_of_place: std::ptr::null(),
             row_divisor: 1,
             weights: layer.down.data,
-            block_scales: std::ptr::null(),
-            expert_scales: std::ptr::null(),
+            block_scales: layer.down.packed.map_or(std::ptr::null(), |p| p.scales),
+            expert_scales: layer.down.packed.map_or(std::ptr::null(), |p| p.expert_scales),
             bias: layer.down.bias,
             bias_dtype: layer.down.bias_dtype,
             slot_weights: std::ptr::null(),
@@ -485,6 +485,9 @@ pub fn moe_tensors<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
         let options = weights::Options { layout, activation, gated, alpha, beta, limit, clamp };
+        if format == Some(quant::Format::Mxfp4.spec().name) {
+            mxfp4::refuse_bare(w13)?;
+        }
         let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale })?;
         let numbers = Numbers::new(format, dtype, hidden_size, operands.w13.elem)?;
         let layer = Layer::new(&operands, numbers, &options)?;

@@ -1,13 +1,19 @@
-//! The contract of MXFP4 experts.
+//! MXFP4 experts: their contract, and the packed form that GPUs read.
 
 use super::grouped_gemm::WeightMaps;
-use super::weights::{check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
+use super::weights::{
+    check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
+};
 use crate::contract;
-use crate::error::Result;
-use crate::params::Dtype;
+use crate::device::gpu;
+use crate::error::{Error, Result};
+use crate::kernel::Stream;
+use crate::params::{Dtype, PackMxfp4Params, ScaleBytesParams};
 use crate::quant::blocks::{e8m0, Blocks};
 use crate::quant::mxfp4::BLOCK;
-use crate::quant::Format;
+use crate::quant::packed::{self, Extent, Packed};
+use crate::quant::packed_ops::check_vectors;
+use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
 use rayon::prelude::*;
@@ -21,8 +27,12 @@ const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options: &Options<'_>) -> Result<Layer> {
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
-    if w13.place != Place::Cpu {
-        Format::Mxfp4.require_cuda()?;
+    if w13.place != Place::Cpu && dtype != Dtype::Bf16 {
+        return Err(Error::Unsupported(format!(
+            "dtype: {:?} for mxfp4 experts on {}; supported there: \"bf16\" (others run on CPU tensors)",
+            quant::name(dtype),
+            w13.place
+        )));
     }
     let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
         contract!("w13_scale and w2_scale: both are needed for format \"mxfp4\"");
@@ -54,6 +64,7 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
     let matrix = |t: &TensorRef, scales: &TensorRef, bias: &Option<TensorRef>, rows, row_blocks: i64, k| Matrix {
         data: t.data,
         blocks: Some(Blocks { scales: scales.data, row_blocks: row_blocks as usize }),
+        packed: None,
         bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
         bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
         rows,
@@ -72,10 +83,129 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
     })
 }
 
-/// Borrows block scales and what owns them: fp32 powers of two on CPU become a new tensor of E8M0 bytes.
+/// The packed form of a CUDA layer's weights, in new tensors or in those of `operands`; `layer` then describes that form.
+pub fn pack(
+    layer: &mut Layer,
+    arguments: &Arguments<'_, '_>,
+    operands: &Operands<'_>,
+    in_place: bool,
+) -> Result<[PackedTensors; 2]> {
+    let Some([up_scale, down_scale]) = &operands.scales else {
+        contract!("w13_scale and w2_scale: both are needed for format \"mxfp4\"");
+    };
+    let up = Source { names: ["w13", "w13_scale"], codes: (arguments.w13, &operands.w13), scales: up_scale };
+    let down = Source { names: ["w2", "w2_scale"], codes: (arguments.w2, &operands.w2), scales: down_scale };
+    let params = [up.params(layer, true), down.params(layer, false)];
+    for (source, p) in [&up, &down].into_iter().zip(&params) {
+        source.check(p, in_place)?;
+    }
+    if in_place {
+        let tensors = [(up.names[0], up.codes.1), (up.names[1], &up.scales.1), (down.names[0], down.codes.1)];
+        for (i, (name, tensor)) in tensors.into_iter().chain([(down.names[1], &down.scales.1)]).enumerate() {
+            if let Some((other, _)) = tensors[..i.min(3)].iter().find(|(_, other)| tensor.overlaps(other)) {
+                contract!("{name}: overlaps {other}, which in_place writes to");
+            }
+        }
+    }
+    let [mut up_params, mut down_params] = params;
+    Ok([up.pack(&mut layer.up, &mut up_params, in_place)?, down.pack(&mut layer.down, &mut down_params, in_place)?])
+}
+
+/// A matrix to be packed: its names, codes and scales.
+struct Source<'a, 'py> {
+    names: [&'static str; 2],
+    codes: (&'a Bound<'py, PyAny>, &'a TensorRef),
+    scales: &'a (Bound<'py, PyAny>, TensorRef),
+}
+
+const OP: &str = "ExpertWeights.mxfp4";
+/// Most bytes of codes that packing in place copies at a time, if more than one expert's.
+const SCRATCH: usize = 32 << 20;
+
+impl Source<'_, '_> {
+    /// Without the outputs.
+    fn params(&self, layer: &Layer, up: bool) -> PackMxfp4Params {
+        let matrix = if up { &layer.up } else { &layer.down };
+        PackMxfp4Params {
+            codes: self.codes.1.data,
+            scales: self.scales.1.data,
+            row_blocks: matrix.blocks.map_or(0, |b| b.row_blocks) as i32,
+            experts: layer.desc.experts as i32,
+            rows: matrix.rows as i32,
+            used_rows: if up { matrix.rows } else { layer.desc.hidden } as i32,
+            k: matrix.k as i32,
+            gated: up && layer.desc.gated,
+            layout: layer.layout,
+            packed_codes: std::ptr::null_mut(),
+            packed_scales: std::ptr::null_mut(),
+            expert_scales: std::ptr::null_mut(),
+        }
+    }
+
+    fn check(&self, p: &PackMxfp4Params, in_place: bool) -> Result<()> {
+        for (name, tensor) in self.names.into_iter().zip([self.codes.1, &self.scales.1]) {
+            check_vectors(name, tensor)?;
+        }
+        if in_place && !packed::fits_in_place(p) {
+            contract!(
+                "{}: in_place needs rows and columns that are multiples of 64, and a hidden_size within the last 64, got {} rows, {} columns of which {} are used",
+                self.names[0], p.rows, p.row_blocks * BLOCK as i32, p.k
+            );
+        }
+        Ok(())
+    }
+
+    fn pack(&self, matrix: &mut Matrix, p: &mut PackMxfp4Params, in_place: bool) -> Result<PackedTensors> {
+        let (object, borrowed) = self.codes;
+        let Place::Cuda(ordinal) = borrowed.place else { contract!("{}: is on {}", self.names[0], borrowed.place) };
+        let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(object.py())?)?;
+        let extent = Extent::of(p);
+        let new = |shape: &[i64], elem| -> Result<_> {
+            let made = tensor::empty(object, borrowed, shape, elem)?;
+            let address = TensorRef::borrow("packed weights", &made)?.data;
+            Ok((made.unbind(), address))
+        };
+        let (factors, expert_scales) = new(&[extent.experts], Elem::F32)?;
+        p.expert_scales = expert_scales.cast();
+        packed::launch_peak(&stream, OP, p)?;
+        let (codes, scales) = if in_place {
+            (p.packed_codes, p.packed_scales) = (p.codes, p.scales);
+            let one = Extent { experts: 1, ..extent };
+            let at_once = (SCRATCH / one.code_bytes()).clamp(1, p.experts as usize) as i64;
+            // Freed after the launches: torch's caching allocator reuses it in stream order.
+            let (_codes, scratch_codes) = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
+            let (_scales, scratch_scales) = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
+            // SAFETY: the extents of both forms are equal (`check`); the scratch is new.
+            unsafe { packed::pack_in_place(&stream, OP, p, [scratch_codes, scratch_scales], at_once as i32)? };
+            (object.clone().unbind(), self.scales.0.clone().unbind())
+        } else {
+            let (codes, packed_codes) = new(&extent.codes_shape(), Elem::U8)?;
+            let (scales, packed_scales) = new(&extent.scales_shape(), Elem::U8)?;
+            (p.packed_codes, p.packed_scales) = (packed_codes, packed_scales);
+            packed::launch_pack(&stream, OP, p)?;
+            (codes, scales)
+        };
+        matrix.data = p.packed_codes;
+        matrix.blocks = None;
+        matrix.packed = Some(Packed { codes: p.packed_codes, scales: p.packed_scales, expert_scales: p.expert_scales });
+        Ok((codes, scales, factors))
+    }
+}
+
+/// The error for MXFP4 weights on CUDA that would have to be packed at every call.
+pub fn refuse_bare(w13: &Bound<'_, PyAny>) -> Result<()> {
+    match TensorRef::borrow("w13", w13)?.place {
+        Place::Cpu => Ok(()),
+        place => Err(Error::Unsupported(format!(
+            "mxfp4 experts on {place} as bare tensors; supported there: oxmoe.moe with an ExpertWeights.mxfp4, which packs them once"
+        ))),
+    }
+}
+
+/// Borrows block scales and what owns them: fp32 powers of two become a new tensor of E8M0 bytes.
 pub fn borrow_scale<'py>(operand: &'static str, object: &Bound<'py, PyAny>) -> Result<(Bound<'py, PyAny>, TensorRef)> {
     let given = TensorRef::borrow(operand, object)?;
-    if given.elem != Elem::F32 || given.place != Place::Cpu {
+    if given.elem != Elem::F32 {
         return Ok((object.clone(), given));
     }
     let dims = ["experts", "rows", "blocks"].map(Dim::Named);
@@ -85,16 +215,28 @@ pub fn borrow_scale<'py>(operand: &'static str, object: &Bound<'py, PyAny>) -> R
     }
     let bytes = tensor::empty(object, &given, given.shape(), Elem::U8)?;
     let made = TensorRef::borrow(operand, &bytes)?;
-    if given.numel() == 0 {
-        return Ok((bytes, made));
+    let wrong = match given.place {
+        _ if given.numel() == 0 => None,
+        Place::Cpu => scale_bytes(object.py(), &given, &made),
+        Place::Cuda(ordinal) => scale_bytes_on_cuda(ordinal, object, &given, &made)?,
+    };
+    if let Some((wrong, scale)) = wrong {
+        let [_, rows, blocks] = [0, 1, 2].map(|i| given.shape()[i] as usize);
+        let place = [wrong / (rows * blocks), wrong / blocks % rows, wrong % blocks];
+        contract!("{operand}: expected powers of two from 2^-127 to 2^127, got {scale:e} at {place:?}");
     }
+    Ok((bytes, made))
+}
+
+/// Writes the bytes; returns the first number that has none, and its index.
+fn scale_bytes(py: Python<'_>, given: &TensorRef, made: &TensorRef) -> Option<(usize, f32)> {
     // SAFETY: both are contiguous tensors of as many elements; nobody else has the new one.
     let (scales, out) = unsafe {
         let count = given.numel() as usize;
         (std::slice::from_raw_parts(given.data.cast::<f32>(), count), std::slice::from_raw_parts_mut(made.data, count))
     };
     const CHUNK: usize = 1 << 16;
-    let wrong = object.py().detach(|| {
+    let wrong = py.detach(|| {
         out.par_chunks_mut(CHUNK).zip(scales.par_chunks(CHUNK)).enumerate().find_map_first(|(chunk, (out, scales))| {
             let mut wrong = None;
             for (i, (out, &scale)) in out.iter_mut().zip(scales).enumerate() {
@@ -106,10 +248,28 @@ pub fn borrow_scale<'py>(operand: &'static str, object: &Bound<'py, PyAny>) -> R
             wrong
         })
     });
-    if let Some(wrong) = wrong {
-        let [_, rows, blocks] = [0, 1, 2].map(|i| given.shape()[i] as usize);
-        let place = [wrong / (rows * blocks), wrong / blocks % rows, wrong % blocks];
-        contract!("{operand}: expected powers of two from 2^-127 to 2^127, got {:e} at {place:?}", scales[wrong]);
-    }
-    Ok((bytes, made))
+    wrong.map(|wrong| (wrong, scales[wrong]))
+}
+
+/// The same on the GPU. Waits for it: what is wrong must be said before the weights are used.
+fn scale_bytes_on_cuda(
+    ordinal: i32,
+    object: &Bound<'_, PyAny>,
+    given: &TensorRef,
+    made: &TensorRef,
+) -> Result<Option<(usize, f32)>> {
+    let flag = tensor::empty(object, given, &[1], Elem::I64)?;
+    flag.call_method1("fill_", (-1,))?;
+    let stream = Stream::new(gpu(ordinal)?, given.current_stream(object.py())?)?;
+    let params = ScaleBytesParams {
+        scales: given.data.cast(),
+        bytes: made.data,
+        count: given.numel(),
+        first_wrong: TensorRef::borrow("flag", &flag)?.data.cast(),
+    };
+    packed::launch_scale_bytes(&stream, OP, &params)?;
+    let wrong: i64 = flag.call_method0("item")?.extract()?;
+    let Ok(wrong) = usize::try_from(wrong) else { return Ok(None) };
+    let scale = object.call_method1("reshape", (-1,))?.get_item(wrong)?.call_method0("item")?.extract()?;
+    Ok(Some((wrong, scale)))
 }

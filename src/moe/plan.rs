@@ -174,6 +174,7 @@ fn hopper(device: &Device, layer: &LayerDesc) -> bool {
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
+        layer.format.require_cuda()?;
         let slots = desc.tokens * desc.top_k;
         let element = element(layer.dtype);
         let up_rows = layer.intermediate * if layer.gated { 2 } else { 1 };

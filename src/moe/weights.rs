@@ -9,6 +9,7 @@ use crate::kernel;
 use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp4::BLOCK;
+use crate::quant::packed::{Extent, Packed};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
@@ -31,8 +32,10 @@ pub struct LayerDesc {
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
     pub data: *const u8,
-    /// Of formats with block scales.
+    /// Of formats with block scales, as a checkpoint has them.
     pub blocks: Option<Blocks>,
+    /// The packed form instead (`data`: its codes).
+    pub packed: Option<Packed>,
     /// Null: no bias.
     pub bias: *const u8,
     pub bias_dtype: Dtype,
@@ -51,6 +54,10 @@ impl Matrix {
     /// What of `experts` experts is read, as (address, bytes): weights and scales.
     pub fn ranges(&self, experts: i64, dtype: Dtype) -> [(*const u8, usize); 2] {
         let rows = (experts * self.rows) as usize;
+        if let Some(Packed { codes, scales, .. }) = self.packed {
+            let extent = Extent { experts, rows: self.rows, k: self.k };
+            return [(codes, extent.code_bytes()), (scales, extent.scale_bytes())];
+        }
         match self.blocks {
             Some(Blocks { scales, row_blocks }) => {
                 [(self.data, rows * row_blocks * BLOCK / 2), (scales, rows * row_blocks)]
@@ -84,6 +91,15 @@ pub struct Options<'a> {
     pub clamp: &'a str,
 }
 
+pub fn w13_layout(name: &str) -> Result<W13Layout> {
+    Ok(match name {
+        "gate_up" => W13Layout::GateUp,
+        "up_gate" => W13Layout::UpGate,
+        "interleaved" => W13Layout::Interleaved,
+        other => contract!("layout: expected \"gate_up\", \"up_gate\" or \"interleaved\", got {other:?}"),
+    })
+}
+
 const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";
 
 impl Options<'_> {
@@ -92,12 +108,7 @@ impl Options<'_> {
     }
 
     pub fn layout(&self) -> Result<W13Layout> {
-        Ok(match self.layout {
-            "gate_up" => W13Layout::GateUp,
-            "up_gate" => W13Layout::UpGate,
-            "interleaved" => W13Layout::Interleaved,
-            other => contract!("layout: expected \"gate_up\", \"up_gate\" or \"interleaved\", got {other:?}"),
-        })
+        w13_layout(self.layout)
     }
 
     pub fn activation(&self) -> Result<Activation> {
@@ -271,6 +282,7 @@ impl Layer {
         let matrix = |t: &TensorRef, bias: &Option<TensorRef>, rows, k| Matrix {
             data: t.data,
             blocks: None,
+            packed: None,
             bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
             bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
             rows,
@@ -325,14 +337,17 @@ pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
     Ok(())
 }
 
-/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the tensors alive.
+/// Codes, scales and expert_scales of packed weights.
+pub type PackedTensors = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
+
+/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the tensors alive that it reads.
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
 pub struct ExpertWeights {
     pub layer: Layer,
     #[pyo3(get)]
-    w13: Py<PyAny>,
+    w13: Option<Py<PyAny>>,
     #[pyo3(get)]
-    w2: Py<PyAny>,
+    w2: Option<Py<PyAny>>,
     #[pyo3(get)]
     b13: Option<Py<PyAny>>,
     #[pyo3(get)]
@@ -341,6 +356,11 @@ pub struct ExpertWeights {
     w13_scale: Option<Py<PyAny>>,
     #[pyo3(get)]
     w2_scale: Option<Py<PyAny>>,
+    /// (codes, scales, expert_scales) where the weights were packed: then the four above are None.
+    #[pyo3(get)]
+    w13_packed: Option<PackedTensors>,
+    #[pyo3(get)]
+    w2_packed: Option<PackedTensors>,
     /// Keep the DLPack borrows of tensors that are not torch's.
     _borrows: Vec<TensorRef>,
     #[pyo3(get)]
@@ -363,31 +383,50 @@ unsafe impl Send for ExpertWeights {}
 unsafe impl Sync for ExpertWeights {}
 
 impl ExpertWeights {
-    fn new(arguments: &Arguments<'_, '_>, numbers: Numbers, options: &Options<'_>) -> Result<ExpertWeights> {
+    fn new(
+        arguments: &Arguments<'_, '_>,
+        numbers: Numbers,
+        options: &Options<'_>,
+        in_place: bool,
+    ) -> Result<ExpertWeights> {
         let operands = Operands::borrow(arguments)?;
-        let layer = Layer::new(&operands, numbers, options)?;
+        let mut layer = Layer::new(&operands, numbers, options)?;
+        let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
+            if layer.desc.format == Format::Mxfp4 {
+                packed = Some(mxfp4::pack(&mut layer, arguments, &operands, in_place)?);
+            }
+        } else if in_place {
+            contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
         let Operands { w13, w2, b13, b2, scales } = operands;
-        let mut borrows: Vec<TensorRef> = [Some(w13), Some(w2), b13, b2].into_iter().flatten().collect();
+        let mut borrows: Vec<TensorRef> = [b13, b2].into_iter().flatten().collect();
+        // A layer that was packed keeps nothing that it does not read.
+        let kept = packed.is_none();
         let [w13_scale, w2_scale] = match scales {
-            Some(scales) => scales.map(|(object, borrowed)| {
+            Some(scales) if kept => scales.map(|(object, borrowed)| {
                 borrows.push(borrowed);
                 Some(object.unbind())
             }),
-            None => [None, None],
+            _ => [None, None],
         };
+        if kept {
+            borrows.extend([w13, w2]);
+        }
+        let [w13_packed, w2_packed] = packed.map_or([None, None], |pair| pair.map(Some));
         Ok(ExpertWeights {
             layer,
-            w13: arguments.w13.clone().unbind(),
-            w2: arguments.w2.clone().unbind(),
+            w13: own(Some(arguments.w13).filter(|_| kept)),
+            w2: own(Some(arguments.w2).filter(|_| kept)),
             b13: own(arguments.b13),
             b2: own(arguments.b2),
             w13_scale,
             w2_scale,
+            w13_packed,
+            w2_packed,
             _borrows: borrows,
             layout: options.layout.into(),
             activation: options.activation.into(),
@@ -424,17 +463,18 @@ macro_rules! constructors {
                 ) -> PyResult<ExpertWeights> {
                     let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
-                    guard(|| ExpertWeights::new(&arguments, Numbers::Plain($elem), &options))
+                    guard(|| ExpertWeights::new(&arguments, Numbers::Plain($elem), &options, false))
                 }
             )*
 
-            /// MXFP4 experts on CPU: w13 uint8 [El, 2I, H / 2] and w2 uint8 [El, H, I / 2], two e2m1 codes a byte, the even column in the
+            /// MXFP4 experts: w13 uint8 [El, 2I, H / 2] and w2 uint8 [El, H, I / 2], two e2m1 codes a byte, the even column in the
             /// low nibble; w13_scale [El, 2I, H / 32] and w2_scale [El, H, I / 32], E8M0 as uint8, or powers of two as fp32.
             ///
-            /// The weights are e2m1 times scale in dtype ("bf16", "f16", "f32"), which x has too; the rest is as for bf16.
+            /// The weights are e2m1 times scale in dtype ("bf16"; on CPU also "f16", "f32"), which x has too; the rest is as for bf16.
+            /// On CUDA they are packed once, into new tensors or (in_place) into those given.
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0, beta=0.0, limit=None, clamp="before", dtype="bf16", hidden_size=None))]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0, beta=0.0, limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false))]
             fn mxfp4(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -451,10 +491,11 @@ macro_rules! constructors {
                 clamp: &str,
                 dtype: &str,
                 hidden_size: Option<i64>,
+                in_place: bool,
             ) -> PyResult<ExpertWeights> {
                 let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
-                guard(|| ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, &options))
+                guard(|| ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, &options, in_place))
             }
 
             /// Experts held here.
@@ -498,7 +539,7 @@ macro_rules! constructors {
 
             fn __repr__(&self) -> String {
                 let d = &self.layer.desc;
-                let dtype = if self.w13_scale.is_some() { format!(", dtype={:?}", self.dtype()) } else { String::new() };
+                let dtype = if d.format == Format::Mxfp4 { format!(", dtype={:?}", self.dtype()) } else { String::new() };
                 format!(
                     "ExpertWeights.{}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}{dtype}, device={})",
                     self.format(), d.experts, d.hidden, d.intermediate, self.activation, self.layout, self.layer.place

@@ -5,6 +5,8 @@ pub mod e2m1;
 pub mod layouts;
 pub mod mxfp4;
 pub mod ops;
+pub mod packed;
+pub mod packed_ops;
 
 use crate::error::{Error, Result};
 use crate::params::Dtype;

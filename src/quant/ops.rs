@@ -10,9 +10,9 @@ use half::{bf16, f16};
 use pyo3::prelude::*;
 
 /// Elements that share a scale, as sizes of tensors are counted.
-const BLOCK: i64 = mxfp4::BLOCK as i64;
+pub(super) const BLOCK: i64 = mxfp4::BLOCK as i64;
 /// E8M0 bytes, plain or as torch.float8_e8m0fnu.
-const E8M0: [Elem; 2] = [Elem::U8, Elem::Other(14, 8)];
+pub(super) const E8M0: [Elem; 2] = [Elem::U8, Elem::Other(14, 8)];
 
 type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 
@@ -31,7 +31,7 @@ fn borrow_host(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<Tenso
 ///
 /// # Safety
 /// `tensor` is contiguous, of elements that any `T` can be read from, and nobody writes to it meanwhile.
-unsafe fn elements<'a, T>(operand: &str, tensor: &'a TensorRef) -> Result<&'a [T]> {
+pub(super) unsafe fn elements<'a, T>(operand: &str, tensor: &'a TensorRef) -> Result<&'a [T]> {
     check_aligned::<T>(operand, tensor)?;
     if tensor.numel() == 0 {
         return Ok(&[]);
@@ -54,7 +54,7 @@ unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a TensorRef) -> Result<&'
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data.cast(), tensor.numel() as usize) })
 }
 
-fn check_aligned<T>(operand: &str, tensor: &TensorRef) -> Result<()> {
+pub(super) fn check_aligned<T>(operand: &str, tensor: &TensorRef) -> Result<()> {
     if !tensor.data.cast::<T>().is_aligned() {
         contract!("{operand}: expected data aligned to {} bytes, got {:p}", align_of::<T>(), tensor.data);
     }
@@ -62,7 +62,7 @@ fn check_aligned<T>(operand: &str, tensor: &TensorRef) -> Result<()> {
 }
 
 /// A new contiguous tensor of `like`'s package.
-fn new_tensor<'py>(
+pub(super) fn new_tensor<'py>(
     like: (&Bound<'py, PyAny>, &TensorRef),
     shape: &[i64],
     elem: Elem,
@@ -73,18 +73,18 @@ fn new_tensor<'py>(
 }
 
 /// The dimensions before the last `trailing` ones.
-fn leading<'a>(operand: &str, tensor: &'a TensorRef, trailing: usize, expected: &str) -> Result<&'a [i64]> {
+pub(super) fn leading<'a>(operand: &str, tensor: &'a TensorRef, trailing: usize, expected: &str) -> Result<&'a [i64]> {
     match tensor.shape().len().checked_sub(trailing) {
         Some(count) => Ok(&tensor.shape()[..count]),
         None => contract!("{operand}: expected [..., {expected}], got shape {:?}", tensor.shape()),
     }
 }
 
-fn shape(leading: &[i64], trailing: &[i64]) -> Vec<i64> {
+pub(super) fn shape(leading: &[i64], trailing: &[i64]) -> Vec<i64> {
     [leading, trailing].concat()
 }
 
-fn dims(leading: &[i64], trailing: &[Dim]) -> Vec<Dim> {
+pub(super) fn dims(leading: &[i64], trailing: &[Dim]) -> Vec<Dim> {
     leading.iter().map(|&size| Dim::Is("as of codes", size)).chain(trailing.iter().copied()).collect()
 }
 
@@ -92,7 +92,7 @@ fn matrices(leading: &[i64], rows: i64, columns: i64) -> Matrices {
     Matrices { count: leading.iter().product::<i64>() as usize, rows: rows as usize, columns: columns as usize }
 }
 
-fn check_multiple(operand: &str, dimension: usize, name: &str, got: i64, multiple: i64) -> Result<()> {
+pub(super) fn check_multiple(operand: &str, dimension: usize, name: &str, got: i64, multiple: i64) -> Result<()> {
     if got % multiple != 0 {
         contract!("{operand}: dimension {dimension} \"{name}\": expected a multiple of {multiple}, got {got}");
     }

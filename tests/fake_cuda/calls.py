@@ -200,11 +200,54 @@ def refused(layer, tokens):
     }
 
 
-def mxfp4_experts(scale_dtype):
+def packed_experts(experts, hidden, intermediate, scale_dtype="uint8", columns=None, **options):
+    """MXFP4 experts with `columns` of w13 (hidden of them used), plain rows up to a multiple of 32: the operands'
+    addresses, those of what they were packed into, and the driver's records."""
+    columns = columns or hidden
+    rows = intermediate * (2 if options.get("gated", True) else 1)
+    shapes = {
+        "w13": (experts, rows, columns // 2),
+        "w2": (experts, columns, intermediate // 2),
+        "w13_scale": (experts, rows, columns // 32),
+        "w2_scale": (experts, columns, intermediate // 32),
+    }
+    tensors = {
+        name: Tensor(shape, scale_dtype if name.endswith("scale") else "uint8") for name, shape in shapes.items()
+    }
+    weights = oxmoe.ExpertWeights.mxfp4(**tensors, hidden_size=hidden, **options)
+    packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
+    return {
+        "addresses": {name: tensor.address for name, tensor in tensors.items()},
+        "packed": packed,
+        "records": records(),
+    }
+
+
+def packed_functions(rows, columns):
+    """mxfp4_pack and mxfp4_unpack."""
+    codes, scales = Tensor((3, 2, rows, columns // 2), "uint8"), Tensor((3, 2, rows, columns // 32), "uint8")
+    form = {"gated": True, "layout": "up_gate"}
+    packed = oxmoe.pack_mxfp4(codes, scales, **form)
+    back = oxmoe.unpack_mxfp4(*packed, rows=rows, columns=columns, **form)
+    addresses = [t.address for t in (codes, scales, *packed, *back)]
+    return {"addresses": addresses, "shapes": [t.shape for t in (*packed, *back)], "records": records()}
+
+
+def refused_mxfp4():
     """What MXFP4 experts on a GPU raise."""
     codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
-    scales = Tensor((4, 128, 2), scale_dtype), Tensor((4, 64, 2), scale_dtype)
-    return attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales)
+    scales = Tensor((4, 128, 2), "uint8"), Tensor((4, 64, 2), "uint8")
+    x, ids, weights = Tensor((2, 64)), Tensor((2, 1), "int32"), Tensor((2, 1), "float32")
+    narrow = Tensor((4, 128, 48), "uint8"), Tensor((4, 96, 32), "uint8"), Tensor((4, 128, 3), "uint8")
+    blocks = {"w13_scale": scales[0], "w2_scale": scales[1], "format": "mxfp4"}
+    return {
+        "dtype": attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales, dtype="f16"),
+        "bare": attempt(oxmoe.moe_tensors, x, *codes, weights, ids, **blocks),
+        "in_place": attempt(oxmoe.ExpertWeights.mxfp4, *narrow, Tensor((4, 96, 2), "uint8"), in_place=True),
+        "overlap": attempt(
+            oxmoe.ExpertWeights.mxfp4, codes[0], codes[1], codes[0].part((4, 128, 2)), scales[1], in_place=True
+        ),
+    }
 
 
 if __name__ == "__main__":

@@ -234,6 +234,15 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(to + bytes <= from || from + bytes <= to, CUDA_ERROR_INVALID_VALUE);
+    record("{\"call\": \"cuMemcpyDtoDAsync\", \"to\": %llu, \"from\": %llu, \"bytes\": %zu, \"stream\": %llu}", to, from, bytes,
+           (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
 static void list(char* text, size_t length, const unsigned long long* values, unsigned count) {
     size_t used = (size_t)snprintf(text, length, "[");
     for (unsigned i = 0; i < count && used < length; ++i) {

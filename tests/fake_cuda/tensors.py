@@ -88,6 +88,12 @@ class Tensor:
         Tensor._end += -(-max(math.prod(shape) * bits // 8, 1) // 256) * 256
         self._shape, self._strides = ((ctypes.c_int64 * max(len(shape), 1))(*sizes) for sizes in (shape, strides))
 
+    def part(self, shape):
+        """A tensor at the same address."""
+        made = Tensor(shape, self.dtype, self.device)
+        made.address = self.address
+        return made
+
     def fill(self, out):
         out.data = self.address if math.prod(self.shape) else None
         out.device_type, out.device_id, out.ndim = 2, self.device, len(self.shape)
@@ -99,6 +105,13 @@ class Tensor:
 
     def zero_(self):
         return self
+
+    def fill_(self, value):
+        self.value = value
+        return self
+
+    def item(self):
+        return self.value
 
 
 def install_torch() -> None:

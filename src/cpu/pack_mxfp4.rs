@@ -1,0 +1,177 @@
+//! The kernels of csrc/quant/pack_mxfp4.cuh on host memory.
+
+use crate::params::{PackMxfp4Params, W13Layout};
+use crate::quant::packed::{self, Extent, CODE_BYTES, SCALE_BYTES};
+use rayon::prelude::*;
+
+const SCALED: usize = 32;
+const SCALED_BYTES: usize = SCALED / 2;
+
+/// The weight row of fragment row g (`half` 0) or g + 8 (1) of a slice; None: padding.
+fn source_row(p: &PackMxfp4Params, slice: usize, g: usize, half: usize) -> Option<usize> {
+    if !p.gated {
+        return Some(16 * slice + 8 * half + g).filter(|&row| row < p.used_rows as usize);
+    }
+    let (column, columns) = (8 * slice + g, p.rows as usize / 2);
+    (column < columns).then_some(match p.layout {
+        W13Layout::Interleaved => 2 * column + half,
+        W13Layout::GateUp => half * columns + column,
+        _ => (1 - half) * columns + column,
+    })
+}
+
+/// The tensors of `p` as slices.
+struct Tensors<'a> {
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+    packed_codes: &'a mut [u8],
+    packed_scales: &'a mut [u8],
+    expert_scales: &'a mut [f32],
+}
+
+/// # Safety
+/// Every pointer is to as much memory as `PackMxfp4Params` says, and nobody else uses it.
+unsafe fn tensors(p: &PackMxfp4Params) -> Tensors<'_> {
+    // SAFETY: the caller's contract; null only where nothing is there.
+    unsafe fn slice<'a, T>(data: *mut T, count: usize) -> &'a mut [T] {
+        match count {
+            0 => &mut [],
+            // SAFETY: as above.
+            _ => unsafe { std::slice::from_raw_parts_mut(data, count) },
+        }
+    }
+    let (extent, scaled) = (Extent::of(p), p.experts as usize * p.rows as usize * p.row_blocks as usize);
+    // SAFETY: as above.
+    unsafe {
+        Tensors {
+            codes: slice(p.codes, scaled * SCALED_BYTES),
+            scales: slice(p.scales, scaled),
+            packed_codes: slice(p.packed_codes, extent.code_bytes()),
+            packed_scales: slice(p.packed_scales, extent.scale_bytes()),
+            expert_scales: slice(p.expert_scales, p.experts as usize),
+        }
+    }
+}
+
+fn shift_of(expert_scale: f32) -> i32 {
+    (expert_scale.to_bits() >> 23) as i32 - 127
+}
+
+/// Calls `f(quad, half, weight row)` for the rows of a block: fragment row g or g + 8 of the quad's.
+fn for_each_row(p: &PackMxfp4Params, tile: usize, mut f: impl FnMut(usize, usize, usize)) {
+    for quad in 0..32 {
+        for half in 0..2 {
+            if let Some(row) = source_row(p, 4 * tile + quad / 8, quad % 8, half) {
+                f(quad, half, row);
+            }
+        }
+    }
+}
+
+/// Where the 32 codes that share a scale lie: calls `f(k16 step of the two, lane of the quad, register, side of the register, code)`.
+fn for_each_code(half: usize, mut f: impl FnMut(usize, usize, usize, usize, usize)) {
+    for nibble in 0..SCALED {
+        let (step, column) = (nibble / 16, nibble % 16);
+        f(step, column % 8 / 2, column / 8 * 2 + half, column % 2, nibble);
+    }
+}
+
+/// The factors, then codes and scales.
+///
+/// # Safety
+/// As `PackMxfp4Params` says; nobody else reads or writes what it points at.
+pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
+    // SAFETY: the caller's contract.
+    let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
+    let (codes, scales) = (&*codes, &*scales);
+    let (extent, row_blocks, k) = (Extent::of(p), p.row_blocks as usize, p.k as usize);
+    let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
+    expert_scales.par_iter_mut().enumerate().for_each(|(expert, expert_scale)| {
+        let rows = (0..p.used_rows as usize).map(|row| (expert * p.rows as usize + row) * row_blocks);
+        let used = rows.flat_map(|first| &scales[first..][..k.div_ceil(SCALED)]);
+        *expert_scale = 2f32.powi(packed::shift(used.copied().filter(|&scale| scale != 255).max().unwrap_or(0)));
+    });
+    if packed_codes.is_empty() {
+        return;
+    }
+    let expert_scales = &*expert_scales;
+    let tiles =
+        packed_codes.par_chunks_mut(k_blocks * CODE_BYTES).zip(packed_scales.par_chunks_mut(k_blocks * SCALE_BYTES));
+    tiles.enumerate().for_each(|(i, (tile_codes, tile_scales))| {
+        let (expert, tile) = (i / row_tiles, i % row_tiles);
+        let shift = shift_of(expert_scales[expert]);
+        let blocks = tile_codes.chunks_exact_mut(CODE_BYTES).zip(tile_scales.chunks_exact_mut(SCALE_BYTES));
+        for (block, (block_codes, block_scales)) in blocks.enumerate() {
+            let (mut words, mut fields) = ([[[0u32; 4]; 4]; 32], [[[0u32; 2]; 2]; 32]);
+            for_each_row(p, tile, |quad, half, row| {
+                for group in (0..2).filter(|group| 2 * block + group < k.div_ceil(SCALED)) {
+                    let scaled = (expert * p.rows as usize + row) * row_blocks + 2 * block + group;
+                    fields[quad][group][half] = packed::scale_field(scales[scaled], shift);
+                    // The field 255 is infinity in bf16: what makes it NaN is the code 0.
+                    if scales[scaled] == 255 {
+                        continue;
+                    }
+                    let bytes = &codes[scaled * SCALED_BYTES..][..SCALED_BYTES];
+                    for_each_code(half, |step, lane, register, side, nibble| {
+                        if (2 * block + group) * SCALED + nibble < k {
+                            let code = u32::from(bytes[nibble / 2] >> (nibble % 2 * 4) & 15);
+                            words[quad][lane][2 * group + step] |= packed::place(code, register, side);
+                        }
+                    });
+                }
+            });
+            for (to, word) in block_codes.chunks_exact_mut(4).zip(words.as_flattened().as_flattened()) {
+                to.copy_from_slice(&word.to_le_bytes());
+            }
+            for (to, [first, second]) in block_scales.chunks_exact_mut(4).zip(fields) {
+                to.copy_from_slice(&packed::place_scales(first, second).to_le_bytes());
+            }
+        }
+    });
+}
+
+/// The inverse: codes and scales of every row, in whole scaled groups.
+///
+/// # Safety
+/// As for [`pack_mxfp4`].
+pub unsafe fn unpack_mxfp4(p: &PackMxfp4Params) {
+    // SAFETY: the caller's contract.
+    let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
+    let (packed_codes, packed_scales, expert_scales) = (&*packed_codes, &*packed_scales, &*expert_scales);
+    let (extent, rows, row_blocks) = (Extent::of(p), p.rows as usize, p.row_blocks as usize);
+    let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
+    if codes.is_empty() {
+        return;
+    }
+    let word = |bytes: &[u8], index: usize| {
+        let bytes = &bytes[4 * index..][..4];
+        u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+    };
+    let experts = codes
+        .par_chunks_mut(rows * row_blocks * SCALED_BYTES)
+        .zip(scales.par_chunks_mut(rows * row_blocks))
+        .enumerate();
+    experts.for_each(|(expert, (codes, scales))| {
+        let shift = shift_of(expert_scales[expert]);
+        for tile in 0..row_tiles {
+            for block in 0..k_blocks {
+                let at = (expert * row_tiles + tile) * k_blocks + block;
+                let block_codes = &packed_codes[at * CODE_BYTES..][..CODE_BYTES];
+                let block_scales = &packed_scales[at * SCALE_BYTES..][..SCALE_BYTES];
+                for_each_row(p, tile, |quad, half, row| {
+                    for group in (0..2).filter(|group| 2 * block + group < row_blocks) {
+                        let scaled = row * row_blocks + 2 * block + group;
+                        let field = packed::take_scale(word(block_scales, quad), group, half);
+                        scales[scaled] = packed::scale_byte(field, shift);
+                        let bytes = &mut codes[scaled * SCALED_BYTES..][..SCALED_BYTES];
+                        bytes.fill(0);
+                        for_each_code(half, |step, lane, register, side, nibble| {
+                            let word = word(block_codes, (4 * quad + lane) * 4 + 2 * group + step);
+                            bytes[nibble / 2] |= (packed::take(word, register, side) as u8) << (nibble % 2 * 4);
+                        });
+                    }
+                });
+            }
+        }
+    });
+}

@@ -1,0 +1,249 @@
+//! The packed form of MXFP4 weights that GPU kernels read (csrc/common/mxfp4.cuh): its sizes, its bits, and the launches that make it.
+
+use crate::contract;
+use crate::error::Result;
+use crate::kernel::{Args, Launch, Stream};
+use crate::params::{PackMxfp4Params, ScaleBytesParams};
+use crate::variants::{Variant, PACK_BLOCKS};
+
+/// Rows and columns of a block, and its bytes of codes and of scales.
+pub const BLOCK_ROWS: i64 = 64;
+pub const BLOCK_K: i64 = 64;
+pub const CODE_BYTES: usize = 2048;
+pub const SCALE_BYTES: usize = 128;
+
+/// Addresses of a packed matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed {
+    pub codes: *const u8,
+    pub scales: *const u8,
+    /// fp32 [experts]: powers of two that multiply an expert's sums.
+    pub expert_scales: *const f32,
+}
+
+/// Matrices [experts, rows, k].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    pub experts: i64,
+    pub rows: i64,
+    pub k: i64,
+}
+
+impl Extent {
+    pub fn of(p: &PackMxfp4Params) -> Extent {
+        Extent { experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() }
+    }
+
+    pub fn row_tiles(self) -> i64 {
+        (self.rows + BLOCK_ROWS - 1) / BLOCK_ROWS
+    }
+
+    pub fn k_blocks(self) -> i64 {
+        (self.k + BLOCK_K - 1) / BLOCK_K
+    }
+
+    fn blocks(self) -> usize {
+        (self.experts * self.row_tiles() * self.k_blocks()) as usize
+    }
+
+    pub fn code_bytes(self) -> usize {
+        self.blocks() * CODE_BYTES
+    }
+
+    pub fn scale_bytes(self) -> usize {
+        self.blocks() * SCALE_BYTES
+    }
+
+    pub fn codes_shape(self) -> [i64; 4] {
+        [self.experts, self.row_tiles(), self.k_blocks(), CODE_BYTES as i64]
+    }
+
+    pub fn scales_shape(self) -> [i64; 4] {
+        [self.experts, self.row_tiles(), self.k_blocks(), SCALE_BYTES as i64]
+    }
+}
+
+/// Where a code lies in its word: `register` of the fragment, `half` of that.
+pub const fn place(code: u32, register: usize, half: usize) -> u32 {
+    let in_place = ((code & 8) << 12 | (code & 7) << 6) << (16 * half);
+    let mantissa = 0x40 << (16 * half);
+    match register {
+        0 => (in_place & !mantissa) | (in_place & mantissa) << 8,
+        1 => in_place >> 2,
+        2 => in_place >> 6,
+        _ => in_place.rotate_right(12),
+    }
+}
+
+/// The code that `place` put there.
+pub const fn take(word: u32, register: usize, half: usize) -> u32 {
+    let in_place = match register {
+        0 => (word & 0x8180_8180) | (word >> 8 & 0x0040_0040),
+        1 => word << 2,
+        2 => word << 6,
+        _ => word.rotate_left(12),
+    };
+    let bits = in_place >> (16 * half);
+    bits >> 12 & 8 | bits >> 6 & 7
+}
+
+/// log2 of the factor of an expert whose largest scale byte is `peak`.
+pub const fn shift(peak: u8) -> i32 {
+    if peak > 128 {
+        peak as i32 - 128
+    } else {
+        0
+    }
+}
+
+/// The bf16 exponent field of a scale byte.
+pub const fn scale_field(e8m0: u8, shift: i32) -> u32 {
+    let field = e8m0 as i32 + 126 - shift;
+    match e8m0 {
+        255 => 255,
+        _ if field < 0 => 0,
+        _ => field as u32,
+    }
+}
+
+/// The byte whose field it is. Of the bytes up to the largest, which the shift is from, only 0 can have the field 0.
+pub const fn scale_byte(field: u32, shift: i32) -> u8 {
+    match field {
+        0 | 255 => field as u8,
+        _ => (field as i32 - 126 + shift) as u8,
+    }
+}
+
+/// Fields of rows g and g + 8, of the first and the second 32 columns.
+pub const fn place_scales(first: [u32; 2], second: [u32; 2]) -> u32 {
+    let [first, second] = [first[0] << 7 | first[1] << 23, second[0] << 7 | second[1] << 23];
+    first | second.rotate_right(8)
+}
+
+/// The field of row g (`half` 0) or g + 8 (1) in columns 32 `group` on.
+pub const fn take_scale(word: u32, group: usize, half: usize) -> u32 {
+    word.rotate_left(8 * group as u32) >> (7 + 16 * half) & 255
+}
+
+fn grid(ctas: i64) -> Result<u32> {
+    match u32::try_from(ctas) {
+        Ok(grid) if grid <= i32::MAX as u32 => Ok(grid),
+        _ => contract!("expected weights that 2^31 thread blocks can pack, got {ctas} blocks"),
+    }
+}
+
+/// Nothing is launched for nothing.
+fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64, args: Args<'_>) -> Result<()> {
+    if ctas == 0 {
+        return Ok(());
+    }
+    let launch = Launch { variant, grid: grid(ctas)?, block: variant.threads(), cluster: 1, shared_bytes: 0 };
+    stream.launch(op, &launch, args)
+}
+
+fn pack_ctas(p: &PackMxfp4Params) -> i64 {
+    let extent = Extent::of(p);
+    let parts = (extent.k_blocks() + i64::from(PACK_BLOCKS) - 1) / i64::from(PACK_BLOCKS);
+    extent.experts * extent.row_tiles() * parts
+}
+
+/// Every expert's factor.
+pub fn launch_peak(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
+    launch(stream, op, Variant::Mxfp4Peak, p.experts.into(), Args::PackMxfp4(p))
+}
+
+/// Codes and scales, after the factors.
+pub fn launch_pack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
+    launch(stream, op, Variant::Mxfp4Pack, pack_ctas(p), Args::PackMxfp4(p))
+}
+
+pub fn launch_unpack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
+    launch(stream, op, Variant::Mxfp4Unpack, pack_ctas(p), Args::PackMxfp4(p))
+}
+
+pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -> Result<()> {
+    const MOST: i64 = 1 << 14;
+    let ctas = (p.count + 255) / 256;
+    launch(stream, op, Variant::Mxfp4ScaleBytes, ctas.min(MOST), Args::ScaleBytes(p))
+}
+
+/// Packs part of the experts at a time into the memory of the checkpoint's own tensors: each part is copied to `scratch`, [codes, scales]
+/// of `experts_at_once` experts, and packed from there. The factors are made before.
+///
+/// # Safety
+/// `p` has addresses of this device's memory with the extents that it names, packed ones those of the others; so has `scratch`.
+pub unsafe fn pack_in_place(
+    stream: &Stream<'_>,
+    op: &str,
+    p: &PackMxfp4Params,
+    scratch: [*mut u8; 2],
+    experts_at_once: i32,
+) -> Result<()> {
+    let one = Extent { experts: 1, ..Extent::of(p) };
+    let mut first = 0;
+    while first < p.experts {
+        let experts = experts_at_once.min(p.experts - first);
+        let (skipped, count) = (first as usize, experts as usize);
+        let [codes, scales] =
+            [p.codes.wrapping_add(skipped * one.code_bytes()), p.scales.wrapping_add(skipped * one.scale_bytes())];
+        // SAFETY: the caller's contract.
+        unsafe {
+            stream.copy(op, scratch[0], codes, count * one.code_bytes())?;
+            stream.copy(op, scratch[1], scales, count * one.scale_bytes())?;
+        }
+        let part = PackMxfp4Params {
+            codes: scratch[0],
+            scales: scratch[1],
+            experts,
+            packed_codes: codes,
+            packed_scales: scales,
+            expert_scales: p.expert_scales.wrapping_add(skipped),
+            ..*p
+        };
+        launch_pack(stream, op, &part)?;
+        first += experts;
+    }
+    Ok(())
+}
+
+/// Whether the packed form of a checkpoint's tensors has their size: then it can take their place.
+pub fn fits_in_place(p: &PackMxfp4Params) -> bool {
+    let extent = Extent::of(p);
+    extent.rows % BLOCK_ROWS == 0 && extent.k_blocks() * BLOCK_K == i64::from(p.row_blocks) * 32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_come_back_and_do_not_touch_each_other() {
+        let places = (0..4).flat_map(|register| [(register, 0), (register, 1)]);
+        let used: Vec<u32> = places.clone().map(|(register, half)| place(15, register, half)).collect();
+        assert_eq!(used.iter().fold(0, |all, bits| all ^ bits), u32::MAX);
+        for seed in 0..4096u32 {
+            let codes = seed.wrapping_mul(0x9e37_79b9);
+            let code = |i: usize| codes >> (4 * i) & 15;
+            let word =
+                places.clone().enumerate().fold(0, |w, (i, (register, half))| w | place(code(i), register, half));
+            for (i, (register, half)) in places.clone().enumerate() {
+                assert_eq!(take(word, register, half), code(i), "{word:08x}: register {register}, half {half}");
+            }
+        }
+    }
+
+    #[test]
+    fn scales_come_back() {
+        for peak in 0..=254u8 {
+            let shift = shift(peak);
+            for byte in (0..=peak).chain([255]) {
+                let field = scale_field(byte, shift);
+                assert!(byte == 255 || field <= 254, "no number becomes infinite");
+                assert_eq!(scale_byte(field, shift), byte, "{byte} where the largest is {peak}");
+            }
+        }
+        let word = place_scales([126, 254], [255, 1]);
+        let taken = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(group, half)| take_scale(word, group, half));
+        assert_eq!(taken, [126, 254, 255, 1]);
+    }
+}

@@ -1,0 +1,181 @@
+//! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
+
+use super::ops::{check_aligned, check_multiple, dims, elements, leading, new_tensor, shape, BLOCK, E8M0};
+use super::packed::{self, Extent};
+use crate::contract;
+use crate::cpu;
+use crate::device::gpu;
+use crate::error::{guard, Result};
+use crate::kernel::Stream;
+use crate::moe::weights::w13_layout;
+use crate::params::PackMxfp4Params;
+use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use pyo3::prelude::*;
+
+type Triple<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+/// What packing and its inverse are told of the rows.
+fn check_rows(operand: &str, rows: i64, columns: i64, gated: bool) -> Result<()> {
+    if gated && rows % 2 != 0 {
+        contract!("{operand}: rows are gate and up rows where gated and must be even, got {rows}");
+    }
+    if rows.max(columns) > i64::from(i32::MAX) / 2 {
+        contract!("{operand}: expected up to 2^30 rows and columns, got {rows} and {columns}");
+    }
+    Ok(())
+}
+
+fn count(leading: &[i64]) -> Result<i32> {
+    let count: i64 = leading.iter().product();
+    match i32::try_from(count) {
+        Ok(count) => Ok(count),
+        Err(_) => contract!("codes: expected up to 2^31 matrices, got {count}"),
+    }
+}
+
+/// Kernels read and write vectors of 16 bytes.
+pub fn check_vectors(operand: &str, tensor: &TensorRef) -> Result<()> {
+    if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
+        contract!(
+            "{operand}: must start at a multiple of 16 bytes, got address {:p}; pass {operand}.clone()",
+            tensor.data
+        );
+    }
+    Ok(())
+}
+
+/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]) as oxmoe's GPU kernels read them: (codes uint8
+/// [..., ceil(R / 64), ceil(K / 64), 2048], scales uint8 [..., ceil(R / 64), ceil(K / 64), 128], expert_scales fp32 [...]).
+///
+/// The layout is that of csrc/common/mxfp4.cuh. gated: rows are gate and up rows in `layout` ("gate_up", "up_gate", "interleaved").
+/// expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest scale byte E (255, NaN, does not count) is above 128.
+#[pyfunction]
+#[pyo3(signature = (codes, scales, *, gated=false, layout="gate_up"))]
+pub fn pack_mxfp4<'py>(
+    codes: &Bound<'py, PyAny>,
+    scales: &Bound<'py, PyAny>,
+    gated: bool,
+    layout: &str,
+) -> PyResult<Triple<'py>> {
+    let py = codes.py();
+    guard(|| {
+        let layout = w13_layout(layout)?;
+        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
+        let lead = leading("codes", &from, 2, "rows, K / 2")?;
+        let (rows, bytes) = (from.shape()[lead.len()], from.shape()[lead.len() + 1]);
+        let mut contract = Contract::new();
+        contract.check("codes", &from, &dims(lead, &[Dim::Named("rows"), Dim::Named("K / 2")]), &[Elem::U8])?;
+        check_multiple("codes", lead.len() + 1, "K / 2", bytes, BLOCK / 2)?;
+        let groups = bytes * 2 / BLOCK;
+        contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Is("K / 32", groups)]), &E8M0)?;
+        check_rows("codes", rows, bytes * 2, gated)?;
+        check_vectors("codes", &from)?;
+        let extent = Extent { experts: count(lead)?.into(), rows, k: bytes * 2 };
+        let like = (codes, &from);
+        let (codes_object, to) = new_tensor(like, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
+        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &extent.scales_shape()[1..]), Elem::U8)?;
+        let (factors_object, factors) = new_tensor(like, lead, Elem::F32)?;
+        check_aligned::<f32>("expert_scales", &factors)?;
+        let params = PackMxfp4Params {
+            codes: from.data,
+            scales: from_scales.data,
+            row_blocks: groups as i32,
+            experts: extent.experts as i32,
+            rows: rows as i32,
+            used_rows: rows as i32,
+            k: extent.k as i32,
+            gated,
+            layout,
+            packed_codes: to.data,
+            packed_scales: to_scales.data,
+            expert_scales: factors.data.cast(),
+        };
+        match from.place {
+            // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
+            Place::Cpu => py.detach(|| unsafe { cpu::pack_mxfp4(&params) }),
+            Place::Cuda(ordinal) => {
+                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+                packed::launch_peak(&stream, "mxfp4_pack", &params)?;
+                packed::launch_pack(&stream, "mxfp4_pack", &params)?;
+            }
+        }
+        Ok((codes_object, scales_object, factors_object))
+    })
+}
+
+/// The inverse of pack_mxfp4: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the checkpoint's form.
+///
+/// Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
+#[pyfunction]
+#[pyo3(signature = (codes, scales, expert_scales, *, rows, columns, gated=false, layout="gate_up"))]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+pub fn unpack_mxfp4<'py>(
+    codes: &Bound<'py, PyAny>,
+    scales: &Bound<'py, PyAny>,
+    expert_scales: &Bound<'py, PyAny>,
+    rows: i64,
+    columns: i64,
+    gated: bool,
+    layout: &str,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let py = codes.py();
+    guard(|| {
+        let layout = w13_layout(layout)?;
+        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
+        let factors = TensorRef::borrow("expert_scales", expert_scales)?;
+        if rows < 0 || columns < 0 || columns % BLOCK != 0 {
+            contract!(
+                "rows, columns: expected sizes of the weight, columns a multiple of {BLOCK}, got {rows}, {columns}"
+            );
+        }
+        check_rows("rows, columns", rows, columns, gated)?;
+        let lead = leading("codes", &from, 3, "row tiles, K blocks, 2048")?;
+        let extent = Extent { experts: count(lead)?.into(), rows, k: columns };
+        let trailing = |last: &'static str, bytes: usize| {
+            let tiles =
+                [Dim::Is("ceil(rows / 64)", extent.row_tiles()), Dim::Is("ceil(columns / 64)", extent.k_blocks())];
+            [tiles[0], tiles[1], Dim::Is(last, bytes as i64)]
+        };
+        let mut contract = Contract::new();
+        contract.check("codes", &from, &dims(lead, &trailing("bytes", packed::CODE_BYTES)), &[Elem::U8])?;
+        contract.check("scales", &from_scales, &dims(lead, &trailing("bytes", packed::SCALE_BYTES)), &[Elem::U8])?;
+        contract.check("expert_scales", &factors, &dims(lead, &[]), &[Elem::F32])?;
+        for (name, tensor) in [("codes", &from), ("scales", &from_scales)] {
+            check_vectors(name, tensor)?;
+        }
+        if from.place == Place::Cpu {
+            // SAFETY: a contiguous tensor of fp32, read here alone.
+            let factors: &[f32] = unsafe { elements("expert_scales", &factors)? };
+            let is_power = |x: f32| x.to_bits() << 9 == 0 && (1.0..=2f32.powi(126)).contains(&x);
+            if let Some(wrong) = factors.iter().find(|&&x| !is_power(x)) {
+                contract!("expert_scales: expected powers of two from 1 to 2^126, got {wrong:e}");
+            }
+        }
+        let like = (codes, &from);
+        let (codes_object, to) = new_tensor(like, &shape(lead, &[rows, columns / 2]), Elem::U8)?;
+        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &[rows, columns / BLOCK]), Elem::U8)?;
+        let params = PackMxfp4Params {
+            codes: to.data,
+            scales: to_scales.data,
+            row_blocks: (columns / BLOCK) as i32,
+            experts: extent.experts as i32,
+            rows: rows as i32,
+            used_rows: rows as i32,
+            k: columns as i32,
+            gated,
+            layout,
+            packed_codes: from.data,
+            packed_scales: from_scales.data,
+            expert_scales: factors.data.cast(),
+        };
+        match from.place {
+            // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
+            Place::Cpu => py.detach(|| unsafe { cpu::unpack_mxfp4(&params) }),
+            Place::Cuda(ordinal) => {
+                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+                packed::launch_unpack(&stream, "mxfp4_unpack", &params)?;
+            }
+        }
+        Ok((codes_object, scales_object))
+    })
+}

@@ -1,0 +1,140 @@
+"""What packing MXFP4 weights asks of the driver, without a GPU: launches, parameters, copies (see test_launch.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oxmoe._oxmoe as extension
+from fake_cuda.harness import build, cuda_headers, execute, launches, named, parameters_of
+
+STREAM = 0x1234
+LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if cuda_headers() is None:
+        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
+    if "90a" not in extension.device_info()["archs"]:
+        pytest.skip("this wheel has no kernels for 90a")
+    folder = tmp_path_factory.mktemp("driver")
+    build(folder)
+    return folder
+
+
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def grid(experts: int, rows: int, k: int) -> int:
+    return experts * (up(rows, 64) // 64) * (up(k, 256) // 256)
+
+
+def made(records: list[dict[str, Any]], kernel: str) -> list[tuple[dict[str, Any], Any]]:
+    found = [launch for launch in launches(records) if launch["kernel"] == kernel]
+    for launch in found:
+        assert launch["stream"] == STREAM and launch["cluster"] == [1, 1, 1] and launch["shared"] == 0
+    return [(launch, *parameters_of(launch)) for launch in found]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"experts": 32, "hidden": 2880, "intermediate": 2880, "layout": "interleaved"},
+        {"experts": 5, "hidden": 90, "columns": 192, "intermediate": 96, "layout": "up_gate"},
+        {"experts": 3, "hidden": 96, "intermediate": 704, "gated": False, "activation": "relu2"},
+    ],
+    ids=lambda layer: str(layer["hidden"]),
+)
+def test_experts(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "packed_experts", layer)
+    given, experts, gated = result["addresses"], layer["experts"], layer.get("gated", True)
+    hidden, intermediate = layer["hidden"], layer["intermediate"]
+    columns, rows = layer.get("columns", hidden), intermediate * (2 if gated else 1)
+    peaks, packs = made(result["records"], "mxfp4_peak"), made(result["records"], "mxfp4_pack")
+    assert len(peaks) == len(packs) == 2 and not made(result["records"], "mxfp4_scale_bytes")
+    order = [launch["kernel"] for launch in launches(result["records"])]
+    assert order == ["mxfp4_peak", "mxfp4_pack"] * 2 and not named(result["records"], "cuMemcpyDtoDAsync")
+    # name, rows, used rows, columns, k, gated
+    matrices = (("w13", rows, rows, columns, hidden, gated), ("w2", columns, hidden, intermediate, intermediate, False))
+    for peak, pack, matrix, packed in zip(peaks, packs, matrices, result["packed"], strict=True):
+        name, rows_held, used, held, k, pairs = matrix
+        assert peak[0]["grid"][0] == experts and peak[0]["block"][0] == 1024
+        assert pack[0]["grid"][0] == grid(experts, rows_held, k) and pack[0]["block"][0] == 512
+        tiles, blocks = up(rows_held, 64) // 64, up(k, 64) // 64
+        assert [shape for _, shape in packed] == [
+            [experts, tiles, blocks, 2048],
+            [experts, tiles, blocks, 128],
+            [experts],
+        ]
+        for p in (peak[1], pack[1]):
+            assert (p.codes, p.scales, p.row_blocks) == (given[name], given[f"{name}_scale"], held // 32)
+            assert (p.experts, p.rows, p.used_rows, p.k) == (experts, rows_held, used, k)
+            assert p.gated == pairs and p.layout == LAYOUTS[layer.get("layout", "gate_up")]
+            assert p.expert_scales == packed[2][0]
+        assert (pack[1].packed_codes, pack[1].packed_scales) == (packed[0][0], packed[1][0])
+
+
+def test_experts_in_place(driver: Path, tmp_path: Path) -> None:
+    """Parts of up to 32 MiB of codes: w13 of three experts at a time, the last part smaller; all of w2 at once."""
+    layer = {"experts": 8, "hidden": 2880, "intermediate": 2880, "in_place": True}
+    result = execute(driver, tmp_path, "packed_experts", layer)
+    given = result["addresses"]
+    packs, copies = made(result["records"], "mxfp4_pack"), named(result["records"], "cuMemcpyDtoDAsync")
+    peaks = made(result["records"], "mxfp4_peak")
+    codes, scales = 5760 * 1440, 5760 * 90
+    parts = [("w13", 0, 4, codes, scales), ("w13", 4, 4, codes, scales), ("w2", 0, 8, codes // 2, scales // 2)]
+    assert len(packs) == len(parts) and len(copies) == 2 * len(parts) and all(c["stream"] == STREAM for c in copies)
+    for (name, first, count, code_bytes, scale_bytes), (launch, p), (of_codes, of_scales) in zip(
+        parts, packs, zip(copies[::2], copies[1::2], strict=True), strict=True
+    ):
+        at, scale_at = given[name] + first * code_bytes, given[f"{name}_scale"] + first * scale_bytes
+        assert (of_codes["from"], of_codes["bytes"]) == (at, count * code_bytes)
+        assert (of_scales["from"], of_scales["bytes"]) == (scale_at, count * scale_bytes)
+        assert (p.codes, p.scales) == (of_codes["to"], of_scales["to"])
+        assert (p.packed_codes, p.packed_scales, p.experts) == (at, scale_at, count)
+        peak = peaks[name == "w2"][1]
+        assert p.expert_scales == peak.expert_scales + 4 * first and peak.experts == 8 and peak.codes == given[name]
+        assert launch["grid"][0] == grid(count, p.rows, p.k)
+    calls = [r for r in result["records"] if r["call"] in ("cuLaunchKernelEx", "cuMemcpyDtoDAsync")]
+    order = [record.get("kernel", "copy") for record in calls]
+    part = ["copy", "copy", "mxfp4_pack"]
+    assert order == ["mxfp4_peak", *part, *part, "mxfp4_peak", *part]
+    for packed, name in zip(result["packed"], ("w13", "w2"), strict=True):
+        assert [address for address, _ in packed[:2]] == [given[name], given[f"{name}_scale"]]
+
+
+def test_scales_as_fp32(driver: Path, tmp_path: Path) -> None:
+    layer = {"experts": 3, "hidden": 96, "intermediate": 64, "scale_dtype": "float32"}
+    result = execute(driver, tmp_path, "packed_experts", layer)
+    converted, packs = made(result["records"], "mxfp4_scale_bytes"), made(result["records"], "mxfp4_pack")
+    for (launch, p), (_, pack), name, count in zip(
+        converted, packs, ("w13_scale", "w2_scale"), (3 * 128 * 3, 3 * 96 * 2), strict=True
+    ):
+        assert (p.scales, p.count, p.bytes) == (result["addresses"][name], count, pack.scales)
+        assert p.first_wrong and launch["grid"][0] == up(count, 256) // 256 and launch["block"][0] == 256
+
+
+def test_functions(driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "packed_functions", {"rows": 96, "columns": 352})
+    codes, scales, *packed, back_codes, back_scales = result["addresses"]
+    assert result["shapes"] == [[3, 2, 2, 6, 2048], [3, 2, 2, 6, 128], [3, 2], [3, 2, 96, 176], [3, 2, 96, 11]]
+    ((peak, p),), ((pack, q),) = made(result["records"], "mxfp4_peak"), made(result["records"], "mxfp4_pack")
+    ((unpack, r),) = made(result["records"], "mxfp4_unpack")
+    assert peak["grid"][0] == 6 and pack["grid"][0] == unpack["grid"][0] == grid(6, 96, 352)
+    for params, checkpoint in ((p, (codes, scales)), (q, (codes, scales)), (r, (back_codes, back_scales))):
+        assert (params.codes, params.scales) == checkpoint
+        assert [params.packed_codes, params.packed_scales, params.expert_scales] == packed
+        assert (params.experts, params.rows, params.used_rows, params.k, params.row_blocks) == (6, 96, 96, 352, 11)
+        assert params.gated and params.layout == LAYOUTS["up_gate"]
+
+
+def test_refusals(driver: Path, tmp_path: Path) -> None:
+    said = execute(driver, tmp_path, "refused_mxfp4", {})
+    assert said["dtype"].startswith('NotImplementedError: dtype: "f16" for mxfp4 experts on cuda:0; supported')
+    assert said["bare"].startswith("NotImplementedError: mxfp4 experts on cuda:0 as bare tensors; supported")
+    assert said["in_place"].startswith("ValueError: w13: in_place needs rows and columns that are multiples of 64")
+    assert said["overlap"] == "ValueError: w13_scale: overlaps w13, which in_place writes to"
