@@ -105,7 +105,10 @@ impl Args<'_> {
                 )
                 | (Args::Ragged(_), Variant::Ragged)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
-                | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
+                | (
+                    Args::GemmPortable(_),
+                    Variant::GroupedGemmPortable { .. } | Variant::GroupedGemmMxfp4Portable { .. }
+                )
                 | (Args::LayerSm90(..), Variant::LayerSm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
         )

@@ -17,6 +17,8 @@ pub enum Variant {
     LayerSm90 { element: Element, gated: bool, tokens: u32, stages: u32 },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
     GroupedGemmPortable { element: Element, gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32, vector: u32 },
+    /// The same for packed MXFP4 weights and bf16 activations. `vector`: elements a load of activations.
+    GroupedGemmMxfp4Portable { gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32, vector: u32 },
     /// Top-k alone. `experts_per_lane` x 32 >= experts. `plain`: without bias, groups and order by id, in a third of the code.
     Select { experts_per_lane: u32, plain: bool },
     /// Top-k (or given ids), sort and schedule in one launch of one CTA or one cluster; `experts_per_lane` 0 (and plain): ids are given.
@@ -49,6 +51,9 @@ pub fn all() -> Vec<Variant> {
             rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
         }
         rows.push(Variant::Combine { element });
+    }
+    for gated in [true, false] {
+        rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));
     }
     for plain in [true, false] {
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
@@ -108,6 +113,10 @@ impl Variant {
                 element.name(),
                 gated_name(gated)
             ),
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => format!(
+                "grouped_gemm_mxfp4_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
+                gated_name(gated)
+            ),
             Variant::Select { experts_per_lane, plain } => format!("select_e{experts_per_lane}{}", any_name(plain)),
             Variant::Route { experts_per_lane, plain } => format!("route_e{experts_per_lane}{}", any_name(plain)),
             Variant::Histogram => "histogram".into(),
@@ -131,6 +140,9 @@ impl Variant {
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
             ),
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => {
+                format!("oxmoe::GroupedGemmMxfp4Portable<{gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>")
+            }
             Variant::Select { experts_per_lane, plain } => format!("oxmoe::Select<{experts_per_lane}, {plain}>"),
             Variant::Route { experts_per_lane, plain } => format!("oxmoe::Route<{experts_per_lane}, {plain}>"),
             Variant::Histogram => "oxmoe::Histogram".into(),
@@ -146,6 +158,7 @@ impl Variant {
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/layer_sm90.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
+            Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
             Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
@@ -165,7 +178,9 @@ impl Variant {
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::LayerParams p",
                 "up_weights, down_weights, p",
             ),
-            Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Variant::GroupedGemmPortable { .. } | Variant::GroupedGemmMxfp4Portable { .. } => {
+                ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
+            }
             Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. } => {
                 ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
             }
@@ -188,6 +203,9 @@ impl Variant {
             }
             Variant::GroupedGemmPortable { element, gated, .. } => {
                 format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
+            }
+            Variant::GroupedGemmMxfp4Portable { gated, .. } => {
+                format!("grouped_gemm_mxfp4_portable_{}", gated_name(gated))
             }
             Variant::Select { .. } => "select".into(),
             Variant::Route { .. } => "route".into(),
@@ -290,12 +308,24 @@ impl Variant {
         }
     }
 
+    fn portable_tile(&self) -> Option<PortableTile> {
+        match *self {
+            Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. } => {
+                Some(PortableTile { packed: false, tokens, rows, warps, stages, vector })
+            }
+            Variant::GroupedGemmMxfp4Portable { tokens, rows, warps, stages, vector, .. } => {
+                Some(PortableTile { packed: true, tokens, rows, warps, stages, vector })
+            }
+            _ => None,
+        }
+    }
+
     /// Threads of a CTA; of routing kernels the most that a launch may ask for.
     pub fn threads(&self) -> u32 {
         match *self {
             Variant::GroupedGemmSm90 { consumers, .. } => 128 * (1 + consumers),
             Variant::LayerSm90 { .. } => 256,
-            Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
+            Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
             Variant::Combine { .. } => 128,
             _ => 1024,
         }
@@ -303,34 +333,32 @@ impl Variant {
 
     /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
     pub fn ctas_per_multiprocessor(&self) -> u32 {
-        match (self.sm90_tile(), self) {
-            (Some((gated, tile)), _) => sm90_ctas(gated, tile),
-            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
-                PortableTile { tokens, rows, warps, stages, vector }.ctas()
-            }
-            (_, Variant::LayerSm90 { .. }) => 2,
-            (_, Variant::Combine { .. }) => 8,
+        match (self.sm90_tile(), self.portable_tile(), self) {
+            (Some((gated, tile)), ..) => sm90_ctas(gated, tile),
+            (_, Some(tile), _) => tile.ctas(),
+            (.., Variant::LayerSm90 { .. }) => 2,
+            (.., Variant::Combine { .. }) => 8,
             _ => 1,
         }
     }
 
     /// Dynamic shared memory of a CTA; None: the plan decides (routing).
     pub fn shared_bytes(&self) -> Option<u32> {
-        match (self.sm90_tile(), self) {
-            (Some((gated, tile)), _) => Some(sm90_shared_bytes(gated, tile)),
-            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
-                Some(PortableTile { tokens, rows, warps, stages, vector }.shared_bytes())
-            }
-            (_, &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
-            (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
+        match (self.sm90_tile(), self.portable_tile(), self) {
+            (Some((gated, tile)), ..) => Some(sm90_shared_bytes(gated, tile)),
+            (_, Some(tile), _) => Some(tile.shared_bytes()),
+            (.., &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
+            (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
             _ => None,
         }
     }
 }
 
-/// Tile of the portable kernel.
+/// Tile of the portable kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortableTile {
+    /// Weights are packed MXFP4, else 16-bit elements.
+    pub packed: bool,
     pub tokens: u32,
     pub rows: u32,
     pub warps: u32,
@@ -339,30 +367,49 @@ pub struct PortableTile {
 }
 
 impl PortableTile {
+    /// `element` is bf16 where weights are packed.
     pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let PortableTile { tokens, rows, warps, stages, vector } = self;
-        Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
-    }
-
-    /// Stages of 64 K: 128 bytes of each weight row and token.
-    pub const fn shared_bytes(self) -> u32 {
-        self.stages * (self.rows + self.tokens) * 128
-    }
-
-    /// CTAs that registers allow on one multiprocessor: 168 a thread suffice up to 64 sums, 255 above.
-    pub const fn ctas(self) -> u32 {
-        if self.rows * self.tokens / (32 * self.warps) <= 64 {
-            3
+        let PortableTile { packed, tokens, rows, warps, stages, vector } = self;
+        if packed {
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector }
         } else {
-            2
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
         }
+    }
+
+    /// Stages of 64 K: 128 bytes of each token and weight row; packed, a row has 34.
+    pub const fn shared_bytes(self) -> u32 {
+        self.stages * (self.rows * if self.packed { 34 } else { 128 } + self.tokens * 128)
+    }
+
+    /// Most registers a thread may have.
+    pub const fn registers(self) -> u32 {
+        match self.rows * self.tokens / (32 * self.warps) {
+            ..=16 if self.packed => 128,
+            ..=64 => 168,
+            _ => 255,
+        }
+    }
+
+    /// CTAs that registers allow on one multiprocessor.
+    pub const fn ctas(self) -> u32 {
+        65536 / (self.registers() * 32 * self.warps)
     }
 }
 
 /// By tokens. The one of vector 1 serves every k that is no multiple of 8.
 pub const PORTABLE_TILES: [PortableTile; 4] = [
-    PortableTile { tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
-    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+    PortableTile { packed: false, tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
+    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { packed: false, tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+];
+
+/// The same for packed MXFP4, where a stage is a third as large. Chosen from bytes in flight, not measured: with 16 tokens 20 KiB of
+/// weights a CTA, 40 to 80 KiB a multiprocessor; with 128, two CTAs fit in 99 KiB.
+pub const MXFP4_PORTABLE_TILES: [PortableTile; 4] = [
+    PortableTile { packed: true, tokens: 16, rows: 128, warps: 4, stages: 6, vector: 8 },
+    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 4, vector: 8 },
+    PortableTile { packed: true, tokens: 128, rows: 128, warps: 4, stages: 2, vector: 8 },
+    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 1 },
 ];

@@ -163,11 +163,12 @@ fn element(dtype: Dtype) -> Element {
     }
 }
 
-/// Whether both GEMMs of a layer run on the Hopper kernel. A property of the weights, never of the batch: a row's bits must not depend on
+/// Whether both GEMMs of a layer run on the Hopper kernel of plain weights. A property of the weights, never of the batch: a row's bits must not depend on
 /// the batch around it.
 fn hopper(device: &Device, layer: &LayerDesc) -> bool {
     let rows = layer.intermediate * if layer.gated { 2 } else { 1 };
-    sm90::serves(device, layer.dtype, layer.gated, rows as u32, layer.hidden as u32)
+    layer.format != Format::Mxfp4
+        && sm90::serves(device, layer.dtype, layer.gated, rows as u32, layer.hidden as u32)
         && sm90::serves(device, layer.dtype, false, layer.hidden as u32, layer.intermediate as u32)
 }
 
@@ -175,18 +176,10 @@ impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
         let slots = desc.tokens * desc.top_k;
-        let element = element(layer.dtype);
+        let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let up_rows = layer.intermediate * if layer.gated { 2 } else { 1 };
-        let up =
-            GemmDesc { element, gated: layer.gated, slots, experts: layer.experts, rows: up_rows, k: layer.hidden };
-        let down = GemmDesc {
-            element,
-            gated: false,
-            slots,
-            experts: layer.experts,
-            rows: layer.hidden,
-            k: layer.intermediate,
-        };
+        let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows: up_rows, k: layer.hidden };
+        let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
         let hopper = hopper(device, layer);
         let fused = if hopper { sm90::layer(desc.tokens, &up, &down, device) } else { None };
         let (tile_tokens, experts) = if let Some((tile_tokens, launch)) = fused {
@@ -250,6 +243,8 @@ pub fn routing(
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GemmDesc {
     pub element: Element,
+    /// Of the weights.
+    pub format: Format,
     pub gated: bool,
     pub slots: i64,
     pub experts: i64,
@@ -286,7 +281,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let gemms = if hopper(device, layer) {
         sm90::variants(element(layer.dtype), layer.gated)
     } else {
-        portable::variants(element(layer.dtype))
+        portable::variants(element(layer.dtype), layer.format)
     };
     let mut all = gemms;
     all.push(Variant::Combine { element: element(layer.dtype) });
@@ -354,6 +349,9 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.block / 32,
                     l.shared_bytes
                 );
+            }
+            if let Some(rule) = portable::warps_rule(device, layer.format) {
+                let _ = writeln!(text, "{rule}");
             }
         } else if layer.dtype == Dtype::F32 {
             let _ = writeln!(text, "fp32 runs on CPU tensors only");
