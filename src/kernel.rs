@@ -74,7 +74,7 @@ pub enum Args<'a> {
     Sort(&'a RouteParams),
     Ragged(&'a RaggedParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
-    GemmPortable(&'a GroupedGemmParams),
+    Gemm(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
@@ -94,7 +94,7 @@ impl Args<'_> {
             Args::Sort(p) => [address(p), none, none],
             Args::Ragged(p) => [address(p), none, none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
-            Args::GemmPortable(p) => [address(p), none, none],
+            Args::Gemm(p) => [address(p), none, none],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
@@ -112,7 +112,12 @@ impl Args<'_> {
                 )
                 | (Args::Ragged(_), Variant::Ragged)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
-                | (Args::GemmPortable(_), Variant::GroupedGemmPortable { .. })
+                | (
+                    Args::Gemm(_),
+                    Variant::GroupedGemmPortable { .. }
+                        | Variant::GroupedGemmMxfp4Portable { .. }
+                        | Variant::GroupedGemmMxfp4Sm90 { .. }
+                )
                 | (Args::LayerSm90(..), Variant::LayerSm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)

@@ -27,9 +27,26 @@ pub enum Variant {
         tokens: u32,
         stages: u32,
     },
+    /// Packed MXFP4 weights and bf16 activations: mma.sync up to 32 tokens, wgmma with A in registers above. `blocks` of 64 K a stage.
+    GroupedGemmMxfp4Sm90 {
+        gated: bool,
+        tokens: u32,
+        consumers: u32,
+        stages: u32,
+        blocks: u32,
+    },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
     GroupedGemmPortable {
         element: Element,
+        gated: bool,
+        tokens: u32,
+        rows: u32,
+        warps: u32,
+        stages: u32,
+        vector: u32,
+    },
+    /// The same for packed MXFP4 weights and bf16 activations. `vector`: elements a load of activations.
+    GroupedGemmMxfp4Portable {
         gated: bool,
         tokens: u32,
         rows: u32,
@@ -93,6 +110,10 @@ pub fn all() -> Vec<Variant> {
         }
         rows.push(Variant::Combine { element });
     }
+    for gated in [true, false] {
+        rows.extend(MXFP4_SM90_TILES.map(|t| t.variant(gated)));
+        rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));
+    }
     for plain in [true, false] {
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
@@ -147,9 +168,16 @@ impl Variant {
             Variant::LayerSm90 { element, gated, tokens, stages } => {
                 format!("layer_sm90_{}_{}_t{tokens}_s{stages}", element.name(), gated_name(gated))
             }
+            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
+                format!("grouped_gemm_mxfp4_sm90_{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", gated_name(gated))
+            }
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 element.name(),
+                gated_name(gated)
+            ),
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => format!(
+                "grouped_gemm_mxfp4_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 gated_name(gated)
             ),
             Variant::Select { experts_per_lane, plain } => format!("select_e{experts_per_lane}{}", any_name(plain)),
@@ -175,10 +203,16 @@ impl Variant {
             Variant::LayerSm90 { element, gated, tokens, stages } => {
                 format!("oxmoe::LayerSm90<{}, {gated}, {tokens}, {stages}>", element.device_type())
             }
+            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
+                format!("oxmoe::GroupedGemmMxfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
+            }
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
             ),
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => {
+                format!("oxmoe::GroupedGemmMxfp4Portable<{gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>")
+            }
             Variant::Select { experts_per_lane, plain } => format!("oxmoe::Select<{experts_per_lane}, {plain}>"),
             Variant::Route { experts_per_lane, plain } => format!("oxmoe::Route<{experts_per_lane}, {plain}>"),
             Variant::Histogram => "oxmoe::Histogram".into(),
@@ -197,7 +231,9 @@ impl Variant {
         match self {
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/layer_sm90.cuh",
+            Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
+            Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
             Variant::Route { .. } => "moe/route.cuh",
             Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
@@ -220,7 +256,11 @@ impl Variant {
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::LayerParams p",
                 "up_weights, down_weights, p",
             ),
-            Variant::GroupedGemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Variant::GroupedGemmPortable { .. }
+            | Variant::GroupedGemmMxfp4Portable { .. }
+            | Variant::GroupedGemmMxfp4Sm90 { .. } => {
+                ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
+            }
             Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. } => {
                 ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
             }
@@ -248,6 +288,10 @@ impl Variant {
             Variant::GroupedGemmPortable { element, gated, .. } => {
                 format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
             }
+            Variant::GroupedGemmMxfp4Sm90 { gated, .. } => format!("grouped_gemm_mxfp4_sm90_{}", gated_name(gated)),
+            Variant::GroupedGemmMxfp4Portable { gated, .. } => {
+                format!("grouped_gemm_mxfp4_portable_{}", gated_name(gated))
+            }
             Variant::Select { .. } => "select".into(),
             Variant::Route { .. } => "route".into(),
             Variant::Histogram | Variant::Place { .. } => "place".into(),
@@ -262,7 +306,9 @@ impl Variant {
     /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
     pub fn runs_on(&self, arch: &str) -> bool {
         match self {
-            Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. } => arch == "90a",
+            Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } | Variant::LayerSm90 { .. } => {
+                arch == "90a"
+            }
             _ => true,
         }
     }
@@ -319,6 +365,47 @@ fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
     (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
 }
 
+/// Tile of the Hopper kernel of MXFP4 weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mxfp4Sm90Tile {
+    pub tokens: u32,
+    pub consumers: u32,
+    pub stages: u32,
+    pub blocks: u32,
+}
+
+impl Mxfp4Sm90Tile {
+    pub fn variant(self, gated: bool) -> Variant {
+        let Mxfp4Sm90Tile { tokens, consumers, stages, blocks } = self;
+        Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks }
+    }
+
+    /// Bytes of `GroupedGemmMxfp4Sm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each),
+    /// barriers.
+    fn shared_bytes(self, gated: bool) -> u32 {
+        let stage = (self.blocks * (self.tokens * 128 + self.consumers * (2048 + 128))).next_multiple_of(1024);
+        let chunk = if gated { self.tokens.min(64) * 64 } else { self.tokens.min(32) * 128 };
+        let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
+        (self.stages * stage + 2 * self.consumers * chunk + offsets + units + barriers).next_multiple_of(1024)
+    }
+
+    /// CTAs on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
+    fn ctas(self, gated: bool) -> u32 {
+        let by_registers = if self.tokens <= 32 { 768 / (128 * (1 + self.consumers)) } else { 1 };
+        (228 * 1024 / (self.shared_bytes(gated) + 1024)).min(by_registers)
+    }
+}
+
+/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
+pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
+    Mxfp4Sm90Tile { tokens: 16, consumers: 1, stages: 3, blocks: 5 },
+    Mxfp4Sm90Tile { tokens: 16, consumers: 2, stages: 3, blocks: 5 },
+    Mxfp4Sm90Tile { tokens: 32, consumers: 3, stages: 3, blocks: 5 },
+    Mxfp4Sm90Tile { tokens: 64, consumers: 3, stages: 4, blocks: 3 },
+    Mxfp4Sm90Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
+    Mxfp4Sm90Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
+];
+
 /// Tile of the fused layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerTile {
@@ -352,12 +439,35 @@ impl Variant {
         }
     }
 
+    fn portable_tile(&self) -> Option<PortableTile> {
+        match *self {
+            Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. } => {
+                Some(PortableTile { packed: false, tokens, rows, warps, stages, vector })
+            }
+            Variant::GroupedGemmMxfp4Portable { tokens, rows, warps, stages, vector, .. } => {
+                Some(PortableTile { packed: true, tokens, rows, warps, stages, vector })
+            }
+            _ => None,
+        }
+    }
+
+    fn mxfp4_sm90_tile(&self) -> Option<(bool, Mxfp4Sm90Tile)> {
+        match *self {
+            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
+                Some((gated, Mxfp4Sm90Tile { tokens, consumers, stages, blocks }))
+            }
+            _ => None,
+        }
+    }
+
     /// Threads of a CTA; of routing kernels the most that a launch may ask for.
     pub fn threads(&self) -> u32 {
         match *self {
-            Variant::GroupedGemmSm90 { consumers, .. } => 128 * (1 + consumers),
+            Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
+                128 * (1 + consumers)
+            }
             Variant::LayerSm90 { .. } => 256,
-            Variant::GroupedGemmPortable { warps, .. } => 32 * warps,
+            Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
             Variant::Combine { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
             Variant::Mxfp4ScaleBytes => 256,
@@ -367,36 +477,38 @@ impl Variant {
 
     /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
     pub fn ctas_per_multiprocessor(&self) -> u32 {
-        match (self.sm90_tile(), self) {
-            (Some((gated, tile)), _) => sm90_ctas(gated, tile),
-            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
-                PortableTile { tokens, rows, warps, stages, vector }.ctas()
-            }
-            (_, Variant::LayerSm90 { .. }) => 2,
-            (_, Variant::Combine { .. } | Variant::Mxfp4ScaleBytes) => 8,
-            (_, Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
+        match (self.sm90_tile(), self.portable_tile(), self) {
+            (Some((gated, tile)), ..) => sm90_ctas(gated, tile),
+            _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
+            (_, Some(tile), _) => tile.ctas(),
+            (.., Variant::LayerSm90 { .. }) => 2,
+            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes) => 8,
+            (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }
     }
 
     /// Dynamic shared memory of a CTA; None: the plan decides (routing).
     pub fn shared_bytes(&self) -> Option<u32> {
-        match (self.sm90_tile(), self) {
-            (Some((gated, tile)), _) => Some(sm90_shared_bytes(gated, tile)),
-            (_, &Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. }) => {
-                Some(PortableTile { tokens, rows, warps, stages, vector }.shared_bytes())
+        match (self.sm90_tile(), self.portable_tile(), self) {
+            (Some((gated, tile)), ..) => Some(sm90_shared_bytes(gated, tile)),
+            _ if self.mxfp4_sm90_tile().is_some() => {
+                self.mxfp4_sm90_tile().map(|(gated, tile)| tile.shared_bytes(gated))
             }
-            (_, &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
-            (_, Variant::Combine { .. } | Variant::Ragged) => Some(0),
-            (_, variant) if PACKING.contains(variant) => Some(0),
+            (_, Some(tile), _) => Some(tile.shared_bytes()),
+            (.., &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
+            (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
+            (.., variant) if PACKING.contains(variant) => Some(0),
             _ => None,
         }
     }
 }
 
-/// Tile of the portable kernel.
+/// Tile of the portable kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortableTile {
+    /// Weights are packed MXFP4, else 16-bit elements.
+    pub packed: bool,
     pub tokens: u32,
     pub rows: u32,
     pub warps: u32,
@@ -405,30 +517,49 @@ pub struct PortableTile {
 }
 
 impl PortableTile {
+    /// `element` is bf16 where weights are packed.
     pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let PortableTile { tokens, rows, warps, stages, vector } = self;
-        Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
-    }
-
-    /// Stages of 64 K: 128 bytes of each weight row and token.
-    pub const fn shared_bytes(self) -> u32 {
-        self.stages * (self.rows + self.tokens) * 128
-    }
-
-    /// CTAs that registers allow on one multiprocessor: 168 a thread suffice up to 64 sums, 255 above.
-    pub const fn ctas(self) -> u32 {
-        if self.rows * self.tokens / (32 * self.warps) <= 64 {
-            3
+        let PortableTile { packed, tokens, rows, warps, stages, vector } = self;
+        if packed {
+            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector }
         } else {
-            2
+            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
         }
+    }
+
+    /// Stages of 64 K: 128 bytes of each token and weight row; packed, a row has 34.
+    pub const fn shared_bytes(self) -> u32 {
+        self.stages * (self.rows * if self.packed { 34 } else { 128 } + self.tokens * 128)
+    }
+
+    /// Most registers a thread may have.
+    pub const fn registers(self) -> u32 {
+        match self.rows * self.tokens / (32 * self.warps) {
+            ..=16 if self.packed => 128,
+            ..=64 => 168,
+            _ => 255,
+        }
+    }
+
+    /// CTAs that registers allow on one multiprocessor.
+    pub const fn ctas(self) -> u32 {
+        65536 / (self.registers() * 32 * self.warps)
     }
 }
 
 /// By tokens. The one of vector 1 serves every k that is no multiple of 8.
 pub const PORTABLE_TILES: [PortableTile; 4] = [
-    PortableTile { tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
-    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+    PortableTile { packed: false, tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
+    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { packed: false, tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
+    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
+];
+
+/// The same for packed MXFP4, where a stage is a third as large. Chosen from bytes in flight, not measured: with 16 tokens 20 KiB of
+/// weights a CTA, 40 to 80 KiB a multiprocessor; with 128, two CTAs fit in 99 KiB.
+pub const MXFP4_PORTABLE_TILES: [PortableTile; 4] = [
+    PortableTile { packed: true, tokens: 16, rows: 128, warps: 4, stages: 6, vector: 8 },
+    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 4, vector: 8 },
+    PortableTile { packed: true, tokens: 128, rows: 128, warps: 4, stages: 2, vector: 8 },
+    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 1 },
 ];

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 const ARCHS: [u32; 7] = [80, 86, 89, 90, 100, 103, 120];
 
 /// (experts, top_k, hidden, intermediate): models' layers, their slices under tensor and expert parallelism, and awkward sizes.
-const LAYERS: [(i64, i64, i64, i64); 16] = [
+const LAYERS: [(i64, i64, i64, i64); 17] = [
     (128, 8, 2048, 768),
     (128, 8, 4096, 1536),
     (128, 8, 2048, 192),
@@ -31,14 +31,20 @@ const LAYERS: [(i64, i64, i64, i64); 16] = [
     (5, 2, 136, 136),
     (3, 2, 130, 70),
     (16, 16, 8, 8),
+    (4, 2, 90, 64),
 ];
 
 const TOKENS: [i64; 17] = [1, 2, 3, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
-        [(true, Dtype::Bf16), (false, Dtype::Bf16), (true, Dtype::F16), (false, Dtype::F16)].map(|(gated, dtype)| {
-            (LayerDesc { experts, hidden, intermediate, gated, dtype, format: Format::plain(dtype) }, top_k)
+        // Hidden may be part of the columns of MXFP4 weights, so anything.
+        let formats = [Format::Bf16, Format::F16, Format::Mxfp4].into_iter();
+        formats.filter(move |&f| f != Format::Mxfp4 || intermediate % f.spec().block == 0).flat_map(move |format| {
+            [true, false].map(|gated| {
+                let dtype = format.spec().compute;
+                (LayerDesc { experts, hidden, intermediate, gated, dtype, format }, top_k)
+            })
         })
     })
 }
@@ -197,7 +203,8 @@ fn schedule_fits_its_range() {
             let width = |l: &Launch| match l.variant {
                 Variant::GroupedGemmSm90 { tokens, .. }
                 | Variant::LayerSm90 { tokens, .. }
-                | Variant::GroupedGemmPortable { tokens, .. } => tokens,
+                | Variant::GroupedGemmPortable { tokens, .. }
+                | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
                 other => panic!("{other:?} is no GEMM"),
             };
             assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");

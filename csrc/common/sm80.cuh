@@ -9,6 +9,9 @@ namespace oxmoe::sm80 {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
+// The value stays in its register: the compiler may not compute it again where it is used.
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // ---- asynchronous copies ----
 
 // Copies 16 bytes, or writes zeros and reads nothing when `real` is false.
@@ -27,6 +30,18 @@ __device__ __forceinline__ void copy_wait() {
 __device__ __forceinline__ void store_shared_16(uint32_t to, uint4 value) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
+}
+
+__device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t from) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
 }
 
 // ---- matrices ----

@@ -6,11 +6,12 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, GroupedGemmParams, LayerParams, W13Layout};
+use crate::quant::Format;
 use crate::tma::{self, TensorMap};
 use crate::variants::Variant;
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
-/// Empty where the portable kernel serves.
+/// Empty where a portable kernel serves.
 #[derive(Clone, Debug, Default)]
 pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
 
@@ -30,7 +31,7 @@ impl WeightMaps {
 /// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
 pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout: W13Layout) -> Result<WeightMaps> {
     let (experts, rows, k) = (desc.experts as u64, w.rows as u64, w.k as u64);
-    if !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
+    if desc.format == Format::Mxfp4 || !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
         return Ok(WeightMaps::default());
     }
     let split = gated && layout != W13Layout::Interleaved;
@@ -55,7 +56,7 @@ pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps,
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
             stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
         }
-        _ => stream.launch(op, launch, Args::GemmPortable(p)),
+        _ => stream.launch(op, launch, Args::Gemm(p)),
     }
 }
 

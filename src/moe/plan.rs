@@ -1,6 +1,7 @@
 //! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
 //! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
 
+pub mod mxfp4_sm90;
 pub mod portable;
 pub mod routing;
 pub mod sm90;
@@ -163,12 +164,33 @@ fn element(dtype: Dtype) -> Element {
     }
 }
 
-/// Whether both GEMMs of a layer run on the Hopper kernel. A property of the weights, never of the batch: a row's bits must not depend on
-/// the batch around it.
-fn hopper(device: &Device, layer: &LayerDesc) -> bool {
-    let rows = layer.intermediate * if layer.gated { 2 } else { 1 };
-    sm90::serves(device, layer.dtype, layer.gated, rows as u32, layer.hidden as u32)
-        && sm90::serves(device, layer.dtype, false, layer.hidden as u32, layer.intermediate as u32)
+/// The kernels that run both GEMMs of a layer. A property of the weights, never of the batch: a row's bits must not depend on the batch
+/// around it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernels {
+    Hopper,
+    HopperMxfp4,
+    Portable,
+}
+
+impl Kernels {
+    fn of(device: &Device, layer: &LayerDesc) -> Kernels {
+        let (rows, hidden) = (layer.up_rows() as u32, layer.hidden as u32);
+        let intermediate = layer.intermediate as u32;
+        let mxfp4 = |rows, k, out| mxfp4_sm90::serves(device, rows, k, out);
+        let plain = |gated, rows, k| sm90::serves(device, layer.dtype, gated, rows, k);
+        // Rows of packed down weights are padded to a multiple of 32; only the output's columns count.
+        if layer.format == Format::Mxfp4 && mxfp4(rows, hidden, intermediate) && mxfp4(32, intermediate, hidden) {
+            Kernels::HopperMxfp4
+        } else if layer.format != Format::Mxfp4
+            && plain(layer.gated, rows, hidden)
+            && plain(false, hidden, intermediate)
+        {
+            Kernels::Hopper
+        } else {
+            Kernels::Portable
+        }
+    }
 }
 
 impl MoePlan {
@@ -176,30 +198,29 @@ impl MoePlan {
         let layer = &desc.layer;
         layer.format.require_cuda()?;
         let slots = desc.tokens * desc.top_k;
-        let element = element(layer.dtype);
-        let up_rows = layer.intermediate * if layer.gated { 2 } else { 1 };
-        let up =
-            GemmDesc { element, gated: layer.gated, slots, experts: layer.experts, rows: up_rows, k: layer.hidden };
-        let down = GemmDesc {
-            element,
-            gated: false,
-            slots,
-            experts: layer.experts,
-            rows: layer.hidden,
-            k: layer.intermediate,
-        };
-        let hopper = hopper(device, layer);
-        let fused = if hopper { sm90::layer(desc.tokens, &up, &down, device) } else { None };
-        let (tile_tokens, experts) = if let Some((tile_tokens, launch)) = fused {
-            (tile_tokens, Experts::Fused(launch))
-        } else if hopper {
-            let tile_tokens = sm90::tile_tokens(&up, &down, device);
-            let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
-            (tile_tokens, Experts::Gemms { up, down })
-        } else {
-            let tile_tokens = portable::tile_tokens(&up, &down, device);
-            let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
-            (tile_tokens, Experts::Gemms { up, down })
+        let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
+        let rows = layer.up_rows();
+        let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows, k: layer.hidden };
+        let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
+        let kernels = Kernels::of(device, layer);
+        let fused = if kernels == Kernels::Hopper { sm90::layer(desc.tokens, &up, &down, device) } else { None };
+        let (tile_tokens, experts) = match (fused, kernels) {
+            (Some((tile_tokens, launch)), _) => (tile_tokens, Experts::Fused(launch)),
+            (None, Kernels::Hopper) => {
+                let tile_tokens = sm90::tile_tokens(&up, &down, device);
+                let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
+            (None, Kernels::HopperMxfp4) => {
+                let tile_tokens = mxfp4_sm90::tile_tokens(&up);
+                let [up, down] = [up, down].map(|gemm| mxfp4_sm90::gemm(&gemm, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
+            (None, Kernels::Portable) => {
+                let tile_tokens = portable::tile_tokens(&up, &down, device);
+                let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
         };
         Ok(MoePlan {
             desc: *desc,
@@ -251,6 +272,8 @@ pub fn routing(
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GemmDesc {
     pub element: Element,
+    /// Of the weights.
+    pub format: Format,
     pub gated: bool,
     pub slots: i64,
     pub experts: i64,
@@ -284,10 +307,10 @@ fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
 
 /// Every kernel that some call of this layer can use on this device: loaded with the weights.
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
-    let gemms = if hopper(device, layer) {
-        sm90::variants(element(layer.dtype), layer.gated)
-    } else {
-        portable::variants(element(layer.dtype))
+    let gemms = match Kernels::of(device, layer) {
+        Kernels::Hopper => sm90::variants(element(layer.dtype), layer.gated),
+        Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.gated),
+        Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
     all.push(Variant::Combine { element: element(layer.dtype) });
@@ -355,6 +378,9 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.block / 32,
                     l.shared_bytes
                 );
+            }
+            if let Some(rule) = portable::warps_rule(device, layer.format) {
+                let _ = writeln!(text, "{rule}");
             }
         } else if layer.dtype == Dtype::F32 {
             let _ = writeln!(text, "fp32 runs on CPU tensors only");

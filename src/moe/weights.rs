@@ -28,6 +28,13 @@ pub struct LayerDesc {
     pub format: Format,
 }
 
+impl LayerDesc {
+    /// Rows of w13 of an expert.
+    pub fn up_rows(&self) -> i64 {
+        self.intermediate * if self.gated { 2 } else { 1 }
+    }
+}
+
 /// A weight matrix per expert, its bias and (on Hopper) its tensor maps.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {

@@ -46,7 +46,7 @@ pub const FORMATS: [QuantSpec; 4] = [
         compute: Dtype::Bf16,
         bits_per_weight: 4.25,
         block: mxfp4::BLOCK as i64,
-        cuda: false,
+        cuda: true,
     },
 ];
 

@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 SIGNATURES = {
     "grouped_gemm_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_portable": ("GroupedGemmParams",),
+    "grouped_gemm_mxfp4_portable": ("GroupedGemmParams",),
+    "grouped_gemm_mxfp4_sm90": ("GroupedGemmParams",),
     "layer_sm90": (128, 128, "LayerParams"),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),

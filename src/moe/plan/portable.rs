@@ -1,38 +1,64 @@
-//! Tile, grid and warps of the portable grouped GEMM: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
+//! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
 use super::{max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
-use crate::quant;
-use crate::variants::{Element, PortableTile, Variant, PORTABLE_TILES};
+use crate::quant::Format;
+use crate::variants::{Element, PortableTile, Variant, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
 
-/// The kernel walks its work in a fixed stride: the grid is what is resident at once.
+/// The kernels walk their work in a fixed stride: the grid is what is resident at once.
 const PERSISTENT: bool = true;
+
+/// Where a kernel reads MXFP4 scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scales {
+    /// As the checkpoint has them, a row's one after another.
+    Checkpoint,
+    /// Repacked, in the order of the threads.
+    Packed,
+}
+
+/// Of the kernels here.
+const SCALES: Scales = Scales::Packed;
 
 /// Fewest warps a CTA may have.
 ///
 /// Non-persistent kernels that read MXFP4 scales where the checkpoint has them (no swizzled layout) need 4 warps on sm_120: with the one
 /// or two that a small tile would get, they fault or give wrong sums.
-pub fn min_warps(arch: Arch, persistent: bool, format: &str) -> u32 {
-    if arch.image() == "120f" && !persistent && format == "mxfp4" {
+pub fn min_warps(arch: Arch, persistent: bool, format: Format, scales: Scales) -> u32 {
+    if arch.image() == "120f" && !persistent && format == Format::Mxfp4 && scales == Scales::Checkpoint {
         4
     } else {
         1
     }
 }
 
-fn format(element: Element) -> &'static str {
-    quant::name(match element {
-        Element::F16 => crate::params::Dtype::F16,
-        Element::Bf16 => crate::params::Dtype::Bf16,
+/// What `explain` says of that rule where it could matter: MXFP4 on sm_120.
+pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
+    let strict = min_warps(device.arch, false, format, Scales::Checkpoint);
+    let here = min_warps(device.arch, PERSISTENT, format, SCALES);
+    (strict > 1).then(|| {
+        format!(
+            "warps a GEMM needs: {here}; non-persistent kernels on the checkpoint's scales would need {strict} on {}, these are persistent and read packed ones",
+            device.arch
+        )
     })
+}
+
+/// The tiles of a format, by tokens.
+fn all_tiles(format: Format) -> [PortableTile; 4] {
+    if format == Format::Mxfp4 {
+        MXFP4_PORTABLE_TILES
+    } else {
+        PORTABLE_TILES
+    }
 }
 
 /// The tiles that can run a GEMM, by tokens.
 fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = PortableTile> + 'a {
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
-    let warps = min_warps(device.arch, PERSISTENT, format(gemm.element));
-    PORTABLE_TILES
+    let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
+    all_tiles(gemm.format)
         .into_iter()
         .filter(move |t| t.vector == vector && t.warps >= warps && t.shared_bytes() <= device.shared_bytes)
 }
@@ -54,8 +80,8 @@ fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
 }
 
 /// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
-/// once; above 192, reading tokens and weights from shared memory less often pays for the padding, unless the wide tile leaves a
-/// multiprocessor one CTA where the narrower one leaves it two (sm_80).
+/// once; above 192, reading tokens and weights from shared memory (and decoding weights) less often pays for the padding, unless the wide
+/// tile leaves a multiprocessor one CTA where the narrower one leaves it two (plain weights on sm_80). Of MXFP4 no border was measured.
 pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
@@ -93,8 +119,8 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-pub fn variants(element: Element) -> Vec<Variant> {
-    PORTABLE_TILES.iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated))).collect()
+pub fn variants(element: Element, format: Format) -> Vec<Variant> {
+    all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated))).collect()
 }
 
 #[cfg(test)]
@@ -104,29 +130,45 @@ mod tests {
     const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];
 
     fn layer(tokens: i64, top_k: i64, experts: i64, hidden: i64, intermediate: i64) -> (GemmDesc, GemmDesc) {
-        let (element, slots) = (Element::Bf16, tokens * top_k);
-        (
-            GemmDesc { element, gated: true, slots, experts, rows: 2 * intermediate, k: hidden },
-            GemmDesc { element, gated: false, slots, experts, rows: hidden, k: intermediate },
-        )
+        let (element, format, slots) = (Element::Bf16, Format::Bf16, tokens * top_k);
+        let up = GemmDesc { element, format, gated: true, slots, experts, rows: 2 * intermediate, k: hidden };
+        (up, GemmDesc { gated: false, rows: hidden, k: intermediate, ..up })
+    }
+
+    fn mxfp4((up, down): (GemmDesc, GemmDesc)) -> (GemmDesc, GemmDesc) {
+        (GemmDesc { format: Format::Mxfp4, ..up }, GemmDesc { format: Format::Mxfp4, ..down })
     }
 
     #[test]
-    fn warps_of_plain_mxfp4_scales_on_sm120() {
-        assert_eq!(min_warps(Arch::SM120, false, "mxfp4"), 4);
-        assert_eq!(min_warps(Arch(121), false, "mxfp4"), 4);
-        assert_eq!(min_warps(Arch::SM120, true, "mxfp4"), 1);
-        assert_eq!(min_warps(Arch::SM120, false, "bf16"), 1);
+    fn warps_of_the_checkpoints_mxfp4_scales_on_sm120() {
+        use Scales::{Checkpoint, Packed};
+        assert_eq!(min_warps(Arch::SM120, false, Format::Mxfp4, Checkpoint), 4);
+        assert_eq!(min_warps(Arch(121), false, Format::Mxfp4, Checkpoint), 4);
+        assert_eq!(min_warps(Arch::SM120, true, Format::Mxfp4, Checkpoint), 1);
+        assert_eq!(min_warps(Arch::SM120, false, Format::Mxfp4, Packed), 1);
+        assert_eq!(min_warps(Arch::SM120, false, Format::Bf16, Checkpoint), 1);
         for arch in [80, 89, 90, 100, 103] {
-            assert_eq!(min_warps(Arch(arch), false, "mxfp4"), 1);
+            assert_eq!(min_warps(Arch(arch), false, Format::Mxfp4, Checkpoint), 1);
         }
     }
 
     #[test]
+    fn the_rule_is_said_where_it_could_matter() {
+        let said = |arch, format| warps_rule(&Device::typical(Arch(arch)), format);
+        let text = said(120, Format::Mxfp4).unwrap_or_default();
+        assert!(text.contains("needs: 1;") && text.contains("would need 4 on sm_120"), "{text}");
+        assert_eq!([said(120, Format::Bf16), said(90, Format::Mxfp4), said(80, Format::Mxfp4)], [None, None, None]);
+    }
+
+    #[test]
     fn every_tile_fits_every_device() {
-        for t in PORTABLE_TILES {
+        for t in [PORTABLE_TILES, MXFP4_PORTABLE_TILES].concat() {
             assert!(t.shared_bytes() <= 99 * 1024, "{t:?}");
-            assert!(t.ctas() * t.warps * 32 * if t.ctas() == 2 { 255 } else { 168 } <= 65536, "{t:?}");
+            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        }
+        // Two CTAs of every MXFP4 tile fit where a multiprocessor has 100 KiB.
+        for t in MXFP4_PORTABLE_TILES {
+            assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
         for arch in ARCHS {
             assert!(Device::typical(Arch(arch)).shared_bytes >= 99 * 1024);
@@ -140,6 +182,12 @@ mod tests {
             for arch in ARCHS {
                 // Two CTAs of 64 tokens fit into the 164 KiB of sm_80, but one of 128.
                 let tile = if arch == 80 { tile.min(64) } else { tile };
+                assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch(arch))), tile, "{tokens} tokens on {arch}");
+            }
+        }
+        for (tokens, tile) in [(1, 16), (128, 16), (256, 64), (1024, 64), (4096, 128)] {
+            let (up, down) = mxfp4(layer(tokens, 8, 128, 2048, 768));
+            for arch in ARCHS {
                 assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch(arch))), tile, "{tokens} tokens on {arch}");
             }
         }
@@ -168,8 +216,9 @@ mod tests {
     fn grids_are_resident_and_cover_small_work() {
         for arch in ARCHS {
             let device = Device::typical(Arch(arch));
-            for tokens in [0, 1, 7, 64, 4096] {
-                let (up, down) = layer(tokens, 8, 128, 2048, 768);
+            for (tokens, form) in [0, 1, 7, 64, 4096].into_iter().flat_map(|tokens| [(tokens, false), (tokens, true)]) {
+                let plain = layer(tokens, 8, 128, 2048, 768);
+                let (up, down) = if form { mxfp4(plain) } else { plain };
                 let tile = tile_tokens(&up, &down, &device);
                 for g in [up, down] {
                     let launch = gemm(&g, tile, &device);
@@ -186,15 +235,17 @@ mod tests {
     #[test]
     fn every_variant_is_chosen_somewhere() {
         let device = Device::typical(Arch::SM120);
-        let mut chosen = Vec::new();
-        for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, 511)] {
-            let (up, down) = layer(tokens, 8, 128, hidden, 768);
-            let (up, down) = (up, GemmDesc { gated: false, k: up.k, ..down });
-            let tile = tile_tokens(&up, &down, &device);
-            chosen.extend([gemm(&up, tile, &device).variant, gemm(&down, tile, &device).variant]);
-        }
-        for variant in variants(Element::Bf16) {
-            assert!(chosen.contains(&variant), "{variant:?}");
+        for format in [Format::Bf16, Format::Mxfp4] {
+            let mut chosen = Vec::new();
+            for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, 511)] {
+                let up = GemmDesc { format, ..layer(tokens, 8, 128, hidden, 768).0 };
+                let down = GemmDesc { gated: false, rows: hidden, ..up };
+                let tile = tile_tokens(&up, &down, &device);
+                chosen.extend([gemm(&up, tile, &device).variant, gemm(&down, tile, &device).variant]);
+            }
+            for variant in variants(Element::Bf16, format) {
+                assert!(chosen.contains(&variant), "{variant:?}");
+            }
         }
     }
 }

@@ -138,6 +138,7 @@ pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::Format;
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
@@ -146,7 +147,7 @@ mod tests {
         let qwen3 = [1, 4, 16, 64, 256, 1024, 4096, 16384].map(|tokens| (tokens * 8, 128, 1536, 2048));
         let mixtral = [128, 512].map(|slots| (slots, 8, 14336, 4096));
         for (slots, experts, rows, k) in [&qwen3[..5], &mixtral, &qwen3[5..]].concat() {
-            let gemm = GemmDesc { element: Element::Bf16, gated: true, slots, experts, rows, k };
+            let gemm = GemmDesc { element: Element::Bf16, format: Format::Bf16, gated: true, slots, experts, rows, k };
             let launch = super::gemm(&gemm, tile_tokens(&gemm, &gemm, &device), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);
@@ -158,7 +159,15 @@ mod tests {
     #[test]
     fn pairs_of_row_tiles_take_whole_strips() {
         let device = Device::typical(Arch::SM90);
-        let gemm = |rows| GemmDesc { element: Element::Bf16, gated: true, slots: 4096, experts: 8, rows, k: 256 };
+        let gemm = |rows| GemmDesc {
+            element: Element::Bf16,
+            format: Format::Bf16,
+            gated: true,
+            slots: 4096,
+            experts: 8,
+            rows,
+            k: 256,
+        };
         assert_eq!(tile_tokens(&gemm(1408), &gemm(704), &device), 192);
         assert_eq!(tile_tokens(&gemm(1424), &gemm(704), &device), 128);
         assert_eq!(tile_tokens(&gemm(1408), &gemm(720), &device), 128);
@@ -170,6 +179,7 @@ mod tests {
         let device = Device::typical(Arch::SM90);
         let gemm = |experts, rows| GemmDesc {
             element: Element::Bf16,
+            format: Format::Bf16,
             gated: true,
             slots: experts * 64,
             experts,

@@ -1,0 +1,95 @@
+//! Tile choice of the Hopper grouped GEMM of packed MXFP4 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
+
+use super::{max_tiles, GemmDesc};
+use crate::device::{Arch, Device};
+use crate::kernel::Launch;
+use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_SM90_TILES};
+
+/// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
+pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
+    device.arch == Arch::SM90 && k.is_multiple_of(8) && rows.is_multiple_of(16) && out_columns.is_multiple_of(8)
+}
+
+/// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us a layer, 128 and 64 rows:
+///   gpt-oss-120b (E128 k4)   M 1 (1.4 units)  30.2, 24.7;   M 4 (5.5, 2.8 active)  63.7, 60.6;   M 16 (22, 8.9 active)  174.5, 176.2
+const FEW_UNITS: u32 = 6;
+
+fn row_blocks(gemm: &GemmDesc, tile: Mxfp4Sm90Tile) -> u32 {
+    (gemm.rows as u32).div_ceil(64 * tile.consumers)
+}
+
+/// CTAs that are resident at once.
+fn ctas(gemm: &GemmDesc, tile: Mxfp4Sm90Tile, device: &Device) -> u32 {
+    device.multiprocessors * tile.variant(gemm.gated).ctas_per_multiprocessor()
+}
+
+/// The narrowest tile that takes this many tokens.
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
+    let first = MXFP4_SM90_TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(MXFP4_SM90_TILES.len() - 1);
+    let narrow = MXFP4_SM90_TILES[first];
+    match MXFP4_SM90_TILES.get(first + 1) {
+        Some(wide) if wide.tokens == narrow.tokens => {
+            // One tile an expert is what the schedule's tile was chosen for.
+            let units = gemm.slots.min(gemm.experts) as u32 * row_blocks(gemm, *wide);
+            if units <= FEW_UNITS * ctas(gemm, *wide, device) {
+                narrow
+            } else {
+                *wide
+            }
+        }
+        _ => narrow,
+    }
+}
+
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are decoded once. us a layer by tile
+/// (docs/measured.md; the borders between the means are chosen):
+///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  577 at 32, 624 at 64;   M 1024 (32)  765 at 64, 858 at 128
+///   gpt-oss-20b    M 1024 (128)  470 at 128, 404 at 192
+pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
+    match gemm.slots as f64 / gemm.experts.max(1) as f64 {
+        mean if mean <= 11.0 => 16,
+        mean if mean <= 20.0 => 32,
+        mean if mean <= 44.0 => 64,
+        mean if mean <= 96.0 => 128,
+        _ => 192,
+    }
+}
+
+pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tile(gemm, tile_tokens, device);
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
+    let variant = tile.variant(gemm.gated);
+    Launch {
+        variant,
+        grid: units.min(ctas(gemm, tile, device)).max(1),
+        block: variant.threads(),
+        cluster: 1,
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
+    }
+}
+
+pub fn variants(gated: bool) -> Vec<Variant> {
+    MXFP4_SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::Format;
+    use crate::variants::Element;
+
+    #[test]
+    fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
+        let device = Device::typical(Arch::SM90);
+        let mut chosen = Vec::new();
+        for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+            let (element, format) = (Element::Bf16, Format::Mxfp4);
+            let gemm = GemmDesc { element, format, gated: true, slots: tokens * 4, experts: 128, rows: 5760, k: 2880 };
+            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+            assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
+            chosen.push(launch.variant);
+        }
+        chosen.dedup();
+        assert_eq!(chosen, MXFP4_SM90_TILES.map(|t| t.variant(true)));
+    }
+}
