@@ -225,7 +225,7 @@ private:
                                                   float (&sums)[kSlices][kGroups][4]) {
         if (p.bias) add_bias(p, tile.expert, first_column, sums);
         if (p.slot_weights) multiply_slot_weights(p, tile, sums);
-        if (Gated || p.activation.kind != ActivationKind::Identity) activate(p.activation, sums);
+        if (Gated || p.activation.kind != ActivationKind::Identity) activate(activation_of(p, tile.expert), sums);
         store(p, tile, first_column, sums);
     }
 

@@ -1,6 +1,7 @@
 //! The contract of MXFP4 experts.
 
 use super::grouped_gemm::WeightMaps;
+use super::per_expert::PerExpert;
 use super::weights::{check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
 use crate::error::Result;
@@ -67,6 +68,7 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
         down: matrix(w2, w2_scale, b2, columns, intermediate / block, intermediate),
         layout,
         activation,
+        per_expert: PerExpert::NONE,
         up_maps: WeightMaps::default(),
         down_maps: WeightMaps::default(),
     })
