@@ -425,6 +425,26 @@ def test_weights_that_change_are_prepared_again(rng: torch.Generator) -> None:
     assert_close_ulp(result, blocks.expected(x, weights, ids, **{**SWIGLU, "limit": 0.5}))
 
 
+@pytest.mark.gpu
+def test_capture(rng: torch.Generator) -> None:
+    """A CUDA graph holds calls, not the preparation of weights."""
+    if "cuda" not in oxmoe.device_info()["formats"]["mxfp4"]:
+        pytest.skip("mxfp4 does not run on cuda")
+    blocks = Blocks(4, 128, 128, "cuda", rng)
+    operands, arguments = inputs(blocks, 6, 2, rng), blocks.interleaved("0.7")
+    stream = torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="which a CUDA graph cannot capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            fused(*operands, **arguments)
+    expected, graph = fused(*operands, **arguments), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        result = fused(*operands, **arguments)
+    result.fill_(torch.nan)
+    graph.replay()
+    assert same_bits(result, expected)
+
+
 # triton_kernel_fused_experts_with_bias
 
 
