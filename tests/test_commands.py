@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +149,32 @@ def test_weights_in_flashinfers_order() -> None:
         assert torch.equal(halves[:, :4], padded(up, 4, 5)) and torch.equal(halves[:, 4:], padded(gate, 4, 5))
         assert torch.equal(halves[:, :3, :3], up) and not halves[:, 3].any() and not halves[..., 3:].any()
     assert [aligned(size) for size in (1, 128, 2880)] == [128, 128, 2944]
+
+
+@pytest.mark.parametrize("shape", [GPT_OSS, CLAMPED, SHAPE], ids=["gpt-oss", "clamped", "swiglu"])
+def test_operands_of_flashinfers_cutlass_moe(shape: layers.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our own functions of the same meaning in flashinfer's place: the same layer, padded from 96 to 128."""
+    core = SimpleNamespace(
+        interleave_moe_weights_for_sm90_mixed_gemm=lambda codes: oxmoe.quantize.interleave_sm90_mxfp4(
+            codes, torch.zeros(*codes.shape[:2], codes.shape[2] // 16, dtype=torch.uint8), flashinfer="0.6"
+        )[0],
+        interleave_moe_scales_for_sm90_mixed_gemm=lambda scales: oxmoe.quantize.interleave_sm90_mxfp4(
+            torch.zeros(*scales.shape[:2], scales.shape[2] * 16, dtype=torch.uint8), scales, flashinfer="0.6"
+        )[1],
+    )
+    fused_moe = SimpleNamespace(core=core, cutlass_fused_moe=oxmoe.cutlass_fused_moe)
+    for name, module in (
+        ("flashinfer", SimpleNamespace()),
+        ("flashinfer.autotuner", SimpleNamespace(autotune=contextlib.nullcontext)),
+        ("flashinfer.fused_moe", fused_moe),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: None)
+    weights = layers.make_weights(shape, torch.bfloat16, "cpu", 2, mxfp4=True)
+    inputs = layers.make_inputs(shape, 9, torch.bfloat16, "cpu", 2)
+    calls = PEERS["flashinfer-cutlass"](shape, weights).calls(inputs)
+    for call, weight, item in zip(calls, weights, inputs, strict=True):
+        assert_close_ulp(call(), layers.expected(shape, weight, item))
 
 
 def test_mxfp4_weights_are_expanded_on_demand() -> None:
