@@ -33,6 +33,8 @@ pub mod ffi {
         Gelu = 6,
         /// not gated: tanh-approximated GELU.
         GeluTanh = 7,
+        /// gated: `Swiglu`, with the numbers of `GroupedGemmParams::expert_alpha`, `expert_beta` and `expert_limit`.
+        ExpertSwiglu = 8,
     }
 
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -226,6 +228,12 @@ pub mod ffi {
         out_columns: i32,
         layout: W13Layout,
         activation: Activation,
+        /// Of ExpertSwiglu, fp32 `[experts]` each, or null: what an expert has in place of `activation`'s alpha, beta and limits.
+        expert_alpha: *const f32,
+        expert_beta: *const f32,
+        expert_limit: *const f32,
+        /// `expert_limit` is up_limit and silu_limit, not up_limit and gate_limit.
+        expert_limit_after: bool,
     }
 
     /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import oxmoe
 import oxmoe.sglang
 from oxmoe import __main__, doctor
 from oxmoe.bench import _without_paths, layers, report
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.flashinfer import sort_tokens, tactics
+from oxmoe.bench.flashinfer_cutlass import aligned, padded, up_gate
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import assert_close_ulp
 
 SHAPE = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96)
 GPT_OSS = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96, gpt_oss=True)
+CLAMPED = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96, limit=0.5)
+KINDS = pytest.mark.parametrize("shape", [SHAPE, GPT_OSS, CLAMPED], ids=["swiglu", "gpt-oss", "clamped"])
+FORMATS = pytest.mark.parametrize("format_name", ["bf16", "mxfp4"])
 
 
 @pytest.fixture
@@ -133,6 +141,60 @@ def test_flashinfer_tables_hold_every_slot_once() -> None:
     assert all(tile == first[0][0] == second[0][0] for mean in (1, 50, 500) for tile, first, second in tactics(mean))
 
 
+def test_weights_in_flashinfers_order() -> None:
+    rows = torch.arange(2 * 6 * 3).view(2, 6, 3)
+    for gate, up, interleaved in ((rows[:, 0::2], rows[:, 1::2], True), (rows[:, :3], rows[:, 3:], False)):
+        halves = up_gate(rows, 4, 5, interleaved=interleaved)
+        assert halves.shape == (2, 8, 5)
+        assert torch.equal(halves[:, :4], padded(up, 4, 5)) and torch.equal(halves[:, 4:], padded(gate, 4, 5))
+        assert torch.equal(halves[:, :3, :3], up) and not halves[:, 3].any() and not halves[..., 3:].any()
+    assert [aligned(size) for size in (1, 128, 2880)] == [128, 128, 2944]
+
+
+@pytest.mark.parametrize("shape", [GPT_OSS, CLAMPED, SHAPE], ids=["gpt-oss", "clamped", "swiglu"])
+def test_operands_of_flashinfers_cutlass_moe(shape: layers.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our own functions of the same meaning in flashinfer's place: the same layer, padded from 96 to 128."""
+    core = SimpleNamespace(
+        interleave_moe_weights_for_sm90_mixed_gemm=lambda codes: oxmoe.quantize.interleave_sm90_mxfp4(
+            codes, torch.zeros(*codes.shape[:2], codes.shape[2] // 16, dtype=torch.uint8), flashinfer="0.6"
+        )[0],
+        interleave_moe_scales_for_sm90_mixed_gemm=lambda scales: oxmoe.quantize.interleave_sm90_mxfp4(
+            torch.zeros(*scales.shape[:2], scales.shape[2] * 16, dtype=torch.uint8), scales, flashinfer="0.6"
+        )[1],
+    )
+    fused_moe = SimpleNamespace(core=core, cutlass_fused_moe=oxmoe.cutlass_fused_moe)
+    for name, module in (
+        ("flashinfer", SimpleNamespace()),
+        ("flashinfer.autotuner", SimpleNamespace(autotune=contextlib.nullcontext)),
+        ("flashinfer.fused_moe", fused_moe),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: None)
+    weights = layers.make_weights(shape, torch.bfloat16, "cpu", 2, mxfp4=True)
+    inputs = layers.make_inputs(shape, 9, torch.bfloat16, "cpu", 2)
+    calls = PEERS["flashinfer-cutlass"](shape, weights).calls(inputs)
+    for call, weight, item in zip(calls, weights, inputs, strict=True):
+        assert_close_ulp(call(), layers.expected(shape, weight, item))
+
+
+def test_mxfp4_weights_are_expanded_on_demand() -> None:
+    (weights,) = layers.make_weights(GPT_OSS, torch.bfloat16, "cpu", 1, mxfp4=True)
+    dense = weights.dense()
+    assert dense.w13.shape == weights.w13.shape == (6, 192, 128) and dense.w13.dtype == torch.bfloat16
+    assert torch.equal(dense.w2[5], weights.w2[5]) and dense.dense() is dense and dense.b2 is weights.b2
+    scale = (weights.w2.scales[3, 7, 2].double() - 127).exp2()
+    first = dense.w2[3, 7, 64].double() / scale
+    assert first.abs() == (0, 0.5, 1, 1.5, 2, 3, 4, 6)[int(weights.w2.codes[3, 7, 32]) & 7]
+
+
+def test_bench_skips_peers_without_the_format(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PEERS["torch-loop"], "formats", ("f16",))
+    assert __main__.main(["bench", "--shapes", tiny, "--tokens", "1", "--device", "cpu", "--peers", "torch-loop"]) == 0
+    assert "skipped torch-loop: has no bf16 weights" in capsys.readouterr().out
+
+
 def test_bench_refuses_unknown_names(tiny: str) -> None:
     with pytest.raises(SystemExit, match="unknown peer vllm; known: sglang-triton"):
         __main__.main(["bench", "--peers", "vllm"])
@@ -146,15 +208,18 @@ def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("pattern", layers.PATTERNS)
-@pytest.mark.parametrize("shape", [SHAPE, GPT_OSS], ids=["swiglu", "gpt-oss"])
+@KINDS
+@FORMATS
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_run_the_same_layer(name: str, shape: layers.Shape, pattern: str, device: str) -> None:
+def test_peers_run_the_same_layer(name: str, format_name: str, shape: layers.Shape, pattern: str, device: str) -> None:
     reason = PEERS[name].missing(device)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
+    if format_name not in PEERS[name].formats:
+        pytest.skip(f"{name} has no {format_name} weights")
     if name == "triton_kernels" and pattern == "one":
         pytest.skip(f"{name} takes logits alone")
-    weights = layers.make_weights(shape, torch.bfloat16, device, 2)
+    weights = layers.make_weights(shape, torch.bfloat16, device, 2, mxfp4=format_name == "mxfp4")
     inputs = layers.make_inputs(shape, 9, torch.bfloat16, device, 2, pattern)
     backend = PEERS[name](shape, weights)
     for call, weight, item in zip(backend.calls(inputs), weights, inputs, strict=True):
@@ -164,9 +229,12 @@ def test_peers_run_the_same_layer(name: str, shape: layers.Shape, pattern: str, 
 
 
 @pytest.mark.parametrize("pattern", layers.PATTERNS)
-@pytest.mark.parametrize("shape", [SHAPE, GPT_OSS], ids=["swiglu", "gpt-oss"])
-def test_ours_runs_the_same_layer(shape: layers.Shape, pattern: str, device: str) -> None:
-    weights = layers.make_weights(shape, torch.bfloat16, device, 2)
+@KINDS
+@FORMATS
+def test_ours_runs_the_same_layer(format_name: str, shape: layers.Shape, pattern: str, device: str) -> None:
+    if device not in oxmoe.device_info()["formats"][format_name]:
+        pytest.skip(f"{format_name} does not run on {device}")
+    weights = layers.make_weights(shape, torch.bfloat16, device, 2, mxfp4=format_name == "mxfp4")
     inputs = layers.make_inputs(shape, 9, torch.bfloat16, device, 2, pattern)
     for call, weight, item in zip(Oxmoe(shape, weights).calls(inputs), weights, inputs, strict=True):
         assert_close_ulp(call(), layers.expected(shape, weight, item))

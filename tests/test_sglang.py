@@ -447,3 +447,44 @@ def test_refuses_unknown_activation(ours: Any, rng: torch.Generator) -> None:
 def test_refuses_inplace_without_combine(ours: Any, rng: torch.Generator) -> None:
     with pytest.raises(ValueError, match="inplace and no_combine"):
         refused(ours, rng, inplace=True, no_combine=True)
+
+
+# The call behind SGLang's MXFP4 experts on Hopper, with SGLang's own objects.
+
+
+def halves_of_the_best(gating_output: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return torch.full((gating_output.shape[0], topk), 0.5), gating_output.topk(topk).indices
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"renormalize": False},
+        {"scoring_func": "sigmoid", "correction_bias": torch.linspace(-0.5, 0.5, 8)},
+        {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "correction_bias": torch.linspace(1, 2, 8)},
+        {"custom_routing_function": halves_of_the_best},
+    ],
+    ids=lambda chosen: ",".join(chosen) or "softmax",
+)
+def test_mxfp4_call_routes_as_sglang(chosen: dict[str, Any], rng: torch.Generator) -> None:
+    from sglang.srt.layers.moe.moe_runner.flashinfer_cutlass import FlashInferCutlassMxfp4MoeQuantInfo
+
+    def blocks(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (8, rows, columns // 2), dtype=torch.uint8, generator=rng)
+        scales = torch.randint(120, 124, (8, rows, columns // 32), dtype=torch.uint8, generator=rng)
+        return oxmoe.quantize.interleave_sm90_mxfp4(codes, scales)
+
+    (w13, w13_scale), (w2, w2_scale) = blocks(256, 128), blocks(128, 128)
+    info = FlashInferCutlassMxfp4MoeQuantInfo(
+        w13_weight=w13, w2_weight=w2, w13_weight_scale=w13_scale, w2_weight_scale=w2_scale
+    )
+    x = torch.randn(7, 128, generator=rng).bfloat16()
+    topk = BypassedTopKOutput(x, tie_free_logits(7, 8, rng), TopKConfig(top_k=2, torch_native=True, **chosen))
+    config = MoeRunnerConfig()
+    result = oxmoe.fused_experts_flashinfer_mxfp4(x, topk, info, config)
+    standard = topk.to_standard()
+    expected = oxmoe.fused_experts_flashinfer_mxfp4(x, standard, info, config)
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+    assert (result == expected).float().mean() > 0.9, "weights may differ in their last bit, experts may not"
+    assert oxmoe.fused_experts_flashinfer_mxfp4(x[:0], topk, info, config).shape == (0, 128)

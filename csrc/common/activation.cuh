@@ -38,6 +38,20 @@ __device__ __forceinline__ float gelu_exact(float x) {
 
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(x * -1.44269504f)); }
 
+// The activation with an expert's own numbers.
+__device__ __forceinline__ Activation activation_of(const GroupedGemmParams& p, int expert) {
+    Activation activation = p.activation;
+    if (activation.kind != ActivationKind::ExpertSwiglu) return activation;
+    activation.kind = ActivationKind::Swiglu;
+    if (p.expert_alpha) activation.alpha = p.expert_alpha[expert];
+    if (p.expert_beta) activation.beta = p.expert_beta[expert];
+    if (p.expert_limit) {
+        activation.up_limit = p.expert_limit[expert];
+        (p.expert_limit_after ? activation.silu_limit : activation.gate_limit) = activation.up_limit;
+    }
+    return activation;
+}
+
 // The Swiglu kind, plain or with limits.
 struct SwigluFunction {
     float slope, beta, gate_limit, silu_limit, up_limit;

@@ -483,6 +483,15 @@ public:
             }
         }
         if (p.activation.kind == (Gated ? ActivationKind::Swiglu : ActivationKind::Identity)) return false;
+        if (Gated && p.activation.kind == ActivationKind::ExpertSwiglu) {
+            const SwigluFunction swiglu(activation_of(p, work.expert));
+#pragma unroll
+            for (int i = 0; i < RowTiles * kSums; ++i) {
+                float& sum = sums[i / kSums][i % kSums];
+                if (i % 4 < 2) sum = swiglu(sum, sums[i / kSums][i % kSums + 2]);
+            }
+            return true;
+        }
         const ActivationFunction activation(p.activation);
 #pragma unroll
         for (int i = 0; i < RowTiles * kSums; ++i) {

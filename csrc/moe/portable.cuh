@@ -158,7 +158,7 @@ struct PortableShape {
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const Tile& tile, int first_column, Sums& sums) {
         if (p.bias) add_bias(p, tile.expert, first_column, sums);
         if (p.slot_weights) multiply_slot_weights(p, tile, sums);
-        if (Gated || p.activation.kind != ActivationKind::Identity) activate(p.activation, sums);
+        if (Gated || p.activation.kind != ActivationKind::Identity) activate(activation_of(p, tile.expert), sums);
         store(p, tile, first_column, sums);
     }
 

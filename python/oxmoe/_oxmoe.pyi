@@ -30,12 +30,17 @@ class ExpertWeights:
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
         activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
         gated: bool | None = None,  # default: True, but False for relu2
-        alpha: float = 1.0,  # silu only: x sigmoid(alpha x)
-        beta: float = 0.0,  # silu only: added to up
-        limit: float | None = None,  # silu only: gate <= limit, |up| <= limit
+        alpha: float | Tensor = 1.0,  # silu only: x sigmoid(alpha x)
+        beta: float | Tensor = 0.0,  # silu only: added to up
+        limit: float | Tensor | None = None,  # silu only: gate <= limit, |up| <= limit
         clamp: Literal["before", "after"] = "before",  # gate is bounded before the sigmoid, or silu(gate) after it
     ) -> ExpertWeights:
-        """bf16 experts. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0."""
+        """bf16 experts. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
+
+        alpha, beta and limit may be fp32 tensors [El] on the weights' device, a number for each expert (swiglu_alpha,
+        swiglu_beta and swiglu_limit of flashinfer's cutlass_fused_moe). They are read at every call. What is in them is
+        checked on CPU only: alpha and beta are finite, limits positive (inf: none). One number for all is faster.
+        """
 
     @staticmethod
     def f16(w13: Tensor, w2: Tensor, **options: Any) -> ExpertWeights:
@@ -57,9 +62,9 @@ class ExpertWeights:
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
         activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
         gated: bool | None = None,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        limit: float | None = None,
+        alpha: float | Tensor = 1.0,  # as for bf16, these three also fp32 [El]
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
         dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
         hidden_size: int | None = None,  # columns of x and the output where w13 and w2 are padded: up to H
@@ -99,9 +104,9 @@ class ExpertWeights:
     w2_packed: tuple[Tensor, Tensor, Tensor] | None
     layout: str
     activation: str
-    alpha: float
-    beta: float
-    limit: float | None
+    alpha: float | Tensor
+    beta: float | Tensor
+    limit: float | Tensor | None
     clamp: str
 
     format: str  # "bf16", "f16", "f32", "mxfp4"

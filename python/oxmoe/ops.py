@@ -21,6 +21,8 @@ from oxmoe.tracing import tracing
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
+# What the options of the same name are where each expert has its own: operators have no union types.
+_EXPERT_TENSOR_NAMES = {"alpha": "expert_alpha", "beta": "expert_beta", "limit": "expert_limit"}
 # Of formats with block scales; the others take none of them.
 _BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "format", "dtype", "hidden_size")
 _PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights.mxfp4, which packs them once"
@@ -30,7 +32,8 @@ _LOGITS_OPTION_NAMES = frozenset(
 _EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
     'float? limit=None, str clamp="before", Tensor? w13_scale=None, Tensor? w2_scale=None, str? format=None, '
-    "str? dtype=None, int? hidden_size=None"
+    "str? dtype=None, int? hidden_size=None, Tensor? expert_alpha=None, Tensor? expert_beta=None, "
+    "Tensor? expert_limit=None"
 )
 _MOE_OPERANDS = (
     "Tensor x, Tensor w13, Tensor w2, Tensor? topk_weights=None, Tensor? topk_ids=None, "
@@ -88,6 +91,10 @@ def _moe(
     b2: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
+    for name, of_experts in _EXPERT_TENSOR_NAMES.items():
+        tensor = options.pop(of_experts, None)
+        if tensor is not None:
+            options[name] = tensor
     if topk_weights is not None and topk_ids is not None:
         options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
@@ -226,7 +233,9 @@ def _traced_moe(
     if weights.w13 is None:
         raise NotImplementedError(f"packed mxfp4 experts in traced code; {_PACKED_ONLY} and is not traced")
     operands = (x, weights.w13, weights.w2, topk_weights, topk_ids, weights.b13, weights.b2)
-    options.update({name: getattr(weights, name) for name in _EXPERT_OPTION_NAMES})
+    for name in _EXPERT_OPTION_NAMES:
+        value = getattr(weights, name)
+        options[_EXPERT_TENSOR_NAMES[name] if isinstance(value, Tensor) else name] = value
     if weights.w13_scale is not None:
         options.update({name: getattr(weights, name) for name in _BLOCK_OPTION_NAMES})
     if out is None and workspace is None:

@@ -6,6 +6,7 @@ Used by the tests on CPU and on GPU. Loops run over experts or slots; nothing he
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +74,9 @@ def moe(
     layout: str = "gate_up",
     activation: str = "silu",
     gated: bool | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 0.0,
+    limit: float | Tensor | None = None,
     clamp: str = "before",
     router_logits: Tensor | None = None,
     top_k: int = 0,
@@ -92,7 +93,10 @@ def moe(
     ep_size: int = 1,
     ep_rank: int = 0,
 ) -> Tensor:
-    """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end."""
+    """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end.
+
+    alpha, beta and limit may be tensors `[E]`, one number for each expert.
+    """
     if router_logits is not None:
         topk_weights, topk_ids = topk(
             router_logits,
@@ -119,9 +123,11 @@ def moe(
             sums = sums + b13[expert].float()
         if apply_router_weight_on_input:
             sums = sums * topk_weights[token, slot, None].float()
-        act = activate(
-            sums, layout=layout, activation=activation, gated=gated, alpha=alpha, beta=beta, limit=limit, clamp=clamp
-        ).to(x.dtype)
+        swiglu: dict[str, Any] = {
+            name: value[expert].item() if isinstance(value, Tensor) else value
+            for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit))
+        }
+        act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu).to(x.dtype)
         sums = act.float() @ w2[expert].float().T
         if b2 is not None:
             sums = sums + b2[expert].float()

@@ -2,11 +2,33 @@
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
-use crate::params::{Activation, ActivationKind};
+use crate::params::{Activation, ActivationKind, GroupedGemmParams};
 
 /// Whether the activation takes (gate, up) pairs.
 pub fn is_gated(kind: ActivationKind) -> bool {
-    matches!(kind, ActivationKind::Swiglu | ActivationKind::Geglu | ActivationKind::GegluTanh)
+    use ActivationKind as Kind;
+    matches!(kind, Kind::Swiglu | Kind::Geglu | Kind::GegluTanh | Kind::ExpertSwiglu)
+}
+
+/// The activation with an expert's own numbers.
+///
+/// # Safety
+/// `expert_alpha`, `expert_beta` and `expert_limit` hold a number for this expert, or are null.
+pub(super) unsafe fn of_expert(p: &GroupedGemmParams, expert: usize) -> Activation {
+    let mut a = p.activation;
+    if a.kind != ActivationKind::ExpertSwiglu {
+        return a;
+    }
+    a.kind = ActivationKind::Swiglu;
+    // SAFETY: the caller's contract.
+    let own = |numbers: *const f32| (!numbers.is_null()).then(|| unsafe { *numbers.add(expert) });
+    a.alpha = own(p.expert_alpha).unwrap_or(a.alpha);
+    a.beta = own(p.expert_beta).unwrap_or(a.beta);
+    if let Some(limit) = own(p.expert_limit) {
+        a.up_limit = limit;
+        *(if p.expert_limit_after { &mut a.silu_limit } else { &mut a.gate_limit }) = limit;
+    }
+    a
 }
 
 /// Replaces `gate` by the activation of it and, for gated kinds, of `up` of the same length. NaN passes every limit.

@@ -331,7 +331,8 @@ impl<'a> Panel<'a> {
             sums.iter_mut().for_each(|sum| *sum *= weight);
         }
         let (gate, up) = sums.split_at_mut(self.columns);
-        activation::apply(&p.activation, gate, up);
+        // SAFETY: one number an expert, by the caller's contract.
+        activation::apply(&unsafe { activation::of_expert(p, self.tile.expert as usize) }, gate, up);
         // SAFETY: this panel's columns of the place's row, which only this thread writes.
         let out = unsafe {
             let first = place * p.out_columns as usize + self.first_column;

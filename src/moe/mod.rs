@@ -2,6 +2,7 @@
 
 pub mod grouped_gemm;
 mod mxfp4;
+mod per_expert;
 pub mod plan;
 pub mod routing;
 pub mod topk;
@@ -17,6 +18,7 @@ use crate::params::{
 };
 use crate::quant;
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use per_expert::{Given, Scalar};
 use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
 use topk::Selection;
@@ -114,6 +116,10 @@ impl Stages {
             out_columns: layer.desc.intermediate as i32,
             layout: layer.layout,
             activation: layer.activation,
+            expert_alpha: layer.per_expert.alpha,
+            expert_beta: layer.per_expert.beta,
+            expert_limit: layer.per_expert.limit,
+            expert_limit_after: layer.per_expert.limit_after,
             next_unit: route.counters.wrapping_add(Counters::NEXT_UP),
             schedule_is_older: false,
         };
@@ -450,10 +456,13 @@ fn forward<'py>(
 /// (about 1 us more than `moe`), so nothing can go stale when a caller swaps or moves weights.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
-#[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0,
-    beta=0.0, limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None,
-    routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
-    keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None))]
+#[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None,
+    alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None,
+    hidden_size=None, routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
+    keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None),
+    text_signature = "(x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, \
+beta=0.0, limit=None, clamp=\"before\", w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None, routed_scaling_factor=1.0, \
+apply_router_weight_on_input=False, no_combine=False, keep_router_weight=False, ep_size=1, ep_rank=0, out=None, workspace=None)")]
 pub fn moe_tensors<'py>(
     x: &Bound<'py, PyAny>,
     w13: &Bound<'py, PyAny>,
@@ -465,9 +474,9 @@ pub fn moe_tensors<'py>(
     layout: &str,
     activation: &str,
     gated: Option<bool>,
-    alpha: f32,
-    beta: f32,
-    limit: Option<f32>,
+    alpha: Scalar<'py>,
+    beta: Scalar<'py>,
+    limit: Option<Scalar<'py>>,
     clamp: &str,
     w13_scale: Option<&Bound<'py, PyAny>>,
     w2_scale: Option<&Bound<'py, PyAny>>,
@@ -483,8 +492,9 @@ pub fn moe_tensors<'py>(
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let given = Given { alpha, beta, limit };
     guard(|| {
-        let options = weights::Options { layout, activation, gated, alpha, beta, limit, clamp };
+        let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
         if format == Some(quant::Format::Mxfp4.spec().name) {
             mxfp4::refuse_bare(w13)?;
         }

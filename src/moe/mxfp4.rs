@@ -1,6 +1,7 @@
 //! MXFP4 experts: their contract, and the packed form that GPUs read.
 
 use super::grouped_gemm::WeightMaps;
+use super::per_expert::PerExpert;
 use super::weights::{
     check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
 };
@@ -78,6 +79,7 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
         down: matrix(w2, w2_scale, b2, columns, intermediate / block, intermediate),
         layout,
         activation,
+        per_expert: PerExpert::NONE,
         up_maps: WeightMaps::default(),
         down_maps: WeightMaps::default(),
     })

@@ -2,6 +2,7 @@
 
 use super::grouped_gemm::{self, WeightMaps};
 use super::mxfp4;
+use super::per_expert::{Given, PerExpert, Scalar, Swiglu};
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
@@ -83,6 +84,7 @@ pub struct Layer {
     pub down: Matrix,
     pub layout: W13Layout,
     pub activation: Activation,
+    pub per_expert: PerExpert,
     pub up_maps: WeightMaps,
     pub down_maps: WeightMaps,
 }
@@ -92,9 +94,7 @@ pub struct Options<'a> {
     pub layout: &'a str,
     pub activation: &'a str,
     pub gated: Option<bool>,
-    pub alpha: f32,
-    pub beta: f32,
-    pub limit: Option<f32>,
+    pub swiglu: Swiglu,
     pub clamp: &'a str,
 }
 
@@ -135,28 +135,22 @@ impl Options<'_> {
                 contract!("activation: expected \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\", got {other:?}")
             }
         };
-        let plain = self.alpha == 1.0 && self.beta == 0.0 && self.limit.is_none();
-        if kind != ActivationKind::Swiglu && !plain {
+        if kind != ActivationKind::Swiglu && !self.swiglu.is_plain() {
             contract!(
                 "alpha, beta, limit: only for activation \"silu\" with gated weights, got them with {:?}",
                 self.activation
             );
         }
-        if !self.alpha.is_finite() || !self.beta.is_finite() || self.limit.is_some_and(|l| l.is_nan() || l <= 0.0) {
-            contract!(
-                "alpha and beta must be finite and limit positive, got alpha {}, beta {}, limit {:?}",
-                self.alpha,
-                self.beta,
-                self.limit
-            );
-        }
-        let (none, limit) = (f32::INFINITY, self.limit.unwrap_or(f32::INFINITY));
+        self.swiglu.check()?;
+        let Swiglu { alpha, beta, limit, .. } = self.swiglu;
+        let (none, limit) = (f32::INFINITY, limit.unwrap_or(f32::INFINITY));
         let (gate_limit, silu_limit) = match self.clamp {
             "before" => (limit, none),
             "after" => (none, limit),
             other => contract!("clamp: expected \"before\" or \"after\", got {other:?}"),
         };
-        Ok(Activation { kind, alpha: self.alpha, beta: self.beta, gate_limit, silu_limit, up_limit: limit })
+        let kind = if self.swiglu.of_experts() { ActivationKind::ExpertSwiglu } else { kind };
+        Ok(Activation { kind, alpha, beta, gate_limit, silu_limit, up_limit: limit })
     }
 }
 
@@ -250,10 +244,14 @@ impl Numbers {
 impl Layer {
     /// Checks the tensors and describes them.
     pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
-        match numbers {
+        let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
             Numbers::Mxfp4 { dtype, hidden } => mxfp4::layer(operands, dtype, hidden, options),
+        }?;
+        if options.swiglu.of_experts() {
+            layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
         }
+        Ok(layer)
     }
 
     /// `bias` tensors may be fp32 or of the weights' dtype.
@@ -302,6 +300,7 @@ impl Layer {
             down: matrix(w2, b2, hidden, intermediate),
             layout,
             activation,
+            per_expert: PerExpert::NONE,
             up_maps: WeightMaps::default(),
             down_maps: WeightMaps::default(),
         };
@@ -375,11 +374,11 @@ pub struct ExpertWeights {
     #[pyo3(get)]
     activation: String,
     #[pyo3(get)]
-    alpha: f32,
+    alpha: Py<PyAny>,
     #[pyo3(get)]
-    beta: f32,
+    beta: Py<PyAny>,
     #[pyo3(get)]
-    limit: Option<f32>,
+    limit: Option<Py<PyAny>>,
     #[pyo3(get)]
     clamp: String,
 }
@@ -393,11 +392,12 @@ impl ExpertWeights {
     fn new(
         arguments: &Arguments<'_, '_>,
         numbers: Numbers,
-        options: &Options<'_>,
+        options: Options<'_>,
+        given: &Given<'_>,
         in_place: bool,
     ) -> Result<ExpertWeights> {
         let operands = Operands::borrow(arguments)?;
-        let mut layer = Layer::new(&operands, numbers, options)?;
+        let mut layer = Layer::new(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
@@ -410,7 +410,8 @@ impl ExpertWeights {
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
         let Operands { w13, w2, b13, b2, scales } = operands;
-        let mut borrows: Vec<TensorRef> = [b13, b2].into_iter().flatten().collect();
+        let mut borrows: Vec<TensorRef> = [b13, b2].into_iter().chain(options.swiglu.experts).flatten().collect();
+        let (alpha, beta, limit) = given.objects(arguments.w13.py());
         // A layer that was packed keeps nothing that it does not read.
         let kept = packed.is_none();
         let [w13_scale, w2_scale] = match scales {
@@ -437,9 +438,9 @@ impl ExpertWeights {
             _borrows: borrows,
             layout: options.layout.into(),
             activation: options.activation.into(),
-            alpha: options.alpha,
-            beta: options.beta,
-            limit: options.limit,
+            alpha,
+            beta,
+            limit,
             clamp: options.clamp.into(),
         })
     }
@@ -454,7 +455,8 @@ macro_rules! constructors {
                 $(#[$doc])*
                 #[staticmethod]
                 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-                #[pyo3(signature = (w13, w2, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0, beta=0.0, limit=None, clamp="before"))]
+                #[pyo3(signature = (w13, w2, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                    text_signature = "(w13, w2, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
                 fn $name(
                     w13: &Bound<'_, PyAny>,
                     w2: &Bound<'_, PyAny>,
@@ -463,14 +465,17 @@ macro_rules! constructors {
                     layout: &str,
                     activation: &str,
                     gated: Option<bool>,
-                    alpha: f32,
-                    beta: f32,
-                    limit: Option<f32>,
+                    alpha: Scalar<'_>,
+                    beta: Scalar<'_>,
+                    limit: Option<Scalar<'_>>,
                     clamp: &str,
                 ) -> PyResult<ExpertWeights> {
-                    let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
-                    guard(|| ExpertWeights::new(&arguments, Numbers::Plain($elem), &options, false))
+                    let given = Given { alpha, beta, limit };
+                    guard(|| {
+                        let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                        ExpertWeights::new(&arguments, Numbers::Plain($elem), options, &given, false)
+                    })
                 }
             )*
 
@@ -481,7 +486,8 @@ macro_rules! constructors {
             /// On CUDA they are packed once, into new tensors or (in_place) into those given.
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=1.0, beta=0.0, limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false))]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\", hidden_size=None, in_place=False)")]
             fn mxfp4(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -492,17 +498,20 @@ macro_rules! constructors {
                 layout: &str,
                 activation: &str,
                 gated: Option<bool>,
-                alpha: f32,
-                beta: f32,
-                limit: Option<f32>,
+                alpha: Scalar<'_>,
+                beta: Scalar<'_>,
+                limit: Option<Scalar<'_>>,
                 clamp: &str,
                 dtype: &str,
                 hidden_size: Option<i64>,
                 in_place: bool,
             ) -> PyResult<ExpertWeights> {
-                let options = Options { layout, activation, gated, alpha, beta, limit, clamp };
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
-                guard(|| ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, &options, in_place))
+                let given = Given { alpha, beta, limit };
+                guard(|| {
+                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, options, &given, in_place)
+                })
             }
 
             /// Experts held here.
@@ -560,7 +569,8 @@ constructors! {
     /// bf16 experts: w13 [El, 2I, H] ([El, I, H] when not gated), w2 [El, H, I], biases bf16 or fp32.
     ///
     /// silu with alpha, beta, limit: `silu'(g) * (u + beta)`, `silu'(g) = g sigmoid(alpha g)`, |u| <= limit, and g <= limit
-    /// (clamp="before") or silu'(g) <= limit (clamp="after"). GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
+    /// (clamp="before") or silu'(g) <= limit (clamp="after"). Each of the three may be an fp32 tensor [El]: a number for each expert.
+    /// GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
     bf16 = Elem::Bf16;
     /// fp16 experts, as bf16.
     f16 = Elem::F16;

@@ -27,8 +27,8 @@ from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
 
-# The dtype of activations, and of the weights that peers get.
-FORMATS = {"bf16": torch.bfloat16, "f16": torch.float16, "mxfp4": torch.bfloat16}
+# The dtype of activations, and the bits of a weight with its share of a scale.
+FORMATS = {"bf16": (torch.bfloat16, 16.0), "f16": (torch.float16, 16.0), "mxfp4": (torch.bfloat16, 4.25)}
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
@@ -162,11 +162,15 @@ class _Bench:
 
     def shape(self, name: str, format_name: str, patterns: list[str], tokens: list[int], peers: list[str]) -> None:
         """All cells of one shape."""
-        shape, dtype, count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
+        shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
         weights = layers.make_weights(shape, dtype, self.device, count, mxfp4=format_name == "mxfp4")
         backends: list[Backend] = [Oxmoe(shape, weights)]
         for peer in peers:
+            if format_name not in PEERS[peer].formats:
+                self.output.skip(peer, f"has no {format_name} weights")
+                continue
+            _progress(f"{name} {format_name}: starting {peer}")
             started = _start(peer, shape, weights)
             if isinstance(started, str):
                 self.output.skip(peer, started)
@@ -175,9 +179,8 @@ class _Bench:
         for pattern in patterns:
             for number in tokens:
                 inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
-                cell = report.Cell(
-                    "moe", name, format_name, pattern, number, layers.floor_us(shape, inputs, self.device)
-                )
+                floor = layers.floor_us(shape, inputs, self.device, weight_bits)
+                cell = report.Cell("moe", name, format_name, pattern, number, floor)
                 self._cell(cell, backends, weights, inputs)
 
     def _cell(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench.layers import Inputs, Shape, Weights
+from oxmoe.bench.layers import Inputs, Mxfp4, Shape, Weights
 from oxmoe.fused_experts import expert_weights
 
 
@@ -19,6 +19,7 @@ class Backend(ABC):
     """A way to run the layer, from router logits to the combined output."""
 
     name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ("bf16", "f16")  # of weights
     excludes: ClassVar[str | None] = None  # what the others' times contain and this one's do not
     detail: str | None = None  # what it chose for the latest calls, for the record
 
@@ -46,6 +47,7 @@ class Backend(ABC):
 
 class Oxmoe(Backend):
     name = "oxmoe"
+    formats = ("bf16", "f16", "mxfp4")
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
@@ -53,9 +55,10 @@ class Oxmoe(Backend):
 
     def _experts(self, item: Weights) -> oxmoe.ExpertWeights:
         options = {"b13": item.b13, "b2": item.b2, **self.shape.options}
-        if item.codes is None:
-            return expert_weights(item.w13, item.w2, **options)
-        return oxmoe.ExpertWeights.mxfp4(*item.codes, **options)
+        w13, w2 = item.w13, item.w2
+        if isinstance(w13, Mxfp4):
+            return oxmoe.ExpertWeights.mxfp4(w13.codes, w2.codes, w13.scales, w2.scales, **options)
+        return expert_weights(w13, w2, **options)
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         return oxmoe.moe(inputs.x, self.experts[index], **inputs.routing(self.shape.top_k))

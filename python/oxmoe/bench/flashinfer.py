@@ -116,7 +116,7 @@ class FlashinferCuteDsl(Backend):
         module.moe_output_memset_inplace = Tensor.zero_
 
     def same_layer(self) -> bool:
-        return not self.shape.gpt_oss
+        return not self.shape.gpt_oss and self.shape.limit is None
 
     def _moe_sort(self, token_selected_experts: Tensor, *, tile_tokens_dim: int, **_: Any) -> Sorted:
         key = (token_selected_experts.data_ptr(), tile_tokens_dim)

@@ -27,11 +27,14 @@ class Shape:
     hidden: int
     intermediate: int
     gpt_oss: bool = False
+    limit: float | None = None  # of gate and |up|, DeepSeek-V4's; GPT-OSS has its own
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of ExpertWeights and of the reference, without the biases."""
-        return dict(GPT_OSS) if self.gpt_oss else {}
+        if self.gpt_oss:
+            return dict(GPT_OSS)
+        return {} if self.limit is None else {"limit": self.limit}
 
 
 SHAPES = {
@@ -41,6 +44,9 @@ SHAPES = {
     "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
     "mixtral-8x7b-tp2": Shape(8, 2, 4096, 7168),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, gpt_oss=True),
+    "deepseek-v4-like": Shape(256, 6, 4096, 2048, limit=10.0),
+    "kimi-k2-tp8": Shape(384, 8, 7168, 256),
     "glm-4.5-air-tp2": Shape(128, 8, 4096, 704),
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
     "dsv3-tp8": Shape(256, 8, 7168, 256),
@@ -53,12 +59,34 @@ PATTERNS = ("uniform", "hot", "one")
 
 
 @dataclass(frozen=True)
+class Mxfp4:
+    """MXFP4 experts as a checkpoint has them. An index gives the bf16 numbers of one expert: no layer exists twice."""
+
+    codes: Tensor  # uint8 [E, R, K / 2]
+    scales: Tensor  # E8M0 as uint8 [E, R, K / 32]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, rows, columns = self.codes.shape
+        return experts, rows, 2 * columns
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return reference.mxfp4_weights(self.codes[expert], self.scales[expert])
+
+
+@dataclass(frozen=True)
 class Weights:
-    w13: Tensor  # [E, 2I, H]
-    w2: Tensor  # [E, H, I]
+    w13: Any  # [E, 2I, H]: a tensor, or Mxfp4
+    w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
-    codes: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # MXFP4 operands that w13 and w2 are the numbers of
+
+    def dense(self) -> Weights:
+        """The same numbers as plain tensors."""
+        if not isinstance(self.w13, Mxfp4):
+            return self
+        w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
+        return Weights(w13, w2, self.b13, self.b2)
 
 
 @dataclass(frozen=True)
@@ -77,30 +105,28 @@ class Inputs:
 def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int, *, mxfp4: bool = False) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one."""
 
-    def blocks(*size: int) -> tuple[Tensor, Tensor]:
-        experts, rows, columns = size
+    def blocks(experts: int, rows: int, columns: int) -> Mxfp4:
         codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
         byte = 127 - round(math.log2(2.9 * columns**0.5))
         scales = torch.randint(byte - 1, byte + 2, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
-        return codes, scales
+        return Mxfp4(codes, scales)
 
     def randn(*size: int, scale: float) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
     def layer() -> Weights:
         experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
-        codes = None
+        w13: Any
+        w2: Any
         if mxfp4:
-            (c13, s13), (c2, s2) = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
-            codes = (c13, c2, s13, s2)
-            w13, w2 = (reference.mxfp4_weights(*pair, dtype) for pair in ((c13, s13), (c2, s2)))
+            w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
             w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
             w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
         if not shape.gpt_oss:
-            return Weights(w13, w2, codes=codes)
+            return Weights(w13, w2)
         b13, b2 = randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5)
-        return Weights(w13, w2, b13, b2, codes)
+        return Weights(w13, w2, b13, b2)
 
     return [layer() for _ in range(count)]
 
@@ -130,7 +156,7 @@ def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str) -> float | None:
+def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, weight_bits: float) -> float | None:
     """The roofline of one layer on the one GPU whose ceilings were measured, else None."""
     if device != "cuda" or "H200" not in torch.cuda.get_device_name():
         return None
@@ -141,6 +167,7 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str) -> float | Non
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         active_experts=sum(active) / len(active),
+        weight_bits=weight_bits,
     ).us
 
 

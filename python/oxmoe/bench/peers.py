@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from oxmoe.bench.backend import Backend
 from oxmoe.bench.flashinfer import FlashinferCuteDsl
-from oxmoe.bench.layers import Inputs, Shape, Weights, choose
+from oxmoe.bench.flashinfer_cutlass import FlashinferCutlass
+from oxmoe.bench.layers import Inputs, Mxfp4, Shape, Weights, choose
 from oxmoe.reference import activate
 
 
@@ -77,13 +79,15 @@ class SglangTriton(Backend):
 
 
 class TritonKernels(Backend):
-    """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them.
+    """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them; MXFP4
+    weights in the layouts that SGLang gives them at load.
 
     NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit): on other models' layers the same bytes and
     flops as silu and a product, not the same numbers.
     """
 
     name = "triton_kernels"
+    formats = ("bf16", "f16", "mxfp4")
 
     @classmethod
     def missing(cls, device: str) -> str | None:
@@ -108,12 +112,26 @@ class TritonKernels(Backend):
         self.ogs, self.topk, self.make_metadata = ogs, topk, make_ragged_tensor_metadata
         specs = ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2)
         self.activation = ogs.FusedActivation(specs, (1.702, 7.0))
-        self.transposed = [
-            (item.w13.transpose(1, 2).contiguous(), item.w2.transpose(1, 2).contiguous()) for item in weights
-        ]
+        self.transposed = [(self._operand(item.w13), self._operand(item.w2)) for item in weights]
         self.biases = [
             tuple(None if bias is None else bias.float() for bias in (item.b13, item.b2)) for item in weights
         ]
+
+    def _operand(self, weights: Tensor | Mxfp4) -> tuple[Any, Any]:
+        """(weights [E, K, N], precision configuration)."""
+        if not isinstance(weights, Mxfp4):
+            return weights.transpose(1, 2).contiguous(), self.ogs.PrecisionConfig()
+        from triton_kernels.numerics import InFlexData
+        from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+        from triton_kernels.tensor_details import layout
+
+        of_codes, code_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        of_scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+        codes, scales = weights.codes.transpose(1, 2), weights.scales.transpose(1, 2)
+        codes = convert_layout(wrap_torch_tensor(codes, dtype=FP4), of_codes, **code_options)
+        scales = convert_layout(wrap_torch_tensor(scales), of_scales, **scale_options)
+        flexible = self.ogs.FlexCtx(rhs_data=InFlexData())
+        return codes, self.ogs.PrecisionConfig(weight_scale=scales, flex_ctx=flexible)
 
     def same_layer(self) -> bool:
         return self.shape.gpt_oss
@@ -129,14 +147,14 @@ class TritonKernels(Backend):
         routing = ogs.RoutingData(gates, metadata.slice_sizes, self.shape.experts, top_k, metadata)
         hidden = x.new_empty((1, x.shape[0] * top_k, self.shape.intermediate))
         out = x.new_empty((1, *x.shape))
-        (w13, w2), (b13, b2) = self.transposed[index], self.biases[index]
+        ((w13, of_w13), (w2, of_w2)), (b13, b2) = self.transposed[index], self.biases[index]
         ogs.matmul_ogs(
             x,
             w13,
             b13,
             routing,
             gather_indx=ogs.GatherIndx(combine, dispatch),
-            precision_config=ogs.PrecisionConfig(),
+            precision_config=of_w13,
             fused_activation=self.activation,
             y=hidden,
         )
@@ -146,7 +164,7 @@ class TritonKernels(Backend):
             b2,
             routing,
             scatter_indx=ogs.ScatterIndx(dispatch, combine),
-            precision_config=ogs.PrecisionConfig(),
+            precision_config=of_w2,
             gammas=routing.gate_scal,
             y=out,
         )
@@ -157,6 +175,8 @@ def _activate(sums: Tensor, shape: Shape) -> Tensor:
     if shape.gpt_oss:
         return activate(sums, **shape.options)
     gate, up = sums.chunk(2, dim=-1)
+    if shape.limit is not None:
+        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit)
     return F.silu(gate) * up
 
 
@@ -185,9 +205,13 @@ class TorchGroupedMm(Backend):
 
 
 class TorchLoop(Backend):
-    """A loop over the experts in plain torch, as most model code has it."""
+    """A loop over the experts in plain torch, as most model code has it; MXFP4 weights are expanded at load."""
 
     name = "torch-loop"
+    formats = ("bf16", "f16", "mxfp4")
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, [item.dense() for item in weights])
 
     @classmethod
     def missing(cls, device: str) -> str | None:
@@ -207,5 +231,6 @@ class TorchLoop(Backend):
 
 
 PEERS: dict[str, type[Backend]] = {
-    peer.name: peer for peer in (SglangTriton, TritonKernels, FlashinferCuteDsl, TorchGroupedMm, TorchLoop)
+    peer.name: peer
+    for peer in (SglangTriton, TritonKernels, FlashinferCuteDsl, FlashinferCutlass, TorchGroupedMm, TorchLoop)
 }

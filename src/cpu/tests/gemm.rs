@@ -91,6 +91,10 @@ impl Data {
             out_columns: c.out_columns as i32,
             layout: c.layout,
             activation: c.activation,
+            expert_alpha: std::ptr::null(),
+            expert_beta: std::ptr::null(),
+            expert_limit: std::ptr::null(),
+            expert_limit_after: false,
         };
         // SAFETY: the buffers above have the documented shapes; `set` is available.
         unsafe { cpu::grouped_gemm_on(set, &p, c.dtype, None) };

@@ -76,6 +76,10 @@ fn expanded_weights_are_plain_weights() {
                                     silu_limit: INF,
                                     up_limit: INF,
                                 },
+                                expert_alpha: std::ptr::null(),
+                                expert_beta: std::ptr::null(),
+                                expert_limit: std::ptr::null(),
+                                expert_limit_after: false,
                             };
                             // SAFETY: the buffers above have the documented shapes; `set` is available.
                             unsafe { cpu::grouped_gemm_on(set, &p, dtype, blocks) };

@@ -76,6 +76,10 @@ fn layer_speed() {
                     silu_limit: f32::INFINITY,
                     up_limit: f32::INFINITY,
                 },
+                expert_alpha: std::ptr::null(),
+                expert_beta: std::ptr::null(),
+                expert_limit: std::ptr::null(),
+                expert_limit_after: false,
             };
             let gemm2 = GroupedGemmParams {
                 x: middle.as_ptr().cast(),

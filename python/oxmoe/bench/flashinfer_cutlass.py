@@ -1,0 +1,132 @@
+"""flashinfer's CUTLASS fused MoE with MXFP4 weights and bf16 activations on Hopper, which takes routed tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from oxmoe.bench.backend import Backend
+from oxmoe.bench.layers import Inputs, Shape, Weights, choose
+
+ALIGNMENT = 128  # of hidden and intermediate size
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """[E, R, C] with zeros up to rows and columns."""
+    return pad(tensor, (0, columns - tensor.shape[2], 0, rows - tensor.shape[1]))
+
+
+def up_gate(tensor: Tensor, rows: int, columns: int, *, interleaved: bool) -> Tensor:
+    """w13's `[E, 2I, C]` as [up; gate], each half padded to `rows` rows."""
+    gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, dim=1)
+    return torch.cat((padded(up, rows, columns), padded(gate, rows, columns)), dim=1)
+
+
+class FlashinferCutlass(Backend):
+    """flashinfer's cutlass_fused_moe(use_w4_group_scaling=True) as SGLang calls it, after its own autotuning. Top-k is
+    made and inputs are padded to 128 columns before the clock starts."""
+
+    name = "flashinfer-cutlass"
+    formats = ("mxfp4",)
+    excludes = "routing"
+    VERSION: ClassVar[str] = "0.6.11.post1"
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        if device != "cuda" or torch.cuda.get_device_capability()[0] != 9:
+            return "needs a Hopper GPU"
+        spec = find_spec("flashinfer")
+        if spec is None:
+            return "flashinfer-python is not installed"
+        try:
+            found = version("flashinfer-python")
+        except PackageNotFoundError:
+            found = "an unknown version"
+        if found != cls.VERSION:
+            return f"is written for flashinfer {cls.VERSION}, found {found}"
+        built = Path("data", "aot", "fused_moe_90", "fused_moe_90.so")
+        if not any(Path(folder, built).exists() for folder in spec.submodule_search_locations or []):
+            return "its module fused_moe_90 is not built, and would take most of an hour to compile at the first call"
+        return None
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)  # the module has symbols of the driver and does not load it
+        from flashinfer.autotuner import autotune
+        from flashinfer.fused_moe import core, cutlass_fused_moe
+
+        self.run, self.autotune, self.core = cutlass_fused_moe, autotune, core
+        self.hidden, self.intermediate = aligned(shape.hidden), aligned(shape.intermediate)
+        self.options = [self._options(item) for item in weights]
+
+    def _options(self, item: Weights) -> dict[str, Any]:
+        up, rows, hidden = self._up, self.intermediate, self.hidden
+        values = self.core.interleave_moe_weights_for_sm90_mixed_gemm
+        scales = self.core.interleave_moe_scales_for_sm90_mixed_gemm
+        options: dict[str, Any] = {
+            "fc1_expert_weights": values(up(item.w13.codes, hidden // 2)),
+            "fc2_expert_weights": values(padded(item.w2.codes, hidden, rows // 2)),
+            "quant_scales": [
+                scales(up(item.w13.scales, hidden // 32)).view(torch.int32),
+                scales(padded(item.w2.scales, hidden, rows // 32)).view(torch.int32),
+            ],
+        }
+        if item.b13 is not None and item.b2 is not None:
+            options["fc1_expert_biases"] = up(item.b13[..., None], 1)[..., 0].contiguous()
+            options["fc2_expert_biases"] = padded(item.b2[..., None], hidden, 1)[..., 0].contiguous()
+        if "limit" in self.shape.options:
+            given = {"alpha": 1.0, "beta": 0.0, **self.shape.options}
+            for name in ("alpha", "beta", "limit"):
+                value = torch.full((self.shape.experts,), given[name], device=item.w13.codes.device)
+                options[f"swiglu_{name}"] = value
+        return options
+
+    def _up(self, tensor: Tensor, columns: int) -> Tensor:
+        return up_gate(tensor, self.intermediate, columns, interleaved=self.shape.gpt_oss)
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        raise NotImplementedError("runs by calls(), which tunes")
+
+    def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
+        hidden, tokens = self.shape.hidden, inputs[0].x.shape[0]
+
+        def call(item: Inputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+            scales, ids = choose(item, self.shape.top_k)
+            x = pad(item.x, (0, self.hidden - hidden))
+            out = torch.empty_like(x)
+            run = functools.partial(
+                self.run,
+                input=x,
+                token_selected_experts=ids.int().contiguous(),
+                token_final_scales=scales.contiguous(),
+                output_dtype=x.dtype,
+                use_w4_group_scaling=True,
+                output=out,
+                tune_max_num_tokens=1 << (tokens - 1).bit_length(),
+                **options,
+            )
+
+            def layer() -> Tensor:
+                with torch.inference_mode():
+                    run()
+                return out[:, :hidden]
+
+            return layer
+
+        calls = [call(item, options) for item, options in zip(inputs, self.options, strict=True)]
+        with self.autotune(True):
+            calls[0]()
+        return calls

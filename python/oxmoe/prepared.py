@@ -1,0 +1,119 @@
+"""ExpertWeights made of other kernels' weight tensors, and kept for as long as those tensors live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oxmoe._oxmoe import ExpertWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def plain(
+    convert: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """convert, a function of CPU tensors, of codes and scales [E, ...]: on GPUs expert by expert, on the host."""
+    if codes.device.type == "cpu":
+        return convert(codes, scales)
+    results: list[Tensor] = []
+    for expert in range(codes.shape[0]):
+        one = convert(codes[expert : expert + 1].cpu(), scales[expert : expert + 1].cpu())
+        if expert == 0:
+            results = [codes.new_empty((codes.shape[0], *part.shape[1:])) for part in one]
+        for result, part in zip(results, one, strict=True):
+            result[expert].copy_(part[0])
+    return results[0], results[1]
+
+
+def number(value: Tensor | None) -> Tensor | float | None:
+    """The number that all experts share, which kernels read faster, else the tensor."""
+    if value is None or value.numel() == 0:
+        return value
+    numbers = value.tolist()
+    return numbers[0] if value.dim() == 1 and all(other == numbers[0] for other in numbers) else value
+
+
+class _Entry(NamedTuple):
+    versions: tuple[int | None, ...]
+    # While a weak reference to a storage exists, no other storage gets its address.
+    storages: list[Any]
+    owners: list[Any]
+    weights: ExpertWeights
+
+
+class Cache:
+    """ExpertWeights by the tensors that they were made of.
+
+    A tensor is known by its storage (weakly: the cache keeps no weights of the caller alive), address, shape, strides,
+    dtype and torch's version counter, so other views of the same memory find their entry, and writing to a tensor or
+    giving a new one its address makes new ExpertWeights. Entries whose weights were freed are dropped when the next one
+    is made. NOTE: writes through `tensor.data` do not count versions; after them, call `clear`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def get(
+        self,
+        owners: Sequence[Tensor],
+        others: Sequence[Tensor | None],
+        options: tuple[Hashable, ...],
+        make: Callable[[], ExpertWeights],
+    ) -> ExpertWeights:
+        """What `make` made of these tensors and options. `owners`: weights and scales, of which it holds copies."""
+        tensors = [*owners, *others]
+        identity: list[Hashable] = []
+        versions: list[int | None] = []
+        for tensor in tensors:
+            if tensor is None:
+                identity.append(None)
+                versions.append(None)
+                continue
+            if tensor.is_inference():
+                raise ValueError(
+                    "weights: tensors made in inference mode count no versions, so a change of them would go unseen; "
+                    "prepare the weights once and pass weights="
+                )
+            storage = tensor.untyped_storage()._cdata
+            identity.append((storage, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+            versions.append(tensor._version)
+        key = (*identity, *options)
+        entry = self._entries.get(key)
+        if entry is not None and entry.versions == tuple(versions):
+            return entry.weights
+        return self._make(key, tuple(versions), owners, others, make)
+
+    def _make(
+        self,
+        key: Hashable,
+        versions: tuple[int | None, ...],
+        owners: Sequence[Tensor],
+        others: Sequence[Tensor | None],
+        make: Callable[[], ExpertWeights],
+    ) -> ExpertWeights:
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        if owners[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "weights: made at the first call with them, which a CUDA graph cannot capture; call once before, or "
+                "prepare the weights and pass weights="
+            )
+        gone = [old for old, entry in self._entries.items() if any(owner.expired() for owner in entry.owners)]
+        for old in [*gone, key]:
+            self._entries.pop(old, None)
+
+        def weak(tensors: Sequence[Tensor | None]) -> list[Any]:
+            return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None]
+
+        entry = _Entry(versions, weak(others), weak(owners), make())
+        self._entries[key] = entry
+        return entry.weights

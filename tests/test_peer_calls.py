@@ -1,0 +1,578 @@
+"""The calls of SGLang and flashinfer on MXFP4 weights as those hold them, against the reference of the same numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import oxmoe
+from cases import GPT_OSS, draws, make_routing, tie_free_logits
+from oxmoe import cutlass_moe, quantize, reference, triton_kernels_moe
+from oxmoe.prepared import Cache
+from oxmoe.testing import assert_close_ulp, same_bits
+from oxmoe.topk_output import routing_arguments, slots_of
+
+RELEASES = ("0.6", "0.7")
+SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param not in oxmoe.device_info()["formats"]["mxfp4"]:
+        pytest.skip(f"mxfp4 does not run on {request.param}")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def empty_caches() -> None:
+    cutlass_moe.cache.clear()
+    triton_kernels_moe.cache.clear()
+
+
+class Blocks:
+    """A layer's MXFP4 operands as a checkpoint has them; hidden, intermediate and row order are the caller's."""
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        device: str,
+        rng: torch.Generator,
+        *,
+        bytes_: tuple[int, int] = (120, 124),
+        bias: bool = True,
+    ):
+        self.experts, self.hidden, self.intermediate, self.device = experts, hidden, intermediate, device
+        seed = int(torch.randint(1 << 62, (), generator=rng))
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(low: int, high: int, rows: int, columns: int) -> Tensor:
+            size = (experts, rows, columns)
+            return torch.randint(low, high, size, generator=generator, dtype=torch.uint8, device=device)
+
+        self.codes = random(0, 256, 2 * intermediate, hidden // 2), random(0, 256, hidden, intermediate // 2)
+        self.scales = random(*bytes_, 2 * intermediate, hidden // 32), random(*bytes_, hidden, intermediate // 32)
+        self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if bias:
+            self.biases = tuple(
+                (torch.randn(experts, rows, generator=generator, device=device) * 0.3).bfloat16()
+                for rows in (2 * intermediate, hidden)
+            )  # type: ignore[assignment]
+
+    @functools.cached_property
+    def dense(self) -> tuple[Tensor, Tensor]:
+        w13, w2 = (
+            torch.stack([reference.mxfp4_weights(*one) for one in zip(*pair, strict=True)])
+            for pair in zip(self.codes, self.scales, strict=True)
+        )
+        return w13, w2
+
+    def expected(self, x: Tensor, weights: Tensor, ids: Tensor, **options: Any) -> Tensor:
+        options = {"b13": self.biases[0], "b2": self.biases[1], "layout": "up_gate", **options}
+        return reference.moe(x, *self.dense, weights, ids, **options)
+
+    def interleaved(self, release: str) -> dict[str, Any]:
+        """Arguments of cutlass_fused_moe."""
+        values, scales = zip(
+            *(
+                [t.to(self.device) for t in quantize.interleave_sm90_mxfp4(c.cpu(), s.cpu(), flashinfer=release)]
+                for c, s in zip(self.codes, self.scales, strict=True)
+            ),
+            strict=True,
+        )
+        return {
+            "fc1_expert_weights": values[0],
+            "fc2_expert_weights": values[1],
+            "quant_scales": [scale.view(torch.int32) for scale in scales],
+            "fc1_expert_biases": self.biases[0],
+            "fc2_expert_biases": self.biases[1],
+        }
+
+
+def inputs(
+    blocks: Blocks, tokens: int, top_k: int, rng: torch.Generator, *, experts: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn((tokens, blocks.hidden), generator=rng).bfloat16().to(blocks.device)
+    weights, ids = make_routing("uniform", tokens, experts or blocks.experts, top_k, rng)
+    return x, weights.to(blocks.device), ids.to(blocks.device)
+
+
+def fused(x: Tensor, final_scales: Tensor, ids: Tensor, **arguments: Any) -> Tensor:
+    (result,) = oxmoe.cutlass_fused_moe(
+        input=x,
+        token_selected_experts=ids,
+        token_final_scales=final_scales,
+        output_dtype=torch.bfloat16,
+        use_w4_group_scaling=True,
+        **arguments,
+    )
+    return result
+
+
+def swiglu(experts: int, device: str, numbers: dict[str, float] | None) -> dict[str, Tensor]:
+    if numbers is None:
+        return {}
+    return {f"swiglu_{name}": torch.full((experts,), value, device=device) for name, value in numbers.items()}
+
+
+def check_fused(blocks: Blocks, tokens: int, top_k: int, release: str, numbers: Any, rng: torch.Generator) -> None:
+    x, weights, ids = inputs(blocks, tokens, top_k, rng)
+    arguments = {**blocks.interleaved(release), **swiglu(blocks.experts, blocks.device, numbers)}
+    results, expected = [], []
+    for drawn in draws(x):
+        output = torch.full_like(drawn, torch.nan)
+        results.append(fused(drawn, weights, ids, **arguments, output=output))
+        assert results[-1] is output
+        expected.append(blocks.expected(drawn, weights, ids, **(numbers or {})))
+    assert_close_ulp(torch.cat(results), torch.cat(expected))
+
+
+# cutlass_fused_moe: the shapes of SGLang's test_mxfp4_sm90_cutlass (192 padded to 256, as it pads), and flashinfer's.
+
+SGLANG = [(4, 4, 256, 256, 2), (16, 8, 768, 384, 2), (8, 4, 256, 256, 2)]
+SGLANG_FULL = [(32, 8, 1024, 1024, 4), (256, 8, 1024, 1024, 4), (16, 4, 2944, 2944, 2)]
+NUMBERS = [None, {"alpha": 0.5, "beta": 0.0, "limit": 7.0}, SWIGLU, {"alpha": 1.0, "beta": 0.0, "limit": 10.0}]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("tokens,experts,hidden,intermediate,top_k", SGLANG)
+def test_sglangs_shapes(
+    tokens: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    release: str,
+    numbers: Any,
+    device: str,
+    rng: torch.Generator,
+) -> None:
+    blocks = Blocks(experts, hidden, intermediate, device, rng, bytes_=(125, 130))
+    check_fused(blocks, tokens, top_k, release, numbers, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("tokens,experts,hidden,intermediate,top_k", SGLANG_FULL)
+def test_sglangs_full_shapes(
+    tokens: int, experts: int, hidden: int, intermediate: int, top_k: int, numbers: Any, rng: torch.Generator
+) -> None:
+    if "cuda" not in oxmoe.device_info()["formats"]["mxfp4"]:
+        pytest.skip("mxfp4 does not run on cuda")
+    check_fused(Blocks(experts, hidden, intermediate, "cuda", rng), tokens, top_k, "0.7", numbers, rng)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS[:3], ids=str)
+@pytest.mark.parametrize("release", RELEASES)
+def test_flashinfers_shape(release: str, numbers: Any, device: str, rng: torch.Generator) -> None:
+    check_fused(Blocks(2, 128, 128, device, rng, bytes_=(118, 123), bias=False), 1, 2, release, numbers, rng)
+
+
+def test_numbers_of_experts_and_swiglu_step(device: str, rng: torch.Generator) -> None:
+    blocks = Blocks(4, 128, 128, device, rng)
+    x, weights, ids = inputs(blocks, 12, 2, rng)
+    own = {name: (torch.rand(4, generator=rng) + 0.2).to(device) for name in ("alpha", "beta", "limit")}
+    arguments = {**blocks.interleaved("0.7"), **{f"swiglu_{name}": value for name, value in own.items()}}
+    for name, clamp in (("Swiglu", "before"), ("SwigluStep", "after")):
+        result = fused(x, weights, ids, **arguments, activation_type=SimpleNamespace(name=name))
+        assert_close_ulp(result, blocks.expected(x, weights, ids, **own, clamp=clamp))
+
+
+def test_prepared_weights_have_the_same_bits(device: str, rng: torch.Generator) -> None:
+    blocks = Blocks(4, 128, 256, device, rng)
+    operands, arguments = inputs(blocks, 9, 2, rng), blocks.interleaved("0.7")
+    numbers = swiglu(4, device, SWIGLU)
+    prepared = oxmoe.prepare_cutlass_fused_moe(**arguments, **numbers)
+    assert (prepared.alpha, prepared.beta, prepared.limit) == (pytest.approx(1.702), 1.0, 7.0)
+    nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": None}
+    result = fused(*operands, **nothing, weights=prepared)
+    assert len(cutlass_moe.cache) == 0
+    assert same_bits(result, fused(*operands, **arguments, **numbers)) and len(cutlass_moe.cache) == 1
+
+
+def test_expert_parallel(device: str, rng: torch.Generator) -> None:
+    """Global ids; each rank's part alone."""
+    blocks = Blocks(3, 128, 128, device, rng)
+    x, weights, ids = inputs(blocks, 15, 2, rng, experts=6)
+    for rank in range(2):
+        result = fused(x, weights, ids, **blocks.interleaved("0.7"), ep_size=2, ep_rank=rank)
+        assert_close_ulp(result, blocks.expected(x, weights, ids, ep_size=2, ep_rank=rank))
+
+
+def test_tensor_parallel(device: str, rng: torch.Generator) -> None:
+    """The bias of the second GEMM counts on rank 0 alone."""
+    blocks = Blocks(3, 128, 128, device, rng)
+    x, weights, ids = inputs(blocks, 15, 2, rng)
+    results = [fused(x, weights, ids, **blocks.interleaved("0.7"), tp_size=2, tp_rank=rank) for rank in (0, 1)]
+    assert_close_ulp(results[0], blocks.expected(x, weights, ids))
+    assert_close_ulp(results[1], blocks.expected(x, weights, ids, b2=None))
+    with pytest.raises(ValueError, match="tp_rank: expected 0 <= tp_rank < tp_size, got tp_rank 2, tp_size 2"):
+        fused(x, weights, ids, **blocks.interleaved("0.7"), tp_size=2, tp_rank=2)
+
+
+def padded_rows(tensor: Tensor, half: int, rows: int, columns: int) -> Tensor:
+    """[E, 2 half, C] to [E, 2 rows, columns], zeros behind each half."""
+    halves = tensor.split(half, dim=1)
+    return torch.cat([pad(part, (0, columns - tensor.shape[2], 0, rows - half)) for part in halves], dim=1)
+
+
+def padded(blocks: Blocks, hidden: int, intermediate: int) -> Blocks:
+    """What SGLang makes of a layer whose sizes are no multiples of 128: zero codes, scales and biases."""
+    result = object.__new__(Blocks)
+    result.experts, result.hidden, result.intermediate = blocks.experts, hidden, intermediate
+    result.device = blocks.device
+    half = blocks.intermediate
+
+    def pair(tensors: tuple[Tensor, Tensor], width: int) -> tuple[Tensor, Tensor]:
+        w2 = tensors[1]
+        down = pad(w2, (0, intermediate // width - w2.shape[2], 0, hidden - w2.shape[1]))
+        return padded_rows(tensors[0], half, intermediate, hidden // width), down
+
+    result.codes, result.scales = pair(blocks.codes, 2), pair(blocks.scales, 32)
+    b13, b2 = blocks.biases
+    assert b13 is not None and b2 is not None
+    result.biases = (
+        padded_rows(b13[..., None], half, intermediate, 1)[..., 0].contiguous(),
+        pad(b2, (0, hidden - b2.shape[1])),
+    )
+    return result
+
+
+def quant_info(blocks: Blocks, release: str, numbers: Any, padded_hidden: int | None) -> SimpleNamespace:
+    given = blocks.interleaved(release)
+    numbers = {name: None for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")} | swiglu(
+        blocks.experts, blocks.device, numbers
+    )
+    return SimpleNamespace(
+        w13_weight=given["fc1_expert_weights"],
+        w2_weight=given["fc2_expert_weights"],
+        w13_weight_scale=given["quant_scales"][0].view(torch.uint8),
+        w2_weight_scale=given["quant_scales"][1].view(torch.uint8),
+        mxfp4_weight_global_scale=None,
+        w13_humming_residual_scale=None,
+        w13_bias=blocks.biases[0],
+        w2_bias=blocks.biases[1],
+        **numbers,
+        use_swiglu_step=False,
+        padded_hidden=padded_hidden,
+    )
+
+
+@pytest.mark.parametrize("size", [192, 288])
+@pytest.mark.parametrize("release", RELEASES)
+def test_padded_layer_of_sglang(release: str, size: int, device: str, rng: torch.Generator) -> None:
+    """Input and output narrower than the weights, in place of a padded copy and a trimmed one."""
+    blocks = Blocks(4, size, size, device, rng)
+    wide = padded(blocks, 256 if size < 256 else 384, 256 if size < 256 else 384)
+    x, weights, ids = inputs(blocks, 10, 2, rng)
+    info = quant_info(wide, release, SWIGLU, wide.hidden)
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids, router_logits=None)
+    out = torch.full_like(x, torch.nan)
+    result = oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, SimpleNamespace(), output=out)
+    assert result is out
+    assert_close_ulp(result, blocks.expected(x, weights, ids, **SWIGLU))
+    arguments = {**wide.interleaved(release), **swiglu(4, device, SWIGLU)}
+    trimmed = fused(pad(x, (0, wide.hidden - size)), weights, ids, **arguments)
+    assert_close_ulp(trimmed[:, :size], blocks.expected(x, weights, ids, **SWIGLU))
+
+
+def bypassed(x: Tensor, logits: Tensor, top_k: int, **config: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        hidden_states=x, raw_router_logits=logits, topk_config=SimpleNamespace(top_k=top_k, renormalize=True, **config)
+    )
+
+
+def test_bypassed_topk(device: str, rng: torch.Generator) -> None:
+    blocks = Blocks(8, 128, 128, device, rng)
+    x, _, _ = inputs(blocks, 7, 2, rng)
+    logits = tie_free_logits(7, 8, rng).to(device)
+    info = quant_info(blocks, "0.7", SWIGLU, None)
+    config = SimpleNamespace(moe_ep_size=1, moe_ep_rank=0, moe_tp_size=4, moe_tp_rank=3)
+    result = oxmoe.fused_experts_flashinfer_mxfp4(x, bypassed(x, logits, 2), info, config)
+    routed = reference.topk(logits, 2)
+    assert_close_ulp(result, blocks.expected(x, *routed, **SWIGLU, b2=None))
+    half = Blocks(4, 128, 128, device, rng)
+    config = SimpleNamespace(moe_ep_size=2, moe_ep_rank=1, moe_tp_size=1, moe_tp_rank=0)
+    info = quant_info(half, "0.7", SWIGLU, None)
+    result = oxmoe.fused_experts_flashinfer_mxfp4(x, bypassed(x, logits, 2), info, config)
+    assert_close_ulp(result, half.expected(x, *routed, **SWIGLU, ep_size=2, ep_rank=1))
+
+
+def test_choices_of_bypassed_topk(rng: torch.Generator) -> None:
+    logits, bias = tie_free_logits(5, 8, rng), torch.randn(8, generator=rng)
+    config = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+    output = bypassed(logits, logits, 2, correction_bias=bias.bfloat16(), **config)
+    output.num_token_non_padded = torch.tensor([3])
+    arguments = routing_arguments(output)
+    assert (arguments["num_expert_group"], arguments["topk_group"], arguments["top_k"]) == (4, 2, 2)
+    assert arguments["correction_bias"].dtype == torch.float32 and arguments["num_token_non_padded"].shape == ()
+    assert arguments["router_logits"] is logits and arguments["scoring_func"] == "sigmoid" and arguments["renormalize"]
+    # What SGLang alone can route goes through its own function; 0.5.12 calls the logits by another name.
+    standard = SimpleNamespace(topk_weights=torch.ones(5, 2), topk_ids=torch.zeros(5, 2, dtype=torch.int32))
+    old = SimpleNamespace(router_logits=logits, topk_config=SimpleNamespace(top_k=2))
+    assert routing_arguments(old)["router_logits"] is logits
+    for special in (
+        {"custom_routing_function": lambda: None},
+        {"num_fused_shared_experts": 1},
+        {"shared_experts": SimpleNamespace(num_shared_topk_slots=1)},
+        {"apply_routed_scaling_factor_on_output": True},
+    ):
+        output = bypassed(logits, logits, 2, **special)
+        output.to_standard = lambda: standard
+        assert routing_arguments(output) == {"topk_weights": standard.topk_weights, "topk_ids": standard.topk_ids}
+
+
+def test_no_tokens() -> None:
+    """Nothing else is looked at, and SGLang's form gives its input back."""
+    x, ids = torch.empty((0, 64), dtype=torch.bfloat16), torch.empty((0, 2), dtype=torch.int32)
+    assert oxmoe.fused_experts_flashinfer_mxfp4(x, None, None, None) is x
+    nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": None}
+    result = fused(x, ids.float(), ids, **nothing)
+    assert result.shape == (0, 64) and result.dtype == torch.bfloat16
+    assert fused(x, ids.float(), ids, **nothing, output=x) is x
+    result = oxmoe.triton_kernel_fused_experts_with_bias(
+        x, None, None, None, None, None, None, topk_output=SimpleNamespace()
+    )
+    assert result.shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"use_w4_group_scaling": False}, "no kernel for use_w4_group_scaling=False; served"),
+        ({"input_sf": torch.ones(1), "min_latency_mode": True}, "no kernel for input_sf, min_latency_mode; served"),
+        ({"use_wfp4afp8_humming": True}, "no kernel for use_wfp4afp8_humming"),
+        ({"output_dtype": torch.float16}, "output_dtype torch.float16 of torch.bfloat16 input"),
+        ({"activation_type": 4}, "activation_type: no kernel for 4; served"),
+        ({"activation_type": SimpleNamespace(name="Geglu")}, "no kernel for 'Geglu'"),
+    ],
+    ids=str,
+)
+def test_what_cutlass_fused_moe_refuses(change: dict[str, Any], message: str, rng: torch.Generator) -> None:
+    blocks = Blocks(2, 128, 128, "cpu", rng)
+    x, weights, ids = inputs(blocks, 3, 2, rng)
+    arguments = {"output_dtype": torch.bfloat16, "use_w4_group_scaling": True, **blocks.interleaved("0.7"), **change}
+    with pytest.raises(NotImplementedError, match=message):
+        oxmoe.cutlass_fused_moe(input=x, token_selected_experts=ids, token_final_scales=weights, **arguments)
+
+
+# The cache
+
+
+def counted(made: list[int]) -> Callable[[], Any]:
+    def make() -> Any:
+        made.append(1)
+        return SimpleNamespace()
+
+    return make
+
+
+def test_cache_knows_tensors_by_memory_and_version() -> None:
+    cache, made = Cache(), []
+    weight, bias = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4)
+    first = cache.get([weight, weight[0]], [bias, None], ("bf16",), counted(made))
+    view = weight.view(torch.int32).view(torch.uint8)
+    assert cache.get([view, weight[0]], [bias, None], ("bf16",), counted(made)) is first
+    assert len(made) == len(cache) == 1
+    assert cache.get([weight, weight[0]], [bias, None], ("f16",), counted(made)) is not first
+    assert cache.get([weight, weight[1]], [bias, None], ("bf16",), counted(made)) is not first
+    assert cache.get([weight, weight[0]], [None, bias], ("bf16",), counted(made)) is not first
+    assert len(made) == len(cache) == 4
+    weight[0, 0] = 1
+    second = cache.get([weight, weight[0]], [bias, None], ("bf16",), counted(made))
+    assert second is not first and len(cache) == 4, "the stale entry is replaced"
+    bias += 1
+    assert cache.get([weight, weight[0]], [bias, None], ("bf16",), counted(made)) is not second
+
+
+def test_cache_lets_go_of_freed_weights() -> None:
+    """A new tensor at an old address is a new tensor."""
+    cache, made = Cache(), []
+    for _ in range(20):
+        weight = torch.zeros(1 << 12, dtype=torch.uint8)
+        cache.get([weight], [], (), counted(made))
+        del weight
+    assert len(made) == 20 and len(cache) == 1
+
+
+def test_cache_refuses_tensors_without_versions() -> None:
+    with torch.inference_mode():
+        weight = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="made in inference mode count no versions"):
+        Cache().get([weight], [], (), counted([]))
+
+
+def test_weights_that_change_are_prepared_again(rng: torch.Generator) -> None:
+    blocks = Blocks(2, 128, 128, "cpu", rng)
+    x, weights, ids = inputs(blocks, 5, 2, rng)
+    arguments = {**blocks.interleaved("0.7"), **swiglu(2, "cpu", SWIGLU)}
+    fused(x, weights, ids, **arguments)
+    other = Blocks(2, 128, 128, "cpu", rng)
+    arguments["fc1_expert_weights"].copy_(other.interleaved("0.7")["fc1_expert_weights"])
+    arguments["swiglu_limit"].fill_(0.5)
+    blocks.codes = other.codes[0], blocks.codes[1]
+    with torch.inference_mode():
+        result = fused(x, weights, ids, **arguments)
+    assert_close_ulp(result, blocks.expected(x, weights, ids, **{**SWIGLU, "limit": 0.5}))
+
+
+@pytest.mark.gpu
+def test_capture(rng: torch.Generator) -> None:
+    """A CUDA graph holds calls, not the preparation of weights."""
+    if "cuda" not in oxmoe.device_info()["formats"]["mxfp4"]:
+        pytest.skip("mxfp4 does not run on cuda")
+    blocks = Blocks(4, 128, 128, "cuda", rng)
+    operands, arguments = inputs(blocks, 6, 2, rng), blocks.interleaved("0.7")
+    stream = torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="which a CUDA graph cannot capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            fused(*operands, **arguments)
+    expected, graph = fused(*operands, **arguments), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        result = fused(*operands, **arguments)
+    result.fill_(torch.nan)
+    graph.replay()
+    assert same_bits(result, expected)
+
+
+# triton_kernel_fused_experts_with_bias
+
+
+class HopperMXValueLayout:
+    mma_version = 3
+
+
+class HopperMXScaleLayout:
+    def __init__(self, num_warps: int):
+        self.num_warps = num_warps
+
+
+class StridedLayout:
+    pass
+
+
+def wrapped(codes: Tensor, scales: Tensor, kind: str) -> tuple[Any, Any]:
+    """(weight, precision configuration) as triton_kernels 3.6, 3.8 and, without a layout of its own, 3.6 hold them."""
+
+    def tensor(data: Tensor, layout: Any, shape: tuple[int, ...]) -> SimpleNamespace:
+        return SimpleNamespace(storage=SimpleNamespace(data=data, layout=layout), shape=list(shape))
+
+    experts, rows, columns = codes.shape
+    shape, scale_shape = (experts, 2 * columns, rows), (experts, columns // 16, rows)
+    device = codes.device
+    if kind == "strided":
+        filled = pad(scales, (0, 2), value=127)
+        weight = tensor(codes.transpose(1, 2), StridedLayout(), shape)
+        return weight, SimpleNamespace(weight_scale=tensor(filled.transpose(1, 2), StridedLayout(), scale_shape))
+    row_multiple, name = {"3.6": (64, "weight_scale"), "3.8": (256, "b_mx_scale")}[kind]
+    values, swizzled = quantize.swizzle_hopper_mxfp4(codes.cpu(), scales.cpu(), num_warps=8, row_multiple=row_multiple)
+    weight = tensor(values.to(device), HopperMXValueLayout(), shape)
+    return weight, SimpleNamespace(**{name: tensor(swizzled.to(device), HopperMXScaleLayout(8), scale_shape)})
+
+
+def experts_of(blocks: Blocks, kind: str) -> dict[str, Any]:
+    (w1, w1_pcg), (w2, w2_pcg) = (wrapped(*pair, kind) for pair in zip(blocks.codes, blocks.scales, strict=True))
+    b1, b2 = (None if bias is None else bias.float() for bias in blocks.biases)
+    return {"w1": w1, "w1_pcg": w1_pcg, "b1": b1, "w2": w2, "w2_pcg": w2_pcg, "b2": b2}
+
+
+NUMBERS_OF_GPT_OSS: dict[str, Any] = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+
+
+@pytest.mark.parametrize("kind", ["3.6", "3.8", "strided"])
+@pytest.mark.parametrize("hidden,intermediate", [(96, 64), (2880, 32), (64, 720 * 2)])
+def test_triton_kernels_weights(hidden: int, intermediate: int, kind: str, device: str, rng: torch.Generator) -> None:
+    blocks = Blocks(4, hidden, intermediate, device, rng)
+    x, weights, ids = inputs(blocks, 9, 2, rng)
+    operands = experts_of(blocks, kind)
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    run = oxmoe.triton_kernel_fused_experts_with_bias
+    out = torch.full_like(x, torch.nan)
+    result = run(x, **operands, topk_output=topk_output, **NUMBERS_OF_GPT_OSS, output=out)
+    assert result is out
+    assert_close_ulp(result, blocks.expected(x, weights, ids, **GPT_OSS))
+    assert same_bits(run(x, **operands, topk_output=topk_output, **NUMBERS_OF_GPT_OSS), result)
+    assert len(triton_kernels_moe.cache) == 1
+    prepared = oxmoe.prepare_triton_kernel_experts(**operands, **NUMBERS_OF_GPT_OSS)
+    nothing = dict.fromkeys(operands)
+    assert same_bits(run(x, **nothing, topk_output=topk_output, weights=prepared), result)
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_tables_of_triton_kernels(tokens: int, device: str, rng: torch.Generator) -> None:
+    """The calls of SGLang 0.5.12 (a sum) and 0.5.23 (rows), and their top-k outputs."""
+    blocks = Blocks(8, 64, 96, device, rng)
+    x, _, _ = inputs(blocks, tokens, 2, rng)
+    logits = tie_free_logits(tokens, 8, rng).to(device)
+    data, gather, scatter = oxmoe.routing(logits, 2)
+    weights, ids = reference.topk(logits, 2, scoring_func="softmax_topk", renormalize=False, order="id")
+    back = slots_of(data.expt_hist, scatter.dst_indx, data.gate_scal, 2)
+    assert torch.equal(back[1], ids)
+    torch.testing.assert_close(back[0], weights)
+
+    operands = {**experts_of(blocks, "3.6"), **NUMBERS_OF_GPT_OSS}
+    run, expected = oxmoe.triton_kernel_fused_experts_with_bias, blocks.expected(x, weights, ids, **GPT_OSS)
+    old = {"routing_data": data, "gather_indx": gather, "scatter_indx": scatter}
+    result = run(x, **operands, **old)
+    assert_close_ulp(result, expected)
+    combine = scatter.dst_indx
+    new = {"a_ragged_metadata": data.expt_data, "gather_indx": combine // 2, "scatter_indx": combine}
+    new |= {"gate_scal": data.gate_scal, "n_expts_act": 2}
+    rows = run(x, **operands, **new)
+    assert rows.shape == (tokens * 2, 64)
+    in_rows = blocks.expected(x, weights, ids, **GPT_OSS, no_combine=True, keep_router_weight=True)
+    assert_close_ulp(rows, in_rows.view(-1, 64))
+    for tables in (old, new):
+        assert same_bits(run(x, **operands, topk_output=SimpleNamespace(**tables)), result)
+    logits_alone = bypassed(x, logits, 2)
+    assert_close_ulp(run(x, **operands, topk_output=logits_alone), expected)
+
+
+def test_places_without_a_slot() -> None:
+    """Padding rows: fewer places than slots, -1 behind the last."""
+    logits = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3], [1, 3, 2, 0]])
+    data, _, scatter = oxmoe.routing(logits, 2, n_rows=2)
+    weights, ids = slots_of(data.expt_hist, scatter.dst_indx, data.gate_scal, 2)
+    assert ids.tolist() == [[0, 1], [2, 3], [-1, -1]] and weights[2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ({"use_fp8_w8a8": True}, NotImplementedError, "no kernel for use_fp8_w8a8; served"),
+        ({"apply_router_weight_on_input": True}, NotImplementedError, "apply_router_weight_on_input"),
+        ({"w1": torch.zeros(1)}, NotImplementedError, "w1: no kernel for Tensor; served are MXFP4 weights"),
+        ({"w2_pcg": SimpleNamespace()}, NotImplementedError, "w2_pcg: has no weight_scale and no b_mx_scale"),
+        ({"gemm1_alpha": None}, ValueError, "gemm1_alpha: needed"),
+        ({"topk_output": None}, ValueError, "routing: expected one of"),
+        ({"topk_output": None, "routing_data": 1}, NotImplementedError, "scatter_indx: needed"),
+    ],
+    ids=str,
+)
+def test_what_the_triton_call_refuses(
+    change: dict[str, Any], error: type[Exception], message: str, rng: torch.Generator
+) -> None:
+    blocks = Blocks(2, 64, 64, "cpu", rng)
+    x, weights, ids = inputs(blocks, 3, 2, rng)
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    operands = {**experts_of(blocks, "3.6"), **NUMBERS_OF_GPT_OSS, "topk_output": topk_output, **change}
+    with pytest.raises(error, match=message):
+        oxmoe.triton_kernel_fused_experts_with_bias(x, **operands)
+
+
+def test_other_layouts_are_refused(rng: torch.Generator) -> None:
+    blocks = Blocks(2, 64, 64, "cpu", rng)
+    operands = experts_of(blocks, "3.6")
+    operands["w1"].storage.layout = SimpleNamespace()
+    with pytest.raises(NotImplementedError, match="w1: no kernel for layouts SimpleNamespace and HopperMXScaleLayout"):
+        oxmoe.prepare_triton_kernel_experts(**operands, **NUMBERS_OF_GPT_OSS)
