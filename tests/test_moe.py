@@ -29,7 +29,7 @@ from cases import (
     tie_free_logits,
 )
 from oxmoe import reference
-from oxmoe.testing import Bar, assert_close_ulp, same_bits
+from oxmoe.testing import Bar, assert_close_ulp, relative_norm, same_bits
 
 Place = tuple[str, torch.dtype]
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -97,6 +97,22 @@ def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
     for tokens in (*FEW_TOKENS["cuda"], 64, 250, 1024):
         topk_weights, topk_ids = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
         check(layer, make_x(tokens, shape, dtype, "cuda", rng), topk_weights.cuda(), topk_ids.cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_no_further_from_fp32_than_cublas(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """The other checks take the tensor cores' sums as given; this one holds ours to sums rounded to nearest."""
+    layer = make_layer(shape, dtype, "cuda", rng)
+    x = make_x(64, shape, dtype, "cuda", rng)
+    routing = [part.cuda() for part in make_routing("uniform", 64, shape.experts, shape.top_k, rng)]
+    ours = oxmoe.moe(x, layer.weights(), *routing)
+    theirs, exact = (
+        reference.moe(x, layer.w13, layer.w2, *routing, **layer.reference_options, fp32_sums=fp32)
+        for fp32 in (False, True)
+    )
+    assert relative_norm(ours, exact) <= 1.02 * relative_norm(theirs, exact)
 
 
 @pytest.mark.gpu

@@ -322,6 +322,7 @@ def test_padding_of_experts_is_not_packed(rng: torch.Generator) -> None:
     assert same_bits(weights.w2_packed[2], down[2]) and same_bits(weights.w2_packed[0], down[0])
     # Scales of rows that are not packed are the field 0; those of zeros that are packed have the byte's own.
     back = quantize.mxfp4_unpack(*weights.w2_packed, rows=192, columns=64)
+    c2.view(*s2.shape, 16)[s2 == 255] = 0  # blocks of NaN keep no codes
     assert back[0].equal(c2) and back[1][:, :90].equal(s2[:, :90]) and not back[1][:, 90:].any()
 
 

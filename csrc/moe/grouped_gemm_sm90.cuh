@@ -419,7 +419,7 @@ public:
     // `GateFirst`: a pair's halves are gate and up whatever the layout, as packed weights have them.
     template <bool GateFirst>
     static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int row_tile, int warp, int half, int row) {
-        if (GateFirst && p.layout == W13Layout::UpGate) half ^= 1;
+        if (Gated && GateFirst && p.layout == W13Layout::UpGate) half ^= 1;
         const int slice = row_tile * 4 + warp, strip = row_tile / 2 * 4 + warp, tile = row_tile % 2;
         if (!Gated) return kPaired ? strip * 32 + row * 4 + tile * 2 + half : slice * 16 + half * 8 + row;
         const int column = kPaired ? strip * 16 + row * 2 + tile : slice * 8 + row;

@@ -62,6 +62,15 @@ def activate(
     return gate * (up.clamp(-bound, bound) + beta)
 
 
+def _product(rows: Tensor, weights: Tensor, fp32_sums: bool) -> Tensor:
+    """rows [M, K] times weights [N, K] transposed, in fp32."""
+    if fp32_sums or not rows.is_cuda or rows.dtype == torch.float32:
+        return rows.float() @ weights.float().T
+    # cuBLAS has other kernels, with other sums, for a few rows.
+    padded = torch.cat([rows, rows.new_zeros(max(0, 8 - len(rows)), rows.shape[1])])
+    return torch.mm(padded, weights.T, out_dtype=torch.float32)[: len(rows)]
+
+
 def moe(
     x: Tensor,
     w13: Tensor,
@@ -92,10 +101,14 @@ def moe(
     keep_router_weight: bool = False,
     ep_size: int = 1,
     ep_rank: int = 0,
+    fp32_sums: bool = False,
 ) -> Tensor:
     """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end.
 
     alpha, beta and limit may be tensors `[E]`, one number for each expert.
+
+    Products are exact and sums fp32, of 16-bit numbers on CUDA as cuBLAS' tensor cores have them: they truncate as they
+    add, which at K = 7168 moves every thirteenth result of a layer in f16. `fp32_sums`: rounded to nearest there, too.
     """
     if router_logits is not None:
         topk_weights, topk_ids = topk(
@@ -118,7 +131,7 @@ def moe(
         token, slot = torch.nonzero(local_ids == expert, as_tuple=True)
         if token.numel() == 0:
             continue
-        sums = x[token].float() @ w13[expert].float().T
+        sums = _product(x[token], w13[expert], fp32_sums)
         if b13 is not None:
             sums = sums + b13[expert].float()
         if apply_router_weight_on_input:
@@ -128,7 +141,7 @@ def moe(
             for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit))
         }
         act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu).to(x.dtype)
-        sums = act.float() @ w2[expert].float().T
+        sums = _product(act, w2[expert], fp32_sums)
         if b2 is not None:
             sums = sums + b2[expert].float()
         rows[token, slot] = sums.to(x.dtype)
