@@ -29,8 +29,8 @@ struct GroupedGemmMxfp4Sm90 {
     static constexpr int kCodeBytes = Blocks * mxfp4::kCodeBytes, kScaleBytes = Blocks * mxfp4::kScaleBytes;
     // Tiles of an expert in turn, where it has several.
     static constexpr bool kByExpert = MaxTokens >= 128;
-    // Between the widths that a tile can be multiplied at: with many wide ones ptxas runs out of registers (C7512).
-    static constexpr int kWidthStep = MaxTokens >= 128 ? 32 : MaxTokens <= 32 ? 8 : 16;
+    // The widths that a tile can be multiplied at: with more than six wide ones ptxas runs out of registers (C7512).
+    static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16, kLeastWidth = MaxTokens > 128 ? MaxTokens - 80 : kWidthStep;
     static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
     // K16 steps in a wgmma group.
     static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
@@ -70,10 +70,10 @@ struct GroupedGemmMxfp4Sm90 {
                 copy_weights(p, shared);
             else if (warp == 1)
                 Base::template schedule<kByExpert>(p, shared);
-            else if constexpr (kMmaSync)
+            else if constexpr (Blocks > 1)
                 gather(p, shared);
             else
-                Base::template gather<Blocks>(p, shared);
+                Base::gather(p, shared);
         } else {
             if constexpr (kMovesRegisters) sm90::registers_increase<kConsumerRegisters>();
             consume(p, shared);
@@ -117,7 +117,7 @@ private:
         }
     }
 
-    // ---- tokens of narrow tiles: 8 neighbouring threads copy 128 bytes of a row, a stage's blocks in a straight run ----
+    // ---- tokens, several K blocks a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
 
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
         constexpr int kPassRows = Base::kGatherThreads / 8;
@@ -188,7 +188,7 @@ private:
             float sums[1][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
-            multiply_at_width<kWidthStep, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+            multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= scale;
             const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
