@@ -82,6 +82,11 @@ pub enum Variant {
     Mxfp4Unpack,
     /// E8M0 bytes of fp32 powers of two.
     Mxfp4ScaleBytes,
+    /// MXFP4 codes or scales to another project's layout, or back to the checkpoint's form.
+    Mxfp4Layout {
+        scales: bool,
+        back: bool,
+    },
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -90,9 +95,17 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 /// Sort and schedule of given ids in one launch.
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
-/// What loads weights.
-pub const PACKING: [Variant; 4] =
-    [Variant::Mxfp4Peak, Variant::Mxfp4Pack, Variant::Mxfp4Unpack, Variant::Mxfp4ScaleBytes];
+/// What converts MXFP4 weights, to the packed form and others.
+pub const CONVERSIONS: [Variant; 8] = [
+    Variant::Mxfp4Peak,
+    Variant::Mxfp4Pack,
+    Variant::Mxfp4Unpack,
+    Variant::Mxfp4ScaleBytes,
+    Variant::Mxfp4Layout { scales: false, back: false },
+    Variant::Mxfp4Layout { scales: false, back: true },
+    Variant::Mxfp4Layout { scales: true, back: false },
+    Variant::Mxfp4Layout { scales: true, back: true },
+];
 
 /// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
 pub const PACK_BLOCKS: u32 = 4;
@@ -120,7 +133,7 @@ pub fn all() -> Vec<Variant> {
         rows.push(Variant::Place { chosen: plain });
     }
     rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
-    rows.extend(PACKING);
+    rows.extend(CONVERSIONS);
     rows
 }
 
@@ -190,6 +203,10 @@ impl Variant {
             Variant::Mxfp4Pack => "mxfp4_pack".into(),
             Variant::Mxfp4Unpack => "mxfp4_unpack".into(),
             Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
+            Variant::Mxfp4Layout { scales, back } => {
+                let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
+                format!("mxfp4_layout_{what}{back}")
+            }
         }
     }
 
@@ -223,6 +240,8 @@ impl Variant {
             Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
             Variant::Mxfp4Unpack => "oxmoe::Mxfp4Unpack".into(),
             Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
+            Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
+            Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
         }
     }
 
@@ -242,6 +261,7 @@ impl Variant {
             Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
                 "quant/pack_mxfp4.cuh"
             }
+            Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
         }
     }
 
@@ -273,6 +293,7 @@ impl Variant {
                 ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p")
             }
             Variant::Mxfp4ScaleBytes => ("const __grid_constant__ oxmoe::ScaleBytesParams p", "p"),
+            Variant::Mxfp4Layout { .. } => ("const __grid_constant__ oxmoe::LayoutMxfp4Params p", "p"),
         }
     }
 
@@ -300,6 +321,7 @@ impl Variant {
             Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
                 "pack_mxfp4".into()
             }
+            Variant::Mxfp4Layout { .. } => "layouts_mxfp4".into(),
         }
     }
 
@@ -468,7 +490,7 @@ impl Variant {
             }
             Variant::LayerSm90 { .. } => 256,
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
-            Variant::Combine { .. } => 128,
+            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
             Variant::Mxfp4ScaleBytes => 256,
             _ => 1024,
@@ -482,7 +504,7 @@ impl Variant {
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::LayerSm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes) => 8,
+            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes | Variant::Mxfp4Layout { .. }) => 8,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }
@@ -498,7 +520,7 @@ impl Variant {
             (_, Some(tile), _) => Some(tile.shared_bytes()),
             (.., &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
             (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
-            (.., variant) if PACKING.contains(variant) => Some(0),
+            (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }
     }

@@ -236,9 +236,6 @@ def test_refusals() -> None:
     on_gpu = CudaTensor((4, 64)), CudaTensor((4, 32), "uint8"), CudaTensor((4, 2), "uint8")
     refused(NotImplementedError, "x: is on cuda:0; .* on cpu: pass x.cpu", quantize.mxfp4, on_gpu[0])
     refused(NotImplementedError, "codes: is on cuda:0", quantize.dequantize, *on_gpu[1:])
-    for call in (quantize.swizzle_hopper_mxfp4, quantize.interleave_sm90_mxfp4, quantize.deinterleave_sm90_mxfp4):
-        refused(NotImplementedError, "codes: is on cuda:0", call, *on_gpu[1:])
-    refused(NotImplementedError, "values: is on", quantize.unswizzle_hopper_mxfp4, *on_gpu[1:], rows=4, columns=64)
 
 
 def test_names() -> None:
