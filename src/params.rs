@@ -318,6 +318,19 @@ pub mod ffi {
         held_columns: u32,
     }
 
+    /// Numbers and their MXFP4, either of which is made from the other: blocks of 32 numbers, 16 bytes of codes and a scale byte.
+    #[derive(Clone, Copy, Debug)]
+    struct QuantizeMxfp4Params {
+        /// In `dtype`.
+        numbers: *mut u8,
+        codes: *mut u8,
+        scales: *mut u8,
+        blocks: i64,
+        dtype: Dtype,
+        /// Quantising: scales are rounded so that nothing is clipped, else as the OCP specification has it.
+        up: bool,
+    }
+
     /// E8M0 bytes of fp32 powers of two.
     #[derive(Clone, Copy, Debug)]
     struct ScaleBytesParams {

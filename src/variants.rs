@@ -87,6 +87,9 @@ pub enum Variant {
         scales: bool,
         back: bool,
     },
+    /// Numbers to MXFP4 and back.
+    Mxfp4Quantize,
+    Mxfp4Dequantize,
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -96,7 +99,7 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
 /// What converts MXFP4 weights, to the packed form and others.
-pub const CONVERSIONS: [Variant; 8] = [
+pub const CONVERSIONS: [Variant; 10] = [
     Variant::Mxfp4Peak,
     Variant::Mxfp4Pack,
     Variant::Mxfp4Unpack,
@@ -105,10 +108,15 @@ pub const CONVERSIONS: [Variant; 8] = [
     Variant::Mxfp4Layout { scales: false, back: true },
     Variant::Mxfp4Layout { scales: true, back: false },
     Variant::Mxfp4Layout { scales: true, back: true },
+    Variant::Mxfp4Quantize,
+    Variant::Mxfp4Dequantize,
 ];
 
 /// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
 pub const PACK_BLOCKS: u32 = 4;
+
+/// Times eight numbers that a thread of Mxfp4Quantize and Mxfp4Dequantize takes.
+pub const QUANTIZE_UNITS: u32 = 2;
 
 const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
 
@@ -203,6 +211,8 @@ impl Variant {
             Variant::Mxfp4Pack => "mxfp4_pack".into(),
             Variant::Mxfp4Unpack => "mxfp4_unpack".into(),
             Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
+            Variant::Mxfp4Quantize => "mxfp4_quantize".into(),
+            Variant::Mxfp4Dequantize => "mxfp4_dequantize".into(),
             Variant::Mxfp4Layout { scales, back } => {
                 let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
                 format!("mxfp4_layout_{what}{back}")
@@ -240,6 +250,8 @@ impl Variant {
             Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
             Variant::Mxfp4Unpack => "oxmoe::Mxfp4Unpack".into(),
             Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
+            Variant::Mxfp4Quantize => "oxmoe::Mxfp4Quantize".into(),
+            Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
             Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
             Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
         }
@@ -262,6 +274,7 @@ impl Variant {
                 "quant/pack_mxfp4.cuh"
             }
             Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
+            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
         }
     }
 
@@ -294,6 +307,9 @@ impl Variant {
             }
             Variant::Mxfp4ScaleBytes => ("const __grid_constant__ oxmoe::ScaleBytesParams p", "p"),
             Variant::Mxfp4Layout { .. } => ("const __grid_constant__ oxmoe::LayoutMxfp4Params p", "p"),
+            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
+                ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
+            }
         }
     }
 
@@ -313,15 +329,8 @@ impl Variant {
             Variant::GroupedGemmMxfp4Portable { gated, .. } => {
                 format!("grouped_gemm_mxfp4_portable_{}", gated_name(gated))
             }
-            Variant::Select { .. } => "select".into(),
-            Variant::Route { .. } => "route".into(),
-            Variant::Histogram | Variant::Place { .. } => "place".into(),
-            Variant::Ragged => "ragged".into(),
-            Variant::Combine { .. } => "combine".into(),
-            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
-                "pack_mxfp4".into()
-            }
-            Variant::Mxfp4Layout { .. } => "layouts_mxfp4".into(),
+            // Else those of one header.
+            _ => self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh").into(),
         }
     }
 
@@ -492,7 +501,7 @@ impl Variant {
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
             Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
-            Variant::Mxfp4ScaleBytes => 256,
+            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
             _ => 1024,
         }
     }
@@ -505,6 +514,7 @@ impl Variant {
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::LayerSm90 { .. }) => 2,
             (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes | Variant::Mxfp4Layout { .. }) => 8,
+            (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }

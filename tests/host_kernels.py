@@ -32,6 +32,9 @@ PRELUDE = r"""
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
+using std::max;
+using std::min;
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -44,6 +47,8 @@ static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 static float __uint_as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
 struct Index { uint32_t x; };
 static thread_local Index threadIdx;
 static Index blockIdx;
@@ -57,6 +62,37 @@ static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
     return other;
 }
 """
+
+# What kernels use of these headers, rounding to nearest even.
+HEADERS = {
+    "cuda_bf16.h": r"""
+#pragma once
+struct __nv_bfloat162 { uint32_t bits; };
+static uint32_t bf16_bits(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+static __nv_bfloat162 __floats2bfloat162_rn(float low, float high) { return {bf16_bits(low) | bf16_bits(high) << 16}; }
+""",
+    "cuda_fp16.h": r"""
+#pragma once
+struct __half { uint16_t bits; };
+struct __half2 { uint32_t bits; };
+static __half __ushort_as_half(uint16_t bits) { return {bits}; }
+static float __half2float(__half half) {
+    const uint32_t sign = (half.bits & 0x8000u) << 16, rest = half.bits & 0x7FFF;
+    if (rest > 0x7C00) return __uint_as_float(0x7FFFFFFF);  // as GPUs do
+    if (rest == 0x7C00) return __uint_as_float(sign | 0x7F800000);
+    return __uint_as_float(sign | __float_as_uint(__uint_as_float(rest << 13) * __uint_as_float(0x77800000)));
+}
+static uint32_t half_bits(float value) {
+    const uint32_t sign = __float_as_uint(value) >> 16 & 0x8000, bits = __float_as_uint(value) & 0x7FFFFFFF;
+    if (bits < 0x38800000) return sign | uint32_t(nearbyintf(__uint_as_float(bits) * 0x1p24f));
+    return sign | (bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13;
+}
+static __half2 __floats2half2_rn(float low, float high) { return {half_bits(low) | half_bits(high) << 16}; }
+""",
+}
 
 KERNEL = """
 extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool together) {{
@@ -110,6 +146,8 @@ class HostKernels:
             pytest.skip("no C++ compiler")
         (folder / "oxmoe" / "src").mkdir(parents=True)
         (folder / "oxmoe" / "src" / "params.rs.h").write_text(parameter_header())
+        for name, text in HEADERS.items():
+            (folder / name).write_text(text)
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)

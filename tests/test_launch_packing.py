@@ -161,12 +161,39 @@ def test_layouts(driver: Path, tmp_path: Path) -> None:
             assert ((p.held_rows, p.held_columns), p.band_rows, p.layout) == (held, band_rows, layout)
 
 
+@pytest.mark.parametrize("rounding", ["up", "down"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantize(dtype: str, rounding: str, driver: Path, tmp_path: Path) -> None:
+    arguments = {"shape": [3, 97, 2880], "dtype": dtype, "rounding": rounding}
+    result = execute(driver, tmp_path, "quantized", arguments)
+    x, codes, scales, back = result["addresses"]
+    assert result["shapes"] == [[3, 97, 1440], [3, 97, 90], [3, 97, 2880]] and len(launches(result["records"])) == 2
+    ((there, p),), ((again, q),) = (
+        made(result["records"], "mxfp4_quantize"),
+        made(result["records"], "mxfp4_dequantize"),
+    )
+    blocks = 3 * 97 * 90
+    assert (p.numbers, q.numbers, p.up) == (x, back, rounding == "up")
+    for launch, params in ((there, p), (again, q)):
+        assert (params.codes, params.scales, params.blocks) == (codes, scales, blocks)
+        assert params.dtype == ["float32", "float16", "bfloat16"].index(dtype)
+        assert launch["grid"][0] == up(blocks, 128) // 128 and launch["block"][0] == 256
+
+
+def test_nothing_is_launched_for_nothing(driver: Path, tmp_path: Path) -> None:
+    arguments = {"shape": [3, 0, 64], "dtype": "bfloat16", "rounding": "up"}
+    assert not launches(execute(driver, tmp_path, "quantized", arguments)["records"])
+    for _, _, records in execute(driver, tmp_path, "layouts", {"rows": 0, "columns": 128}):
+        assert not launches(records)
+
+
 def test_refusals(driver: Path, tmp_path: Path) -> None:
     said = execute(driver, tmp_path, "refused_mxfp4", {})
     assert said["dtype"].startswith('NotImplementedError: dtype: "f16" for mxfp4 experts on cuda:0; supported')
     assert said["bare"].startswith("NotImplementedError: mxfp4 experts on cuda:0 as bare tensors; supported")
     assert said["in_place"].startswith("ValueError: w13: in_place needs rows and columns that are multiples of 64")
     assert said["vectors"].startswith("ValueError: codes: must start at a multiple of 16 bytes")
+    assert said["numbers"].startswith("ValueError: x: must start at a multiple of 16 bytes")
     message = "ValueError: expected matrices whose bands have up to 2^31 parts, got 4294967296 rows"
     assert said["bands"].startswith(message)
     assert said["overlap"] == "ValueError: w13_scale: overlaps w13, which in_place writes to"

@@ -8,10 +8,14 @@ from torch import Tensor
 
 from host_kernels import HostKernels
 from oxmoe import quantize
+from oxmoe.testing import same_bits
+from test_quantize import awkward, every_code
 
 SHAPES = [(2, 64, 128), (1, 5, 32), (3, 96, 96), (1, 720, 2880), (2, 130, 704), (1, 1408, 64)]
 ALIGNED = [(2, 64, 128), (3, 192, 384), (1, 704, 2944), (1, 1408, 768)]
 HOPPER, PAIRS, SPREAD = 0, 1, 2
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def ceil(size: int, parts: int) -> int:
@@ -25,6 +29,13 @@ def weights(experts: int, rows: int, k: int, rng: torch.Generator) -> tuple[Tens
         return torch.randint(0, 256, (experts, rows, columns), generator=rng, dtype=torch.uint8)
 
     return random(k // 2), random(k // 32)
+
+
+@pytest.fixture(scope="module")
+def quantizers(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    names = {"quantize": "Mxfp4Quantize", "dequantize": "Mxfp4Dequantize"}
+    kernels = {name: (struct, "QuantizeMxfp4Params") for name, struct in names.items()}
+    return HostKernels(tmp_path_factory.mktemp("quantizers"), "quant/quantize_mxfp4.cuh", kernels)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +85,33 @@ def test_cutlass(shape: tuple[int, int, int], flashinfer: str, layouts: HostKern
     layout, band = (PAIRS, shape[1]) if flashinfer == "0.6" else (SPREAD, 64)
     check_conversion(layouts, "codes", layout, codes, held, codes.shape[1:], 16)
     check_conversion(layouts, "scales", layout, scales, held_scales, scales.shape[1:], band)
+
+
+def check_quantize(quantizers: HostKernels, x: Tensor, rounding: str) -> None:
+    expected = quantize.mxfp4(x, rounding=rounding)
+    codes, scales = (torch.full_like(t, 0xAA) for t in expected)
+    addresses = {"numbers": x.data_ptr(), "codes": codes.data_ptr(), "scales": scales.data_ptr()}
+    options = {"blocks": scales.numel(), "dtype": DTYPES[x.dtype], "up": rounding == "up"}
+    quantizers.run("quantize", ceil(scales.numel(), 128), together=True, **addresses, **options)
+    assert scales.equal(expected[1]) and codes.equal(expected[0])
+
+
+@pytest.mark.parametrize("rounding", ["up", "down"])
+@dtypes
+def test_quantize(dtype: torch.dtype, rounding: str, quantizers: HostKernels, rng: torch.Generator) -> None:
+    x = torch.randn((5, 2880), generator=rng).to(dtype)
+    x[0, :64], x[1, 3::7], x[4, 100] = 0.0, -0.0, 30000.0
+    check_quantize(quantizers, x, rounding)
+    for blocks in awkward(dtype, rng, 1000):
+        check_quantize(quantizers, blocks, rounding)
+
+
+@dtypes
+def test_dequantize(dtype: torch.dtype, quantizers: HostKernels, rng: torch.Generator) -> None:
+    """Every scale with every byte of codes, to the bits of NaN."""
+    codes, scales = every_code(rng)
+    expected = quantize.dequantize(codes, scales, dtype)
+    result = torch.full_like(expected, 7.0)
+    addresses = {"numbers": result.data_ptr(), "codes": codes.data_ptr(), "scales": scales.data_ptr()}
+    quantizers.run("dequantize", ceil(scales.numel(), 128), **addresses, blocks=scales.numel(), dtype=DTYPES[dtype])
+    assert same_bits(result, expected)

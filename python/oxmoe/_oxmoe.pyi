@@ -207,7 +207,7 @@ def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_i
     """
 
 def quantize_mxfp4(
-    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU
+    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU or CUDA
     *,
     rounding: Literal["up", "down"] = "up",
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ def quantize_mxfp4(
     """
 
 def dequantize_mxfp4(
-    codes: Tensor,  # uint8 [..., K / 2], on CPU
+    codes: Tensor,  # uint8 [..., K / 2], on CPU or CUDA
     scales: Tensor,  # uint8 or float8_e8m0fnu [..., K / 32]
     dtype: Any = None,  # "float32" (default), "float16", "bfloat16", or the torch or numpy dtype
 ) -> Tensor:

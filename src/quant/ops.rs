@@ -1,9 +1,15 @@
-//! What Python sees of the formats: quantisation, on host memory.
+//! What Python sees of the formats: quantisation, on CPU and CUDA tensors.
 
 use super::mxfp4::{self, Float, Rounding};
+use super::packed;
+use super::packed_ops::check_vectors;
 use crate::contract;
-use crate::error::{guard, Error, Result};
+use crate::device::gpu;
+use crate::error::{guard, Result};
+use crate::kernel::{Args, Stream};
+use crate::params::{Dtype, QuantizeMxfp4Params};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::variants::{Variant, QUANTIZE_UNITS};
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
@@ -13,17 +19,6 @@ pub(super) const BLOCK: i64 = mxfp4::BLOCK as i64;
 pub(super) const E8M0: [Elem; 2] = [Elem::U8, Elem::Other(14, 8)];
 
 pub(super) type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
-
-fn borrow_host(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<TensorRef> {
-    let tensor = TensorRef::borrow(operand, object)?;
-    match tensor.place {
-        Place::Cpu => Ok(tensor),
-        Place::Cuda(_) => Err(Error::Unsupported(format!(
-            "{operand}: is on {}; MXFP4 tensors are converted on cpu: pass {operand}.cpu()",
-            tensor.place
-        ))),
-    }
-}
 
 /// The elements of a host tensor that a contract has checked.
 ///
@@ -93,7 +88,7 @@ pub(super) fn check_multiple(operand: &str, dimension: usize, name: &str, got: i
     Ok(())
 }
 
-/// MXFP4 of bf16, f16 or fp32 x [..., K], K a multiple of 32, on CPU: (codes uint8 [..., K / 2], scales uint8 E8M0 [..., K / 32]).
+/// MXFP4 of bf16, f16 or fp32 x [..., K], K a multiple of 32, on CPU or CUDA: (codes uint8 [..., K / 2], scales uint8 E8M0 [..., K / 32]).
 ///
 /// Two e2m1 elements a byte, the low nibble first; one scale 2^(byte - 127) for 32 of them. Elements are rounded to nearest, ties to even,
 /// and saturate at 6 scales. rounding "up": 2^ceil(log2(amax / 6)), which clips nothing (triton_kernels' ROUND_UP, its default);
@@ -110,13 +105,19 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
             "down" => Rounding::Down,
             other => contract!("rounding: expected \"up\" or \"down\", got {other:?}"),
         };
-        let from = borrow_host("x", x)?;
+        let from = TensorRef::borrow("x", x)?;
         let lead = leading("x", &from, 1, "K")?;
         let k = from.shape()[lead.len()];
         Contract::new().check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
         check_multiple("x", lead.len(), "K", k, BLOCK)?;
         let (codes_object, codes) = new_tensor((x, &from), &shape(lead, &[k / 2]), Elem::U8)?;
         let (scales_object, scales) = new_tensor((x, &from), &shape(lead, &[k / BLOCK]), Elem::U8)?;
+        if let Place::Cuda(ordinal) = from.place {
+            check_vectors("x", &from)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            launch(&stream, "mxfp4", Variant::Mxfp4Quantize, [&from, &codes, &scales], rounding == Rounding::Up)?;
+            return Ok((codes_object, scales_object));
+        }
         // SAFETY: checked against these types above; the outputs are new.
         unsafe {
             let outputs = (elements_mut("codes", &codes)?, elements_mut("scales", &scales)?);
@@ -134,7 +135,7 @@ fn quantize<T: Float>(py: Python<'_>, x: &[T], rounding: Rounding, (codes, scale
     py.detach(|| mxfp4::quantize(x, rounding, codes, scales));
 }
 
-/// The dtype [..., K] of MXFP4 codes uint8 [..., K / 2] and scales uint8 or float8_e8m0fnu [..., K / 32], on CPU.
+/// The dtype [..., K] of MXFP4 codes uint8 [..., K / 2] and scales uint8 or float8_e8m0fnu [..., K / 32], on CPU or CUDA.
 ///
 /// dtype: "float32", "float16" or "bfloat16", or the dtype itself. Element times scale, rounded once, saturated at the largest finite
 /// value of the dtype. A scale byte b is 2^(b - 127), 0 included, and 255 makes its 32 elements NaN (OCP Microscaling Formats 1.0).
@@ -148,7 +149,7 @@ pub fn dequantize_mxfp4<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = codes.py();
     guard(|| {
-        let (from, from_scales) = (borrow_host("codes", codes)?, borrow_host("scales", scales)?);
+        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
         let elem = dtype.map_or(Ok(Elem::F32), float_dtype)?;
         if elem == Elem::Bf16 && from.origin == tensor::Origin::Other {
             contract!("dtype: expected float32 or float16 for numpy arrays, got bfloat16, which numpy does not have");
@@ -161,6 +162,12 @@ pub fn dequantize_mxfp4<'py>(
         let groups = Dim::Is("K / 32", bytes * 2 / BLOCK);
         contract.check("scales", &from_scales, &dims(lead, &[groups]), &E8M0)?;
         let (object, out) = new_tensor((codes, &from), &shape(lead, &[bytes * 2]), elem)?;
+        if let Place::Cuda(ordinal) = from.place {
+            check_vectors("codes", &from)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            launch(&stream, "dequantize", Variant::Mxfp4Dequantize, [&out, &from, &from_scales], false)?;
+            return Ok(object);
+        }
         // SAFETY: checked against these types above; the output is new.
         unsafe {
             let inputs = (elements("codes", &from)?, elements("scales", &from_scales)?);
@@ -176,6 +183,28 @@ pub fn dequantize_mxfp4<'py>(
 
 fn dequantize<T: Float>(py: Python<'_>, (codes, scales): (&[u8], &[u8]), out: &mut [T]) {
     py.detach(|| mxfp4::dequantize(codes, scales, out));
+}
+
+/// Numbers, codes and scales of one size, on a GPU; `up`: how scales are rounded.
+fn launch(
+    stream: &Stream<'_>,
+    op: &str,
+    variant: Variant,
+    [numbers, codes, scales]: [&TensorRef; 3],
+    up: bool,
+) -> Result<()> {
+    let params = QuantizeMxfp4Params {
+        numbers: numbers.data,
+        codes: codes.data,
+        scales: scales.data,
+        blocks: scales.numel(),
+        dtype: numbers.elem.dtype().unwrap_or(Dtype::F32),
+        up,
+    };
+    // Four threads a block.
+    let per_cta = i64::from(variant.threads() * QUANTIZE_UNITS) / 4;
+    let ctas = (params.blocks + per_cta - 1) / per_cta;
+    packed::launch(stream, op, variant, ctas, Args::QuantizeMxfp4(&params))
 }
 
 /// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.

@@ -253,6 +253,15 @@ def layouts(rows, columns, num_warps=8):
     return results
 
 
+def quantized(shape, dtype, rounding):
+    """mxfp4 and back: addresses of numbers, codes, scales and numbers again, shapes of the last three, records."""
+    x = Tensor(shape, dtype)
+    codes, scales = oxmoe.quantize_mxfp4(x, rounding=rounding)
+    back = oxmoe.dequantize_mxfp4(codes, scales, dtype)
+    addresses = [t.address for t in (x, codes, scales, back)]
+    return {"addresses": addresses, "shapes": [t.shape for t in (codes, scales, back)], "records": records()}
+
+
 def refused_mxfp4():
     """What MXFP4 experts on a GPU raise."""
     codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
@@ -262,10 +271,13 @@ def refused_mxfp4():
     blocks = {"w13_scale": scales[0], "w2_scale": scales[1], "format": "mxfp4"}
     odd = codes[0].part(codes[0].shape)
     odd.address += 8
+    numbers = Tensor((4, 64))
+    numbers.address += 2
     return {
         "dtype": attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales, dtype="f16"),
         "bare": attempt(oxmoe.moe_tensors, x, *codes, weights, ids, **blocks),
         "vectors": attempt(oxmoe.swizzle_hopper_mxfp4, odd, scales[0]),
+        "numbers": attempt(oxmoe.quantize_mxfp4, numbers),
         "bands": attempt(
             oxmoe.swizzle_hopper_mxfp4, Tensor((1, 1 << 32, 16), "uint8"), Tensor((1, 1 << 32, 1), "uint8")
         ),

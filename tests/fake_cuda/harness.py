@@ -32,6 +32,8 @@ SIGNATURES = {
     "combine": ("CombineParams",),
     "mxfp4": ("PackMxfp4Params",),
     "mxfp4_layout": ("LayoutMxfp4Params",),
+    "mxfp4_quantize": ("QuantizeMxfp4Params",),
+    "mxfp4_dequantize": ("QuantizeMxfp4Params",),
     "mxfp4_scale_bytes": ("ScaleBytesParams",),
 }
 
