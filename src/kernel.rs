@@ -3,8 +3,8 @@
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
-    CombineParams, GroupedGemmParams, LayerParams, PackMxfp4Params, RaggedParams, RouteParams, ScaleBytesParams,
-    SelectParams,
+    CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params, QuantizeMxfp4Params,
+    RaggedParams, RouteParams, ScaleBytesParams, SelectParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::Variant;
@@ -79,6 +79,8 @@ pub enum Args<'a> {
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
     ScaleBytes(&'a ScaleBytesParams),
+    LayoutMxfp4(&'a LayoutMxfp4Params),
+    QuantizeMxfp4(&'a QuantizeMxfp4Params),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -99,6 +101,8 @@ impl Args<'_> {
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
             Args::ScaleBytes(p) => [address(p), none, none],
+            Args::LayoutMxfp4(p) => [address(p), none, none],
+            Args::QuantizeMxfp4(p) => [address(p), none, none],
         }
     }
 
@@ -122,6 +126,8 @@ impl Args<'_> {
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
+                | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
+                | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
         )
     }
 }

@@ -29,10 +29,11 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::moe::{explain, moe, moe_tensors, workspace_bytes};
     #[pymodule_export]
-    use crate::quant::ops::{
-        deinterleave_sm90_mxfp4, dequantize_mxfp4, interleave_sm90_mxfp4, quantize_mxfp4, swizzle_hopper_mxfp4,
-        unswizzle_hopper_mxfp4,
+    use crate::quant::layout_ops::{
+        deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4,
     };
+    #[pymodule_export]
+    use crate::quant::ops::{dequantize_mxfp4, quantize_mxfp4};
     #[pymodule_export]
     use crate::quant::packed_ops::{pack_mxfp4, unpack_mxfp4};
     use pyo3::prelude::*;

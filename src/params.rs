@@ -291,6 +291,46 @@ pub mod ffi {
         expert_scales: *mut f32,
     }
 
+    /// Other projects' layouts of MXFP4 weights (src/quant/layouts/).
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum Mxfp4Layout {
+        /// triton_kernels.
+        Hopper = 0,
+        /// flashinfer's CUTLASS kernels, 0.6: rows r and r + 8 side by side.
+        CutlassPairs = 1,
+        /// The same, 0.7: Hopper's words in the same places.
+        CutlassSpread = 2,
+    }
+
+    /// MXFP4 codes or scales of a checkpoint in another layout, or back.
+    #[derive(Clone, Copy, Debug)]
+    struct LayoutMxfp4Params {
+        input: *const u8,
+        output: *mut u8,
+        layout: Mxfp4Layout,
+        /// Rows that the layout keeps together.
+        band_rows: u32,
+        /// Of the checkpoint's matrices, columns in bytes; the layout's have its padding, which becomes zeros and is left out.
+        rows: u32,
+        columns: u32,
+        held_rows: u32,
+        held_columns: u32,
+    }
+
+    /// Numbers and their MXFP4, either of which is made from the other: blocks of 32 numbers, 16 bytes of codes and a scale byte.
+    #[derive(Clone, Copy, Debug)]
+    struct QuantizeMxfp4Params {
+        /// In `dtype`.
+        numbers: *mut u8,
+        codes: *mut u8,
+        scales: *mut u8,
+        blocks: i64,
+        dtype: Dtype,
+        /// Quantising: scales are rounded so that nothing is clipped, else as the OCP specification has it.
+        up: bool,
+    }
+
     /// E8M0 bytes of fp32 powers of two.
     #[derive(Clone, Copy, Debug)]
     struct ScaleBytesParams {

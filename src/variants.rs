@@ -82,6 +82,14 @@ pub enum Variant {
     Mxfp4Unpack,
     /// E8M0 bytes of fp32 powers of two.
     Mxfp4ScaleBytes,
+    /// MXFP4 codes or scales to another project's layout, or back to the checkpoint's form.
+    Mxfp4Layout {
+        scales: bool,
+        back: bool,
+    },
+    /// Numbers to MXFP4 and back.
+    Mxfp4Quantize,
+    Mxfp4Dequantize,
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -90,12 +98,25 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 /// Sort and schedule of given ids in one launch.
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
-/// What loads weights.
-pub const PACKING: [Variant; 4] =
-    [Variant::Mxfp4Peak, Variant::Mxfp4Pack, Variant::Mxfp4Unpack, Variant::Mxfp4ScaleBytes];
+/// What converts MXFP4 weights, to the packed form and others.
+pub const CONVERSIONS: [Variant; 10] = [
+    Variant::Mxfp4Peak,
+    Variant::Mxfp4Pack,
+    Variant::Mxfp4Unpack,
+    Variant::Mxfp4ScaleBytes,
+    Variant::Mxfp4Layout { scales: false, back: false },
+    Variant::Mxfp4Layout { scales: false, back: true },
+    Variant::Mxfp4Layout { scales: true, back: false },
+    Variant::Mxfp4Layout { scales: true, back: true },
+    Variant::Mxfp4Quantize,
+    Variant::Mxfp4Dequantize,
+];
 
 /// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
 pub const PACK_BLOCKS: u32 = 4;
+
+/// Times eight numbers that a thread of Mxfp4Quantize and Mxfp4Dequantize takes.
+pub const QUANTIZE_UNITS: u32 = 2;
 
 const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
 
@@ -120,7 +141,7 @@ pub fn all() -> Vec<Variant> {
         rows.push(Variant::Place { chosen: plain });
     }
     rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
-    rows.extend(PACKING);
+    rows.extend(CONVERSIONS);
     rows
 }
 
@@ -190,6 +211,12 @@ impl Variant {
             Variant::Mxfp4Pack => "mxfp4_pack".into(),
             Variant::Mxfp4Unpack => "mxfp4_unpack".into(),
             Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
+            Variant::Mxfp4Quantize => "mxfp4_quantize".into(),
+            Variant::Mxfp4Dequantize => "mxfp4_dequantize".into(),
+            Variant::Mxfp4Layout { scales, back } => {
+                let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
+                format!("mxfp4_layout_{what}{back}")
+            }
         }
     }
 
@@ -223,6 +250,10 @@ impl Variant {
             Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
             Variant::Mxfp4Unpack => "oxmoe::Mxfp4Unpack".into(),
             Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
+            Variant::Mxfp4Quantize => "oxmoe::Mxfp4Quantize".into(),
+            Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
+            Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
+            Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
         }
     }
 
@@ -242,6 +273,8 @@ impl Variant {
             Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
                 "quant/pack_mxfp4.cuh"
             }
+            Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
+            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
         }
     }
 
@@ -273,6 +306,10 @@ impl Variant {
                 ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p")
             }
             Variant::Mxfp4ScaleBytes => ("const __grid_constant__ oxmoe::ScaleBytesParams p", "p"),
+            Variant::Mxfp4Layout { .. } => ("const __grid_constant__ oxmoe::LayoutMxfp4Params p", "p"),
+            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
+                ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
+            }
         }
     }
 
@@ -292,14 +329,8 @@ impl Variant {
             Variant::GroupedGemmMxfp4Portable { gated, .. } => {
                 format!("grouped_gemm_mxfp4_portable_{}", gated_name(gated))
             }
-            Variant::Select { .. } => "select".into(),
-            Variant::Route { .. } => "route".into(),
-            Variant::Histogram | Variant::Place { .. } => "place".into(),
-            Variant::Ragged => "ragged".into(),
-            Variant::Combine { .. } => "combine".into(),
-            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
-                "pack_mxfp4".into()
-            }
+            // Else those of one header.
+            _ => self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh").into(),
         }
     }
 
@@ -468,9 +499,9 @@ impl Variant {
             }
             Variant::LayerSm90 { .. } => 256,
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
-            Variant::Combine { .. } => 128,
+            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
-            Variant::Mxfp4ScaleBytes => 256,
+            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
             _ => 1024,
         }
     }
@@ -482,7 +513,8 @@ impl Variant {
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::LayerSm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes) => 8,
+            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes | Variant::Mxfp4Layout { .. }) => 8,
+            (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }
@@ -498,7 +530,7 @@ impl Variant {
             (_, Some(tile), _) => Some(tile.shared_bytes()),
             (.., &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
             (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
-            (.., variant) if PACKING.contains(variant) => Some(0),
+            (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }
     }

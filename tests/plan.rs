@@ -89,7 +89,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
         chosen.insert(routing::ragged(1).variant);
     }
     // Loading weights is no part of a layer's plan.
-    chosen.extend(variants::PACKING);
+    chosen.extend(variants::CONVERSIONS);
     let unknown: Vec<_> = chosen.difference(&table).collect();
     assert!(unknown.is_empty(), "chosen and not built: {unknown:#?}");
     let idle: Vec<_> = table.difference(&chosen).collect();

@@ -1,4 +1,4 @@
-"""What packing MXFP4 weights asks of the driver, without a GPU: launches, parameters, copies (see test_launch.py)."""
+"""What conversions of MXFP4 weights ask of the driver: launches, parameters, copies (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -132,9 +132,68 @@ def test_functions(driver: Path, tmp_path: Path) -> None:
         assert params.gated and params.layout == LAYOUTS["up_gate"]
 
 
+def test_layouts(driver: Path, tmp_path: Path) -> None:
+    rows, columns, matrices = 704, 2944, 6
+    results = execute(driver, tmp_path, "layouts", {"rows": rows, "columns": columns, "num_warps": 4})
+    # (rows, bytes of a row) of codes and scales in the layout, rows of the scales' bands, the layout's number
+    hopper = ((768, 1472), (up(rows, 128), 92), 128, 0)
+    forms = [hopper] * 2 + [((rows, 1472), (rows, 92), rows, 1)] * 2 + [((rows, 1472), (rows, 92), 64, 2)] * 2
+    shapes = [
+        [[4 * 1472, 768 // 4], [32 * 92, up(rows, 128) // 32]],
+        [[rows, 1472], [rows, 92]],
+        [[rows, 1472], [92 // 4, 4 * rows]],
+        [[rows, 1472], [rows, 92]],
+        [[rows, 1472], [rows // 64, 92 // 4, 16, 16]],
+        [[rows, 1472], [rows, 92]],
+    ]
+    for i, ((addresses, got, records), (codes, scales, band, layout)) in enumerate(zip(results, forms, strict=True)):
+        assert got == [[3, 2, *shape] for shape in shapes[i]]
+        back = "_back" if i % 2 else ""
+        made_of = made(records, f"mxfp4_layout_codes{back}"), made(records, f"mxfp4_layout_scales{back}")
+        assert len(launches(records)) == 2
+        for j, (((launch, p),), held, band_rows, threads) in enumerate(
+            zip(made_of, (codes, scales), (16, band), (8 * 1472 // 32, band * 92 // 4), strict=True)
+        ):
+            assert launch["block"][0] == 128
+            assert launch["grid"][0] == matrices * (held[0] // band_rows) * (up(threads, 128) // 128)
+            assert (p.input, p.output) == (addresses[j], addresses[2 + j])
+            assert (p.rows, p.columns) == (rows, (1472, 92)[j])
+            assert ((p.held_rows, p.held_columns), p.band_rows, p.layout) == (held, band_rows, layout)
+
+
+@pytest.mark.parametrize("rounding", ["up", "down"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantize(dtype: str, rounding: str, driver: Path, tmp_path: Path) -> None:
+    arguments = {"shape": [3, 97, 2880], "dtype": dtype, "rounding": rounding}
+    result = execute(driver, tmp_path, "quantized", arguments)
+    x, codes, scales, back = result["addresses"]
+    assert result["shapes"] == [[3, 97, 1440], [3, 97, 90], [3, 97, 2880]] and len(launches(result["records"])) == 2
+    ((there, p),), ((again, q),) = (
+        made(result["records"], "mxfp4_quantize"),
+        made(result["records"], "mxfp4_dequantize"),
+    )
+    blocks = 3 * 97 * 90
+    assert (p.numbers, q.numbers, p.up) == (x, back, rounding == "up")
+    for launch, params in ((there, p), (again, q)):
+        assert (params.codes, params.scales, params.blocks) == (codes, scales, blocks)
+        assert params.dtype == ["float32", "float16", "bfloat16"].index(dtype)
+        assert launch["grid"][0] == up(blocks, 128) // 128 and launch["block"][0] == 256
+
+
+def test_nothing_is_launched_for_nothing(driver: Path, tmp_path: Path) -> None:
+    arguments = {"shape": [3, 0, 64], "dtype": "bfloat16", "rounding": "up"}
+    assert not launches(execute(driver, tmp_path, "quantized", arguments)["records"])
+    for _, _, records in execute(driver, tmp_path, "layouts", {"rows": 0, "columns": 128}):
+        assert not launches(records)
+
+
 def test_refusals(driver: Path, tmp_path: Path) -> None:
     said = execute(driver, tmp_path, "refused_mxfp4", {})
     assert said["dtype"].startswith('NotImplementedError: dtype: "f16" for mxfp4 experts on cuda:0; supported')
     assert said["bare"].startswith("NotImplementedError: mxfp4 experts on cuda:0 as bare tensors; supported")
     assert said["in_place"].startswith("ValueError: w13: in_place needs rows and columns that are multiples of 64")
+    assert said["vectors"].startswith("ValueError: codes: must start at a multiple of 16 bytes")
+    assert said["numbers"].startswith("ValueError: x: must start at a multiple of 16 bytes")
+    message = "ValueError: expected matrices whose bands have up to 2^31 parts, got 4294967296 rows"
+    assert said["bands"].startswith(message)
     assert said["overlap"] == "ValueError: w13_scale: overlaps w13, which in_place writes to"

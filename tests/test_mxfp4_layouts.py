@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import oxmoe
 from oxmoe import quantize
 
 # (experts, rows, K): the tiles' own sizes, GPT-OSS, odd ones.
@@ -122,12 +123,15 @@ def sm90_scales(scales: Tensor, flashinfer: str) -> Tensor:
 @pytest.mark.parametrize("row_multiple", [64, 256])
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_hopper(shape: tuple[int, int, int], num_warps: int, row_multiple: int, rng: torch.Generator) -> None:
-    codes, scales = weights(*shape, rng)
+def test_hopper(
+    shape: tuple[int, int, int], num_warps: int, row_multiple: int, device: str, rng: torch.Generator
+) -> None:
+    codes, scales = (t.to(device) for t in weights(*shape, rng))
     values, swizzled = quantize.swizzle_hopper_mxfp4(codes, scales, num_warps=num_warps, row_multiple=row_multiple)
+    assert values.device == swizzled.device == codes.device
     if codes.numel():
-        assert torch.equal(values.mT, hopper_values(codes, row_multiple))
-        assert torch.equal(swizzled.mT, hopper_scales(scales, num_warps))
+        assert torch.equal(values.mT.cpu(), hopper_values(codes.cpu(), row_multiple))
+        assert torch.equal(swizzled.mT.cpu(), hopper_scales(scales.cpu(), num_warps))
     else:
         assert values.numel() == swizzled.numel() == 0
     _, rows, k = shape
@@ -141,13 +145,14 @@ def test_hopper(shape: tuple[int, int, int], num_warps: int, row_multiple: int, 
 
 @pytest.mark.parametrize("flashinfer", ["0.6", "0.7"])
 @pytest.mark.parametrize("shape", [*ALIGNED, (2, 16, 128)], ids=str)
-def test_sm90(shape: tuple[int, int, int], flashinfer: str, rng: torch.Generator) -> None:
+def test_sm90(shape: tuple[int, int, int], flashinfer: str, device: str, rng: torch.Generator) -> None:
     if flashinfer == "0.7" and shape[1] % 64:
         pytest.skip("flashinfer 0.7 folds the scales of 64 rows")
-    codes, scales = weights(*shape, rng)
+    codes, scales = (t.to(device) for t in weights(*shape, rng))
     interleaved = quantize.interleave_sm90_mxfp4(codes, scales, flashinfer=flashinfer)
-    assert torch.equal(interleaved[0], sm90_values(codes, flashinfer))
-    assert torch.equal(interleaved[1], sm90_scales(scales, flashinfer))
+    assert interleaved[0].device == interleaved[1].device == codes.device
+    assert torch.equal(interleaved[0].cpu(), sm90_values(codes.cpu(), flashinfer))
+    assert torch.equal(interleaved[1].cpu(), sm90_scales(scales.cpu(), flashinfer))
     back = quantize.deinterleave_sm90_mxfp4(*interleaved)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
 
@@ -173,12 +178,68 @@ def test_any_leading_dimensions_and_numpy(rng: torch.Generator) -> None:
     assert np.array_equal(back[0], codes[0].numpy()) and np.array_equal(back[1], scales[0].numpy())
 
 
-def test_scales_padded_before_the_swizzle(rng: torch.Generator) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(5, 5760, 2880), (3, 2944, 2944)], ids=str)
+def test_gpu_gives_the_same_bytes(shape: tuple[int, int, int], rng: torch.Generator) -> None:
+    """Many matrices of a model's size, on a stream of its own and in a captured graph."""
+    codes, scales = weights(*shape, rng)
+    sizes = {"rows": shape[1], "columns": shape[2]}
+
+    def convert(codes: Tensor, scales: Tensor) -> list[Tensor]:
+        made = [*quantize.swizzle_hopper_mxfp4(codes, scales, row_multiple=256)]
+        made += quantize.unswizzle_hopper_mxfp4(*made, **sizes)
+        for flashinfer in ("0.6", "0.7") if shape[2] % 128 == 0 else ():
+            made += quantize.interleave_sm90_mxfp4(codes, scales, flashinfer=flashinfer)
+            made += quantize.deinterleave_sm90_mxfp4(*made[-2:])
+        return made
+
+    expected, given = convert(codes, scales), (codes.cuda(), scales.cuda())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = convert(*given)
+    stream.synchronize()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(results, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = convert(*given)
+    for result in results:
+        result.fill_(0xAA)
+    graph.replay()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_experts_from_what_sglang_holds(rng: torch.Generator) -> None:
+    """A layer's weights as its kernels hold them become packed experts without leaving the GPU."""
+    experts, hidden, intermediate = 4, 256, 128
+    given = [weights(experts, *size, rng) for size in ((2 * intermediate, hidden), (hidden, intermediate))]
+    given = [(codes.cuda(), scales.cuda()) for codes, scales in given]
+    (c13, s13), (c2, s2) = given
+    expected = oxmoe.ExpertWeights.mxfp4(c13, c2, s13, s2, layout="interleaved")
+    for there, back in (
+        (
+            lambda c, s: quantize.swizzle_hopper_mxfp4(c, s),
+            lambda v, s, c: quantize.unswizzle_hopper_mxfp4(v, s, rows=c.shape[1], columns=2 * c.shape[2]),
+        ),
+        (
+            lambda c, s: quantize.interleave_sm90_mxfp4(c, s),
+            lambda v, s, c: quantize.deinterleave_sm90_mxfp4(v, s),
+        ),
+    ):
+        (c13, s13), (c2, s2) = (back(*there(codes, scales), codes) for codes, scales in given)
+        made = oxmoe.ExpertWeights.mxfp4(c13, c2, s13, s2, layout="interleaved", in_place=True)
+        for name in ("w13_packed", "w2_packed"):
+            for a, b in zip(getattr(made, name), getattr(expected, name), strict=True):
+                assert torch.equal(a.flatten(), b.flatten())
+
+
+def test_scales_padded_before_the_swizzle(device: str, rng: torch.Generator) -> None:
     """SGLang 0.5.23 pads the scales' K to whole 128 columns with 127, the scale 1."""
-    codes, scales = weights(2, 64, 160, rng)
+    codes, scales = (t.to(device) for t in weights(2, 64, 160, rng))
     longer = pad(scales, (0, 3), value=127)
     values, swizzled = quantize.swizzle_hopper_mxfp4(codes, longer, row_multiple=256)
-    assert torch.equal(swizzled.mT, hopper_scales(longer, 8))
+    assert torch.equal(swizzled.mT.cpu(), hopper_scales(longer.cpu(), 8))
     back = quantize.unswizzle_hopper_mxfp4(values, swizzled, rows=64, columns=160)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from fake_cuda.tensors import Tensor as CudaTensor
 from oxmoe import quantize
+from oxmoe.testing import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(32,), (1, 64), (7, 96), (3, 5, 2880), (2, 3, 2, 704), (4099, 32), (0, 64), (5, 0)]
@@ -77,21 +77,33 @@ def edges(dtype: torch.dtype) -> Tensor:
     return blocks.to(dtype)
 
 
+def awkward(dtype: torch.dtype, rng: torch.Generator, blocks: int = 4096) -> list[Tensor]:
+    """Blocks [N, 32]: any bits, those without NaN and infinity, ..."""
+    bits = random_bits((3 * blocks, 32), dtype, rng)
+    # NaN and infinity, of both signs, alone and together, among large, small and negative zero neighbours.
+    special = torch.randn((512, 32), generator=rng).to(dtype)
+    special[:, 0] = -0.0
+    choice = torch.randint(0, 32, (512, 3), generator=rng)
+    values = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0], dtype=dtype)
+    special.scatter_(1, choice, values[torch.randint(0, 5, (512, 3), generator=rng)])
+    return [bits, bits[bits.isfinite().all(-1)], special, edges(dtype)]
+
+
 @pytest.mark.parametrize("rounding", ["up", "down"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantize_by_definition(dtype: torch.dtype, rounding: str, rng: torch.Generator) -> None:
+def test_quantize_by_definition(dtype: torch.dtype, rounding: str, device: str, rng: torch.Generator) -> None:
     for shape in SHAPES:
         x = (torch.randn(shape, generator=rng) * torch.exp(2 * torch.randn((*shape[:-1], 1), generator=rng))).to(dtype)
         x[..., :32] *= torch.rand((), generator=rng) < 0.5  # all-zero blocks in half of the tensors
-        codes, scales = quantize.mxfp4(x, rounding=rounding)
+        codes, scales = quantize.mxfp4(x.to(device), rounding=rounding)
         assert codes.shape == (*shape[:-1], shape[-1] // 2) and scales.shape == (*shape[:-1], shape[-1] // 32)
-        assert codes.dtype == scales.dtype == torch.uint8
+        assert codes.dtype == scales.dtype == torch.uint8 and codes.device.type == scales.device.type == device
         if x.numel():
             expected = defined(x, rounding)
-            assert torch.equal(codes, expected[0]) and torch.equal(scales, expected[1])
+            assert torch.equal(codes.cpu(), expected[0]) and torch.equal(scales.cpu(), expected[1])
     x = edges(dtype)
-    for result, expected in zip(quantize.mxfp4(x, rounding=rounding), defined(x, rounding), strict=True):
-        assert torch.equal(result, expected)
+    for result, expected in zip(quantize.mxfp4(x.to(device), rounding=rounding), defined(x, rounding), strict=True):
+        assert torch.equal(result.cpu(), expected)
 
 
 @pytest.mark.parametrize("rounding", ["up", "down"])
@@ -99,24 +111,16 @@ def test_quantize_by_definition(dtype: torch.dtype, rounding: str, rng: torch.Ge
 def test_quantize_as_triton_kernels(dtype: torch.dtype, rounding: str, rng: torch.Generator) -> None:
     mxfp = triton_kernels_mxfp()
     mode = mxfp.DequantScaleRoundingMode["ROUND_UP" if rounding == "up" else "ROUND_DOWN"]
-    bits = random_bits((4096, 96), dtype, rng)
-    # NaN and infinity, of both signs, alone and together, among large, small and negative zero neighbours.
-    special = torch.randn((512, 32), generator=rng).to(dtype)
-    special[:, 0] = -0.0
-    choice = torch.randint(0, 32, (512, 3), generator=rng)
-    values = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0], dtype=dtype)
-    special.scatter_(1, choice, values[torch.randint(0, 5, (512, 3), generator=rng)])
-    finite = bits[bits.isfinite().all(-1)]
-    for x in (bits, finite, special, edges(dtype)):
+    for x in awkward(dtype, rng):
         codes, scales = quantize.mxfp4(x, rounding=rounding)
         expected = mxfp.downcast_to_mxfp_torch(x, torch.uint8, axis=-1, DEQUANT_SCALE_ROUNDING_MODE=mode)
         assert torch.equal(scales, expected[1])
         assert torch.equal(codes, expected[0])
 
 
-def test_quantize_non_finite() -> None:
-    x = torch.ones(4, 32)
-    x[0, 3], x[1, 4], x[2, 5], x[3, 6:8] = math.inf, -math.inf, math.nan, torch.tensor([-math.nan, math.inf])
+def test_quantize_non_finite(device: str) -> None:
+    x = torch.ones(4, 32, device=device)
+    x[0, 3], x[1, 4], x[2, 5], x[3, 6:8] = math.inf, -math.inf, math.nan, x.new_tensor([-math.nan, math.inf])
     assert quantize.mxfp4(x, rounding="down")[1].flatten().tolist() == [255] * 4
     assert quantize.mxfp4(x, rounding="up")[1].flatten().tolist() == [255, 255, 0, 0]
     assert bool(quantize.dequantize(*quantize.mxfp4(x, rounding="down")).isnan().all())
@@ -128,16 +132,47 @@ def every_code(rng: torch.Generator) -> tuple[Tensor, Tensor]:
     return codes, torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dequantize_by_definition(dtype: torch.dtype, rng: torch.Generator) -> None:
+def test_gpu_gives_the_same_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
+    """Both directions, to the bits of NaN; tensors of a model's size; in a captured graph with other numbers."""
+    tensors = [*awkward(dtype, rng, blocks=40000), torch.randn((5, 2880, 2944), generator=rng).to(dtype)]
+    for x in tensors:
+        for rounding in ("up", "down"):
+            given, expected = x.cuda(), quantize.mxfp4(x, rounding=rounding)
+            result = quantize.mxfp4(given, rounding=rounding)
+            assert all(same_bits(a.cpu(), b) for a, b in zip(result, expected, strict=True))
+            assert same_bits(given.cpu(), x)
+            for to in DTYPES:
+                assert same_bits(quantize.dequantize(*result, to).cpu(), quantize.dequantize(*expected, to))
+    x = tensors[0].cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codes, scales = quantize.mxfp4(x)
+        back = quantize.dequantize(codes, scales, dtype)
+    for again in (tensors[0].flip(0), tensors[0].roll(1, 1)):
+        x.copy_(again)
+        for output in (codes, scales, back):
+            output.fill_(7)
+        graph.replay()
+        expected = quantize.mxfp4(again)
+        assert same_bits(codes.cpu(), expected[0]) and same_bits(scales.cpu(), expected[1])
+        assert same_bits(back.cpu(), quantize.dequantize(*expected, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_by_definition(dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
     codes, scales = every_code(rng)
     finfo = torch.finfo(dtype)
     element = torch.cat([E2M1, -E2M1])[unpacked(codes).long()]
     scale = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)[scales.long()]
     expected = (element * scale.repeat_interleave(32, -1)).clamp(finfo.min, finfo.max).to(dtype)
-    result = quantize.dequantize(codes, scales, dtype)
-    assert result.dtype == dtype and torch.equal(result.isnan(), expected.isnan())
+    result = quantize.dequantize(codes.to(device), scales.to(device), dtype)
+    assert result.dtype == dtype and result.device.type == device
+    result = result.cpu()
+    assert torch.equal(result.isnan(), expected.isnan())
     assert bool(result[255].isnan().all()) and not bool(result[:255].isnan().any())
+    assert same_bits(result[255], torch.full_like(result[255], math.nan))
     integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     assert torch.equal(result[:255].view(integers), expected[:255].view(integers))  # -0 too
 
@@ -166,15 +201,16 @@ def test_dequantize_as_triton_kernels(dtype: torch.dtype, rng: torch.Generator) 
 
 @pytest.mark.parametrize("rounding", ["up", "down"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_round_trip(dtype: torch.dtype, rounding: str, rng: torch.Generator) -> None:
+def test_round_trip(dtype: torch.dtype, rounding: str, device: str, rng: torch.Generator) -> None:
     """What MXFP4 holds comes back bit for bit; anything else within half a step, and with "up" nothing is clipped."""
     codes = torch.randint(0, 256, (40, 7, 128), generator=rng, dtype=torch.uint8)
     codes[..., ::16] |= 0x07  # every block has a 6, so that its scale is the one that is chosen
     scales = torch.randint(127 - 8, 127 + 8, (40, 7, 8), generator=rng, dtype=torch.uint8)
+    codes, scales = codes.to(device), scales.to(device)
     again = quantize.mxfp4(quantize.dequantize(codes, scales, dtype), rounding=rounding)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
-    x = torch.randn((33, 2880), generator=rng).to(dtype)
+    x = torch.randn((33, 2880), generator=rng).to(device, dtype)
     codes, scales = quantize.mxfp4(x, rounding=rounding)
     step = torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
     error = (quantize.dequantize(codes, scales).double() - x.double()).abs() / step
@@ -232,13 +268,6 @@ def test_refusals() -> None:
     )
     refused(ValueError, "scales: is a numpy array", quantize.dequantize, codes, scales.numpy())
     refused(ValueError, "which numpy does not have", quantize.dequantize, codes.numpy(), scales.numpy(), "bfloat16")
-
-    on_gpu = CudaTensor((4, 64)), CudaTensor((4, 32), "uint8"), CudaTensor((4, 2), "uint8")
-    refused(NotImplementedError, "x: is on cuda:0; .* on cpu: pass x.cpu", quantize.mxfp4, on_gpu[0])
-    refused(NotImplementedError, "codes: is on cuda:0", quantize.dequantize, *on_gpu[1:])
-    for call in (quantize.swizzle_hopper_mxfp4, quantize.interleave_sm90_mxfp4, quantize.deinterleave_sm90_mxfp4):
-        refused(NotImplementedError, "codes: is on cuda:0", call, *on_gpu[1:])
-    refused(NotImplementedError, "values: is on", quantize.unswizzle_hopper_mxfp4, *on_gpu[1:], rows=4, columns=64)
 
 
 def test_names() -> None:

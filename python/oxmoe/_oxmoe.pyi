@@ -207,7 +207,7 @@ def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_i
     """
 
 def quantize_mxfp4(
-    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU
+    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU or CUDA
     *,
     rounding: Literal["up", "down"] = "up",
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ def quantize_mxfp4(
     """
 
 def dequantize_mxfp4(
-    codes: Tensor,  # uint8 [..., K / 2], on CPU
+    codes: Tensor,  # uint8 [..., K / 2], on CPU or CUDA
     scales: Tensor,  # uint8 or float8_e8m0fnu [..., K / 32]
     dtype: Any = None,  # "float32" (default), "float16", "bfloat16", or the torch or numpy dtype
 ) -> Tensor:
@@ -234,7 +234,7 @@ def dequantize_mxfp4(
     """
 
 def swizzle_hopper_mxfp4(
-    codes: Tensor,  # uint8 [..., R, K / 2], on CPU
+    codes: Tensor,  # uint8 [..., R, K / 2], on CPU or CUDA
     scales: Tensor,  # uint8 [..., R, G], G >= K / 32
     *,
     num_warps: int = 8,  # of the scale layout: a power of two
@@ -248,7 +248,7 @@ def swizzle_hopper_mxfp4(
     """
 
 def unswizzle_hopper_mxfp4(
-    values: Tensor,  # `storage.data` of the weight, on CPU with its strides
+    values: Tensor,  # `storage.data` of the weight with its strides, on CPU or CUDA
     scales: Tensor,  # `storage.data` of the weight's scale
     *,
     rows: int,  # of the weight without padding: its shape[-1]
@@ -259,7 +259,7 @@ def unswizzle_hopper_mxfp4(
     the checkpoint's form (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32])."""
 
 def interleave_sm90_mxfp4(
-    codes: Tensor,  # uint8 [..., R, K / 2], on CPU; K a multiple of 128
+    codes: Tensor,  # uint8 [..., R, K / 2], on CPU or CUDA; K a multiple of 128
     scales: Tensor,  # uint8 [..., R, K / 32]
     *,
     flashinfer: Literal["0.6", "0.7"] = "0.7",
@@ -274,7 +274,7 @@ def interleave_sm90_mxfp4(
 
 def deinterleave_sm90_mxfp4(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of interleave_sm90_mxfp4: what a `flashinfer_mxfp4` layer of SGLang holds on Hopper, back in the
-    checkpoint's form (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]), on CPU.
+    checkpoint's form (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]), on CPU or CUDA.
 
     The scales' dimensions tell which flashinfer it was: as many as the codes have (0.6), or two more (0.7). Rows keep
     their order, [up; gate], and rows and columns that SGLang added as padding stay, with scales 0 and elements 0.

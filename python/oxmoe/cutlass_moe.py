@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.dispatch import moe
-from oxmoe.prepared import Cache, number, plain
+from oxmoe.prepared import Cache, number
 from oxmoe.topk_output import routing_arguments
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def prepare_cutlass_fused_moe(
     alone, as in flashinfer. swiglu_*: fp32 [El]; a number that all experts share is taken as one, which is faster.
     hidden_size: columns of the input where the weights are padded beyond them.
 
-    The result holds copies of weights and scales. The conversion runs on the host, expert by expert.
+    The result holds copies of weights and scales, made on their device.
     """
     import torch
 
@@ -68,7 +68,7 @@ def prepare_cutlass_fused_moe(
     weights = fc1_expert_weights.view(torch.uint8), fc2_expert_weights.view(torch.uint8)
     scales = [scale.view(torch.uint8) for scale in quant_scales]
     (w13, w13_scale), (w2, w2_scale) = (
-        plain(quantize.deinterleave_sm90_mxfp4, *pair) for pair in zip(weights, scales, strict=True)
+        quantize.deinterleave_sm90_mxfp4(*pair) for pair in zip(weights, scales, strict=True)
     )
     given = {"alpha": number(swiglu_alpha), "beta": number(swiglu_beta), "limit": number(swiglu_limit)}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -11,22 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def plain(
-    convert: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], codes: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """convert, a function of CPU tensors, of codes and scales [E, ...]: on GPUs expert by expert, on the host."""
-    if codes.device.type == "cpu":
-        return convert(codes, scales)
-    results: list[Tensor] = []
-    for expert in range(codes.shape[0]):
-        one = convert(codes[expert : expert + 1].cpu(), scales[expert : expert + 1].cpu())
-        if expert == 0:
-            results = [codes.new_empty((codes.shape[0], *part.shape[1:])) for part in one]
-        for result, part in zip(results, one, strict=True):
-            result[expert].copy_(part[0])
-    return results[0], results[1]
-
-
 def number(value: Tensor | None) -> Tensor | float | None:
     """The number that all experts share, which kernels read faster, else the tensor."""
     if value is None or value.numel() == 0:

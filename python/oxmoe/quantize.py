@@ -1,5 +1,5 @@
-"""MXFP4 weights: quantisation, the layouts that other kernels hold them in (both on CPU), and the one that oxmoe's GPU
-kernels read (CPU and CUDA). Takes torch and numpy."""
+"""MXFP4 weights on CPU and CUDA: quantisation, the layouts that other kernels hold them in, and the one that oxmoe's
+GPU kernels read. Takes torch and numpy."""
 
 from oxmoe._oxmoe import deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4
 from oxmoe._oxmoe import dequantize_mxfp4 as dequantize

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.dispatch import moe
-from oxmoe.prepared import Cache, plain
+from oxmoe.prepared import Cache
 from oxmoe.topk_output import routing_arguments, slots_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _matrix(operand: str, weight: Any, config: Any) -> tuple[Tensor, Tensor]:
     name, scale_name = type(layout).__name__, type(scale_layout).__name__
     if (name, scale_name) == ("HopperMXValueLayout", "HopperMXScaleLayout") and layout.mma_version == 3:
         sizes = {"rows": int(rows), "columns": int(columns), "num_warps": scale_layout.num_warps}
-        return plain(lambda *pair: quantize.unswizzle_hopper_mxfp4(*pair, **sizes), codes, scales)
+        return quantize.unswizzle_hopper_mxfp4(codes, scales, **sizes)
     if (name, scale_name) != ("StridedLayout", "StridedLayout"):
         raise NotImplementedError(f"{operand}: no kernel for layouts {name} and {scale_name}; {_SERVED}")
     groups = columns // 32  # SGLang pads scales, not codes
@@ -70,7 +70,7 @@ def prepare_triton_kernel_experts(
     w1 [E, H, 2I] and w2 [E, I, H]: triton_kernels tensors (3.6 or 3.8) of FP4; w1_pcg and w2_pcg: their
     PrecisionConfig, which has the scales; b1 [E, 2I] and b2 [E, H] fp32 or bf16. Gate and up columns alternate
     (GPT-OSS): g <= limit, |u| <= limit, g sigmoid(alpha g) (u + 1). The result holds copies of weights and scales, made
-    on the host, expert by expert.
+    on their device.
     """
     (w13, w13_scale), (down, w2_scale) = _matrix("w1", w1, w1_pcg), _matrix("w2", w2, w2_pcg)
     options: dict[str, Any] = {"alpha": gemm1_alpha, "beta": 1.0, "limit": gemm1_clamp_limit}

@@ -2,6 +2,7 @@
 
 pub mod blocks;
 pub mod e2m1;
+pub mod layout_ops;
 pub mod layouts;
 pub mod mxfp4;
 pub mod ops;

@@ -120,7 +120,9 @@ pub fn dequantize<T: Float>(codes: &[u8], scales: &[u8], out: &mut [T]) {
         let blocks = codes.chunks_exact(BYTES).zip(scales).zip(out.chunks_exact_mut(BLOCK));
         for ((codes, &scale), out) in blocks {
             let scale = e2m1::scale(scale);
-            let values = e2m1::VALUES.map(|value| T::from_f32((value * scale).clamp(-T::MAX, T::MAX)));
+            // One NaN for all codes: the sign of a product with NaN is the processor's choice.
+            let number = |x: f32| T::from_f32(if scale.is_nan() { scale } else { (x * scale).clamp(-T::MAX, T::MAX) });
+            let values = e2m1::VALUES.map(number);
             for (out, code) in out.chunks_exact_mut(2).zip(codes) {
                 out[0] = values[usize::from(code & 15)];
                 out[1] = values[usize::from(code >> 4)];

@@ -128,12 +128,12 @@ pub const fn take_scale(word: u32, group: usize, half: usize) -> u32 {
 fn grid(ctas: i64) -> Result<u32> {
     match u32::try_from(ctas) {
         Ok(grid) if grid <= i32::MAX as u32 => Ok(grid),
-        _ => contract!("expected weights that 2^31 thread blocks can pack, got {ctas} blocks"),
+        _ => contract!("expected tensors that 2^31 thread blocks can convert, got {ctas} blocks"),
     }
 }
 
 /// Nothing is launched for nothing.
-fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64, args: Args<'_>) -> Result<()> {
+pub(super) fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64, args: Args<'_>) -> Result<()> {
     if ctas == 0 {
         return Ok(());
     }

@@ -233,6 +233,35 @@ def packed_functions(rows, columns):
     return {"addresses": addresses, "shapes": [t.shape for t in (*packed, *back)], "records": records()}
 
 
+def layouts(rows, columns, num_warps=8):
+    """Every other layout and back: [addresses of codes and scales before and after, shapes after, records] of each."""
+    lead = (3, 2)
+    codes, scales = Tensor((*lead, rows, columns // 2), "uint8"), Tensor((*lead, rows, columns // 32), "uint8")
+    results = []
+
+    def convert(function, *given, **options):
+        made = function(*given, **options)
+        addresses = [t.address for t in (*given, *made)]
+        results.append([addresses, [list(t.shape) for t in made], records()])
+        return made
+
+    held = convert(oxmoe.swizzle_hopper_mxfp4, codes, scales, num_warps=num_warps, row_multiple=256)
+    convert(oxmoe.unswizzle_hopper_mxfp4, *held, rows=rows, columns=columns, num_warps=num_warps)
+    for flashinfer in ("0.6", "0.7"):
+        held = convert(oxmoe.interleave_sm90_mxfp4, codes, scales, flashinfer=flashinfer)
+        convert(oxmoe.deinterleave_sm90_mxfp4, *held)
+    return results
+
+
+def quantized(shape, dtype, rounding):
+    """mxfp4 and back: addresses of numbers, codes, scales and numbers again, shapes of the last three, records."""
+    x = Tensor(shape, dtype)
+    codes, scales = oxmoe.quantize_mxfp4(x, rounding=rounding)
+    back = oxmoe.dequantize_mxfp4(codes, scales, dtype)
+    addresses = [t.address for t in (x, codes, scales, back)]
+    return {"addresses": addresses, "shapes": [t.shape for t in (codes, scales, back)], "records": records()}
+
+
 def refused_mxfp4():
     """What MXFP4 experts on a GPU raise."""
     codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
@@ -240,9 +269,18 @@ def refused_mxfp4():
     x, ids, weights = Tensor((2, 64)), Tensor((2, 1), "int32"), Tensor((2, 1), "float32")
     narrow = Tensor((4, 128, 48), "uint8"), Tensor((4, 96, 32), "uint8"), Tensor((4, 128, 3), "uint8")
     blocks = {"w13_scale": scales[0], "w2_scale": scales[1], "format": "mxfp4"}
+    odd = codes[0].part(codes[0].shape)
+    odd.address += 8
+    numbers = Tensor((4, 64))
+    numbers.address += 2
     return {
         "dtype": attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales, dtype="f16"),
         "bare": attempt(oxmoe.moe_tensors, x, *codes, weights, ids, **blocks),
+        "vectors": attempt(oxmoe.swizzle_hopper_mxfp4, odd, scales[0]),
+        "numbers": attempt(oxmoe.quantize_mxfp4, numbers),
+        "bands": attempt(
+            oxmoe.swizzle_hopper_mxfp4, Tensor((1, 1 << 32, 16), "uint8"), Tensor((1, 1 << 32, 1), "uint8")
+        ),
         "in_place": attempt(oxmoe.ExpertWeights.mxfp4, *narrow, Tensor((4, 96, 2), "uint8"), in_place=True),
         "overlap": attempt(
             oxmoe.ExpertWeights.mxfp4, codes[0], codes[1], codes[0].part((4, 128, 2)), scales[1], in_place=True

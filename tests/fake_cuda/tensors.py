@@ -94,6 +94,13 @@ class Tensor:
         made.address = self.address
         return made
 
+    def swapaxes(self, first, second):
+        made = self.part(self.shape)
+        made.shape = list(made.shape)
+        for sizes in (made.shape, made._shape, made._strides):
+            sizes[first], sizes[second] = sizes[second], sizes[first]
+        return made
+
     def fill(self, out):
         out.data = self.address if math.prod(self.shape) else None
         out.device_type, out.device_id, out.ndim = 2, self.device, len(self.shape)

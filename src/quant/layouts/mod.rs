@@ -1,10 +1,11 @@
-//! MXFP4 weights as other kernels hold them, to and from the checkpoint's form (codes [rows, K/2], scales [rows, K/32]), on host memory.
+//! MXFP4 weights as other kernels hold them, to and from the checkpoint's form (codes [rows, K/2], scales [rows, K/32]).
 //!
 //! Three of these layouts are one idea. A *quad* is the four bytes at rows r, r + 8 and byte columns c, c + 4: the eight elements that
 //! one lane of a 16 x 64 tensor-core tile owns. Each quad becomes one little-endian 32-bit word; layouts differ in the bits within the
 //! word (`spread` or `pairs`) and in the place of the word (`hopper`, `cutlass`).
 
 pub mod cutlass;
+pub mod gpu;
 pub mod hopper;
 mod words;
 
@@ -28,6 +29,39 @@ impl Matrices {
             count: self.count,
             rows: self.rows.next_multiple_of(row_multiple),
             columns: self.columns.next_multiple_of(column_multiple),
+        }
+    }
+}
+
+/// Whose layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    Hopper { num_warps: usize },
+    Cutlass(cutlass::Release),
+}
+
+/// Codes or scales from the checkpoint's form to a layout, or `back`. `held` has the layout's padding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conversion {
+    pub layout: Layout,
+    pub scales: bool,
+    pub back: bool,
+    pub plain: Matrices,
+    pub held: Matrices,
+}
+
+impl Conversion {
+    pub fn on_host(&self, from: &[u8], to: &mut [u8]) {
+        let Conversion { layout, scales, back, plain, held } = *self;
+        match (layout, scales, back) {
+            (Layout::Hopper { .. }, false, false) => hopper::swizzle_values(from, plain, to, held),
+            (Layout::Hopper { .. }, false, true) => hopper::unswizzle_values(from, held, to, plain),
+            (Layout::Hopper { num_warps }, true, false) => hopper::swizzle_scales(from, plain, to, held, num_warps),
+            (Layout::Hopper { num_warps }, true, true) => hopper::unswizzle_scales(from, held, to, plain, num_warps),
+            (Layout::Cutlass(release), false, false) => cutlass::interleave_values(release, from, to, plain),
+            (Layout::Cutlass(release), false, true) => cutlass::deinterleave_values(release, from, to, plain),
+            (Layout::Cutlass(release), true, false) => cutlass::interleave_scales(release, from, to, plain),
+            (Layout::Cutlass(release), true, true) => cutlass::deinterleave_scales(release, from, to, plain),
         }
     }
 }
