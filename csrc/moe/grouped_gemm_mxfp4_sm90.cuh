@@ -35,11 +35,10 @@ struct GroupedGemmMxfp4Sm90 {
     // K16 steps in a wgmma group.
     static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
     static constexpr bool kMmaSync = MaxTokens <= 32;
-    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 2 * 224 is what 3 * 168
-    // make, 56 + 3 * 152 what 4 * 128 make.
-    static constexpr bool kMovesRegisters = MaxTokens >= 128;
-    static constexpr int kConsumerRegisters = Consumers == 2 ? 224 : 152;
-    static_assert(!kMovesRegisters || Consumers == 2 || Consumers == 3, "the registers of all threads");
+    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
+    // make.
+    static constexpr bool kMovesRegisters = MaxTokens >= 64;
+    static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
 
     struct alignas(1024) Stage {
         uint8_t tokens[Blocks * Base::kTokenBytes], codes[Consumers][kCodeBytes], scales[Consumers][kScaleBytes];
@@ -75,7 +74,7 @@ struct GroupedGemmMxfp4Sm90 {
             else
                 Base::gather(p, shared);
         } else {
-            if constexpr (kMovesRegisters) sm90::registers_increase<kConsumerRegisters>();
+            if constexpr (kMovesRegisters) sm90::registers_increase<152>();
             consume(p, shared);
         }
     }
