@@ -215,6 +215,12 @@ private:
         }
     }
 
+    // A stage is free when every lane has read its part of it.
+    static __device__ __forceinline__ void release(uint64_t* empty, bool condition) {
+        __syncwarp();
+        sm90::barrier_arrive_if(empty, condition);
+    }
+
     // A block's weights and half a block's tokens in registers.
     struct Weights {
         uint4 codes;
@@ -295,8 +301,7 @@ private:
                     }
                 }
             }
-            __syncwarp();
-            sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+            release(&shared.empty[ring.slot], lane == 0);
         }
     }
 
@@ -310,11 +315,11 @@ private:
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::fence_async_proxy();
             multiply_blocks<Width, Blocks>(sums, shared.stage[ring.slot], consumer, 0,
-                                           [&] { sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0); });
+                                           [&] { release(&shared.empty[previous], block > 0 && is_lane_0); });
             previous = ring.slot;
         }
         sm90::wgmma_wait<0>();
-        sm90::barrier_arrive_if(&shared.empty[previous], block > 0 && is_lane_0);
+        release(&shared.empty[previous], block > 0 && is_lane_0);
         // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
         if (Blocks == 1 || block == k_blocks) return;
         sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
@@ -324,7 +329,7 @@ private:
             multiply_blocks<Width, 1>(sums, shared.stage[ring.slot], consumer, i, [] {});
             sm90::wgmma_wait<0>();
         }
-        sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+        release(&shared.empty[ring.slot], is_lane_0);
         ring.advance();
     }
 
