@@ -11,7 +11,8 @@ pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us a layer, 128 and 64 rows:
-///   gpt-oss-120b (E128 k4)   M 1 (1.4 units)  30.2, 24.7;   M 4 (5.5, 2.8 active)  63.7, 60.6;   M 16 (22, 8.9 active)  174.5, 176.2
+///   gpt-oss-120b (E128 k4)     M 1 (0.7 units)  30.0, 24.8;   M 4 (2.7)  63.4, 60.6;   M 8 (5.5)  116.3, 111.1;   M 16 (11)  175.2, 175.7
+///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
 const FEW_UNITS: u32 = 6;
 
 fn row_blocks(gemm: &GemmDesc, tile: Mxfp4Sm90Tile) -> u32 {
@@ -43,8 +44,9 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are decoded once. us a layer by tile
 /// (docs/measured.md; the borders between the means are chosen):
-///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  577 at 32, 624 at 64;   M 1024 (32)  765 at 64, 858 at 128
-///   gpt-oss-20b    M 1024 (128)  470 at 128, 404 at 192
+///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64;   M 1024 (32)  765 at 64, 858 at 128
+///                  M 2048 (64)  1273 at 64, 1078 at 128, 1377 at 192
+///   gpt-oss-20b    M 512 (64)  321 at 64, 266 at 128, 336 at 192;   M 1024 (128)  446 at 128, 412 at 192
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 11.0 => 16,
