@@ -548,18 +548,22 @@ def test_operators_are_checked(small: tuple[Blocks, Tensor, tuple[Tensor, Tensor
         torch.ops.oxmoe.moe(x, blocks.w13, blocks.w2, *routing, **scales, format="nvfp5")
 
 
-# Elsewhere than on CPU
+# Plans
 
 
 def test_explain() -> None:
+    """The same workspace everywhere; on Hopper its own kernel, elsewhere the portable one."""
     shape = (32, 4, 2880, 2880)
     text = oxmoe.explain(*shape, 16, format="mxfp4", arch="cpu")
     assert "2880 (gated), mxfp4, 16 tokens\non the CPU" in text
     assert text.partition("workspace")[2] == oxmoe.explain(*shape, 16, arch="cpu").partition("workspace")[2]
     for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
-        for tokens in (0, 16):
-            with pytest.raises(NotImplementedError, match=r"mxfp4 experts on CUDA; supported there: bf16, f16"):
-                oxmoe.explain(*shape, tokens, format="mxfp4", arch=arch)
+        on_gpu = oxmoe.explain(*shape, 16, format="mxfp4", arch=arch)
+        assert on_gpu.partition("workspace")[2] == text.partition("workspace")[2]
+        kernel = "grouped_gemm_mxfp4_" + ("sm90" if arch == "sm_90" else "portable")
+        assert [f"{kernel}_{form}_" in on_gpu for form in ("gated", "plain")] == [True, True]
+        assert on_gpu.count("grouped_gemm") == 2 and "combine_bf16" in on_gpu
+        assert "launch" not in oxmoe.explain(*shape, 0, format="mxfp4", arch=arch)
     with pytest.raises(ValueError, match=r'hidden_size: expected a multiple of 32 for format "mxfp4", got 2872'):
         oxmoe.explain(32, 4, 2872, 2880, 16, format="mxfp4", arch="cpu")
     with pytest.raises(ValueError, match=r"intermediate_size: expected a multiple of 32"):
