@@ -23,11 +23,13 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::device_info;
     #[pymodule_export]
+    use crate::moe::explain::{explain, workspace_bytes};
+    #[pymodule_export]
     use crate::moe::topk::{routing_tables, sort_by_expert, topk};
     #[pymodule_export]
     use crate::moe::weights::ExpertWeights;
     #[pymodule_export]
-    use crate::moe::{explain, moe, moe_tensors, workspace_bytes};
+    use crate::moe::{moe, moe_tensors};
     #[pymodule_export]
     use crate::quant::layout_ops::{
         deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4,

@@ -19,6 +19,7 @@ from cases import (
     make_x,
     tie_free_logits,
 )
+from mxfp4_cases import Blocks, make_blocks
 from oxmoe.testing import same_bits
 
 Place = tuple[str, torch.dtype]
@@ -30,7 +31,7 @@ def starts(tokens: int, batch: int) -> set[int]:
     return {0, (tokens - batch) // 2, tokens - batch}
 
 
-def check_batches(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+def check_batches(layer: Layer | Blocks, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
     """Rows of the largest batch, run in smaller batches at other places and among other rows."""
     weights = layer.weights()
     whole = oxmoe.moe(x, weights, topk_weights, topk_ids)
@@ -59,19 +60,23 @@ def operands(
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 61])
-@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes", "all_holes"])
-def test_same_input_same_bits(place: Place, pattern: str, tokens: int, rng: torch.Generator) -> None:
-    layer, x, topk_weights, topk_ids = operands(SMALL, place, pattern, tokens, rng)
+def check_runs(layer: Layer | Blocks, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """Whatever lies in the workspace, and with weights made again."""
     weights = layer.weights()
     first = oxmoe.moe(x, weights, topk_weights, topk_ids)
-    size = oxmoe.workspace_bytes(weights, tokens, SMALL.top_k)
+    size = oxmoe.workspace_bytes(weights, *topk_ids.shape)
     for fill in (0x00, 0x55, 0xFF):
         workspace = make_workspace(size, x.device).fill_(fill)
         assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
         # A second run on what the first left behind.
         assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
     assert same_bits(oxmoe.moe(x, layer.weights(), topk_weights, topk_ids), first)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 61])
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes", "all_holes"])
+def test_same_input_same_bits(place: Place, pattern: str, tokens: int, rng: torch.Generator) -> None:
+    check_runs(*operands(SMALL, place, pattern, tokens, rng))
 
 
 def test_workspace_of_another_shape_leaves_no_trace(place: Place, rng: torch.Generator) -> None:
@@ -89,6 +94,37 @@ def test_workspace_of_another_shape_leaves_no_trace(place: Place, rng: torch.Gen
 def test_a_row_alone_has_the_bits_of_the_batch(place: Place, pattern: str, rng: torch.Generator) -> None:
     tokens = 64 if place[0] == "cpu" else 1024
     check_batches(*operands(SMALL, place, pattern, tokens, rng))
+
+
+def mxfp4_operands(
+    shape: Shape, device: str, pattern: str, tokens: int, rng: torch.Generator
+) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+    topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+    hidden = dict(shape.options).get("hidden_size", shape.hidden)
+    x = make_x(tokens, shape, torch.bfloat16, "cpu", rng)[:, :hidden].contiguous().to(device)
+    return make_blocks(shape, "bf16", device, rng), x, topk_weights.to(device), topk_ids.to(device)
+
+
+@pytest.mark.parametrize("hidden_size", [160, 150])
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes"])
+def test_mxfp4(pattern: str, hidden_size: int, device: str, rng: torch.Generator) -> None:
+    """150: the portable kernel, on every GPU. Batches on a GPU fall into every tile."""
+    shape = SMALL.with_options(**GPT_OSS, hidden_size=hidden_size)
+    check_batches(*mxfp4_operands(shape, device, pattern, 64 if device == "cpu" else 4096, rng))
+    for tokens in (1, 7, 61) if device == "cpu" else (1, 7, 61, 150, 700):
+        check_runs(*mxfp4_operands(shape, device, pattern, tokens, rng))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden,intermediate", [(96, 1696), (3264, 96)])
+def test_mxfp4_with_many_experts(hidden: int, intermediate: int, rng: torch.Generator) -> None:
+    """On Hopper, units of 64 rows for few tokens and of 128 for more."""
+    check_batches(*mxfp4_operands(Shape("many", 64, 4, hidden, intermediate), "cuda", "uniform", 1024, rng))
+
+
+@pytest.mark.gpu
+def test_mxfp4_model(rng: torch.Generator) -> None:
+    check_batches(*mxfp4_operands(MODELS["gpt-oss-20b"], "cuda", "skewed", 4096, rng))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import oxmoe
 from cases import GPT_OSS, Layer, Shape, draws, make_layer, make_routing, make_workspace, make_x
+from mxfp4_cases import check as check_mxfp4
+from mxfp4_cases import make_blocks
 from oxmoe import reference
 from oxmoe.testing import assert_close_ulp, same_bits
 
@@ -106,18 +109,20 @@ def test_ranks_have_their_own(device: str, rng: torch.Generator) -> None:
         check(part, x, topk_weights, topk_ids, options, ep_size=2, ep_rank=rank)
 
 
-def test_mxfp4_experts(rng: torch.Generator) -> None:
-    codes = [torch.randint(256, (4, rows, 48), dtype=torch.uint8, generator=rng) for rows in (128, 96)]
-    codes[1] = codes[1][..., :32].contiguous()
-    scales = [torch.randint(121, 124, (4, *size), dtype=torch.uint8, generator=rng) for size in ((128, 3), (96, 2))]
-    dense = [reference.mxfp4_weights(*pair) for pair in zip(codes, scales, strict=True)]
-    options = numbers(4, "cpu", rng)
-    topk_weights, topk_ids = make_routing("uniform", 13, 4, 2, rng)
-    x = torch.randn((13, 96), generator=rng).bfloat16()
-    packed, plain = oxmoe.ExpertWeights.mxfp4(*codes, *scales, **options), oxmoe.ExpertWeights.bf16(*dense, **options)
-    result = oxmoe.moe(x, packed, topk_weights, topk_ids)
-    assert same_bits(result, oxmoe.moe(x, plain, topk_weights, topk_ids))
-    assert_close_ulp(result, reference.moe(x, *dense, topk_weights, topk_ids, **options))
+@pytest.mark.parametrize("tokens", [1, 13, 150, 500])
+@pytest.mark.parametrize("clamp", ["before", "after"])
+def test_mxfp4_experts(clamp: str, tokens: int, device: str, rng: torch.Generator) -> None:
+    shape = Shape("numbers", 4, 2, 96, 64, bias=True)
+    options = {**numbers(4, device, rng), "clamp": clamp}
+    topk_weights, topk_ids = (t.to(device) for t in make_routing("uniform", tokens, 4, 2, rng))
+    blocks = make_blocks(shape, "bf16", device, rng)
+    for layout in ("gate_up", "up_gate", "interleaved"):
+        check_mxfp4(
+            dataclasses.replace(blocks, shape=shape.with_options(**options, layout=layout)),
+            blocks.x(tokens, rng),
+            topk_weights,
+            topk_ids,
+        )
 
 
 def test_operators_see_them(device: str, rng: torch.Generator) -> None:

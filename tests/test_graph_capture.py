@@ -8,6 +8,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import MODELS, PATTERNS, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from mxfp4_cases import make_blocks
 from oxmoe.testing import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +22,12 @@ def capture(call: object) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Generator) -> None:
-    weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
-    x, out = (
-        make_x(tokens, shape, torch.bfloat16, "cuda", rng),
-        torch.empty((tokens, shape.hidden), dtype=torch.bfloat16, device="cuda"),
-    )
+def check_replays(
+    weights: oxmoe.ExpertWeights, shape: Shape, tokens: int, rng: torch.Generator, replays: int = 1000
+) -> None:
+    """Routing and input change before each replay; all of them queue up behind each other."""
+    inputs = [make_x(tokens, shape, torch.bfloat16, "cuda", rng)[:, : weights.hidden_size].contiguous() for _ in "ab"]
+    x, out = inputs[0].clone(), torch.empty_like(inputs[0])
     routings = [make_routing(PATTERNS[i % len(PATTERNS)], tokens, shape.experts, shape.top_k, rng) for i in range(40)]
     routings = [(w.cuda(), ids.cuda()) for w, ids in routings]
     topk_weights, topk_ids = routings[0][0].clone(), routings[0][1].clone()
@@ -38,15 +37,31 @@ def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Gen
         return oxmoe.moe(x, weights, topk_weights, topk_ids, out=out, workspace=workspace)
 
     graph = capture(call)
-    expected = [oxmoe.moe(x, weights, w, ids) for w, ids in routings]
+    expected = [oxmoe.moe(inputs[i % 2], weights, *routing) for i, routing in enumerate(routings)]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for replay in range(1000):
+    for replay in range(replays):
+        x.copy_(inputs[replay % 2])
         topk_weights.copy_(routings[replay % 40][0])
         topk_ids.copy_(routings[replay % 40][1])
         out.fill_(torch.nan)
         graph.replay()
         wrong += (out.view(torch.int16) != expected[replay % 40].view(torch.int16)).sum()
     assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Generator) -> None:
+    check_replays(make_layer(shape, torch.bfloat16, "cuda", rng).weights(), shape, tokens, rng)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 120, 280, 700])
+@pytest.mark.parametrize("hidden_size", [256, 250])
+def test_replays_of_mxfp4(hidden_size: int, tokens: int, rng: torch.Generator) -> None:
+    """Every tile of the kernel for Hopper, and the portable one."""
+    shape = SHAPES[0]
+    weights = make_blocks(shape, "bf16", "cuda", rng).weights(hidden_size=hidden_size)
+    check_replays(weights, shape, tokens, rng, replays=200)
 
 
 @pytest.mark.parametrize("from_logits", [False, True], ids=["ids", "logits"])

@@ -1,4 +1,5 @@
-"""What conversions of MXFP4 weights ask of the driver: launches, parameters, copies (see test_launch.py)."""
+"""What MXFP4 weights and experts ask of the driver: launches that convert, pack and multiply, parameters, copies (see
+test_launch.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import oxmoe._oxmoe as extension
-from fake_cuda.harness import build, cuda_headers, execute, launches, named, parameters_of
+from fake_cuda.harness import asked, build, cuda_headers, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234
 LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
@@ -185,6 +186,48 @@ def test_nothing_is_launched_for_nothing(driver: Path, tmp_path: Path) -> None:
     assert not launches(execute(driver, tmp_path, "quantized", arguments)["records"])
     for _, _, records in execute(driver, tmp_path, "layouts", {"rows": 0, "columns": 128}):
         assert not launches(records)
+
+
+LAYERS = [
+    {"experts": 32, "top_k": 4, "hidden": 2880, "intermediate": 2880, "layout": "interleaved", "bias": "bfloat16"},
+    {"experts": 4, "top_k": 2, "hidden": 96, "intermediate": 288, "layout": "up_gate", "bias": "float16"},
+    {"experts": 64, "top_k": 4, "hidden": 3264, "intermediate": 96},
+    {"experts": 4, "top_k": 2, "hidden": 352, "intermediate": 320, "gated": False, "activation": "relu2"},
+    {"experts": 4, "top_k": 2, "hidden": 2888, "columns": 2944, "intermediate": 704, "bias": "float32"},
+    {"experts": 4, "top_k": 2, "hidden": 700, "columns": 704, "intermediate": 352, "bias": "float16"},
+    {"experts": 4, "top_k": 2, "hidden": 7, "columns": 32, "intermediate": 32},
+]
+BIAS_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
+def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    """On Hopper: its kernel where hidden_size is a multiple of 8, else the portable one; both on the packed weights."""
+    result = execute(driver, tmp_path, "packed_calls", {**layer, "tokens": [1, 8, 64, 300, 2000]})
+    hidden, intermediate = layer["hidden"], layer["intermediate"]
+    up_rows, down_rows = intermediate * (2 if layer.get("gated", True) else 1), layer.get("columns", hidden)
+    kernel = "grouped_gemm_mxfp4_" + ("portable" if hidden % 8 else "sm90")
+    assert not named(result["load"], "cuTensorMapEncodeTiled")
+    for call in result["calls"]:
+        made = launches(call["records"])
+        assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        if call["explain"] is not None:
+            assert [asked(launch) for launch in made] == planned(call["explain"])
+        *routing, up, down, combine = made
+        assert routing and combine["kernel"] == "combine_bf16"
+        assert up["kernel"].startswith(f"{kernel}_{'gated' if layer.get('gated', True) else 'plain'}_")
+        assert down["kernel"].startswith(f"{kernel}_plain_") and all(launch["stream"] == STREAM for launch in made)
+        if hidden % 8:
+            assert up["kernel"].endswith("_v1") and down["kernel"].endswith("_v8")
+        (p,), (q,), (c,) = (parameters_of(launch) for launch in (up, down, combine))
+        assert (p.x, p.out, q.out, c.out) == (call["x"], q.x, c.y, call["out"])
+        assert (p.rows, p.k, p.out_columns) == (up_rows, hidden, intermediate)
+        assert (q.rows, q.k, q.out_columns) == (down_rows, intermediate, hidden)
+        for gemm, packed, bias in ((p, result["packed"][0], "b13"), (q, result["packed"][1], "b2")):
+            assert [gemm.weights, gemm.block_scales, gemm.expert_scales] == packed
+            assert gemm.bias == result["addresses"].get(bias, 0)
+            assert gemm.bias_dtype == BIAS_DTYPES[layer.get("bias", "bfloat16")]
+        assert p.layout == LAYOUTS[layer.get("layout", "gate_up")]
 
 
 def test_refusals(driver: Path, tmp_path: Path) -> None:

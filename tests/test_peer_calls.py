@@ -23,13 +23,6 @@ RELEASES = ("0.6", "0.7")
 SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param not in oxmoe.device_info()["formats"]["mxfp4"]:
-        pytest.skip(f"mxfp4 does not run on {request.param}")
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def empty_caches() -> None:
     cutlass_moe.cache.clear()
@@ -166,8 +159,6 @@ def test_sglangs_shapes(
 def test_sglangs_full_shapes(
     tokens: int, experts: int, hidden: int, intermediate: int, top_k: int, numbers: Any, rng: torch.Generator
 ) -> None:
-    if "cuda" not in oxmoe.device_info()["formats"]["mxfp4"]:
-        pytest.skip("mxfp4 does not run on cuda")
     check_fused(Blocks(experts, hidden, intermediate, "cuda", rng), tokens, top_k, "0.7", numbers, rng)
 
 
@@ -428,8 +419,6 @@ def test_weights_that_change_are_prepared_again(rng: torch.Generator) -> None:
 @pytest.mark.gpu
 def test_capture(rng: torch.Generator) -> None:
     """A CUDA graph holds calls, not the preparation of weights."""
-    if "cuda" not in oxmoe.device_info()["formats"]["mxfp4"]:
-        pytest.skip("mxfp4 does not run on cuda")
     blocks = Blocks(4, 128, 128, "cuda", rng)
     operands, arguments = inputs(blocks, 6, 2, rng), blocks.interleaved("0.7")
     stream = torch.cuda.Stream()

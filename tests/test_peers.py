@@ -10,8 +10,10 @@ import torch
 
 import oxmoe
 from cases import MODELS, Shape, make_layer, make_routing, make_x, tie_free_logits
-from oxmoe.bench.peers import SglangTriton
-from oxmoe.testing import Bar, assert_close_ulp
+from oxmoe.bench import layers
+from oxmoe.bench.backend import Oxmoe
+from oxmoe.bench.peers import SglangTriton, TritonKernels
+from oxmoe.testing import Bar, assert_close_ulp, relative_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -81,3 +83,21 @@ def test_sglang_fused_experts(shape: Shape, tokens: int, rng: torch.Generator) -
     assert_close_ulp(
         oxmoe.fused_experts(x, layer.w13, layer.w2, topk_output, config), expected, Bar(max_ulp=16, ulps=4, share=1e-2)
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 500])
+@pytest.mark.parametrize("size", [256, 2880])
+def test_triton_kernels_mxfp4(size: int, tokens: int, rng: torch.Generator) -> None:
+    """GPT-OSS's layer on the same MXFP4 weights, from router logits to the combined output."""
+    reason = TritonKernels.missing("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    torch.manual_seed(int(torch.randint(1 << 62, (), generator=rng)))
+    shape = layers.Shape(8, 4, size, size, gpt_oss=True)
+    weights = layers.make_weights(shape, torch.bfloat16, "cuda", 1, mxfp4=True)
+    inputs = layers.make_inputs(shape, tokens, torch.bfloat16, "cuda", 1)
+    (ours,), (theirs,) = (backend(shape, weights).calls(inputs) for backend in (Oxmoe, TritonKernels))
+    result, expected = ours(), theirs()
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    # Sums in another order, and SwiGLU's own roundings.
+    assert relative_norm(result, expected) < 1e-2

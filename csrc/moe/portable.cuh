@@ -164,7 +164,8 @@ struct PortableShape {
 
     static __device__ __forceinline__ float bias_at(const GroupedGemmParams& p, size_t index) {
         if (p.bias_dtype == Dtype::F32) return reinterpret_cast<const float*>(p.bias)[index];
-        return to_float(reinterpret_cast<const Element*>(p.bias)[index]);
+        if (p.bias_dtype == Dtype::F16) return to_float(reinterpret_cast<const __half*>(p.bias)[index]);
+        return to_float(reinterpret_cast<const __nv_bfloat16*>(p.bias)[index]);
     }
 
     static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, int expert, int first_column, Sums& sums) {

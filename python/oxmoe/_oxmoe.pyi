@@ -75,11 +75,12 @@ class ExpertWeights:
 
         A weight is its e2m1 code times the scale 2^(byte - 127) of its 32 neighbours along the row (OCP Microscaling
         Formats v1.0), the even column in the low nibble; codes may be int8 or float4_e2m1fn_x2 too. The layer
-        multiplies these numbers in dtype, and so gives the bits of ExpertWeights.bf16 (.f16, .f32) of what
-        oxmoe.quantize.dequantize makes of them in dtype. They are exact for scale bytes up to 252 in bf16 and f32, and
-        104 to 140 in f16; beyond, they are rounded to nearest and saturate at the largest finite number. Byte 255 makes
-        its block NaN. Numbers below 2^-126 count as zero where the CPU multiplies bf16 itself (avx512_bf16), as bf16
-        weights do. fp32 scales must be powers of two (or NaN): ValueError.
+        multiplies these numbers in dtype. They are exact for scale bytes up to 252 in bf16 and f32, and 104 to 140 in
+        f16. Byte 255 makes its block NaN. fp32 scales must be powers of two (or NaN): ValueError.
+
+        On CPU the bits are those of ExpertWeights.bf16 (.f16, .f32) of what oxmoe.quantize.dequantize makes of the
+        weights in dtype: beyond those bytes numbers are rounded to nearest and saturate at the largest finite one, and
+        below 2^-126 they count as zero where the CPU multiplies bf16 itself (avx512_bf16), as bf16 weights do.
 
         With hidden_size below H, columns of w13, rows of w2 and elements of b2 from hidden_size on are never read.
 
@@ -87,7 +88,8 @@ class ExpertWeights:
         after which the four given may be freed, or with in_place into those given, which hold no checkpoint's weights
         any more then. That needs rows and columns that are multiples of 64 and at most 63 columns beyond hidden_size;
         32 MiB (or one expert) are copied at a time. fp32 scales are waited for, since one may be no power of two.
-        Where a matrix's largest scale byte (255 aside) is E > 128, scales below 2^(E - 260) lose bits.
+        Where a matrix's largest scale byte (255 aside) is E > 128, its sums are taken of weights 2^(E - 128) times
+        smaller and multiplied back in fp32: no weight saturates, and scales below 2^(E - 260) lose bits.
         """
 
     # The arguments, as given (fp32 scales as E8M0 bytes): torch.compile and the operators take the experts apart
@@ -201,7 +203,7 @@ def routing_tables(
 
 def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **options: Any) -> Tensor:
     """`moe` on bare weight tensors, with the options of ExpertWeights and of moe's given-ids form; MXFP4 experts take
-    w13_scale, w2_scale and format="mxfp4".
+    w13_scale, w2_scale and format="mxfp4", on CPU (on CUDA they are packed once, by ExpertWeights.mxfp4).
 
     Describes the weights at every call, so nothing can go stale when a caller swaps or moves them.
     """
@@ -317,7 +319,7 @@ def explain(
     intermediate_size: int,
     num_tokens: int,
     *,
-    format: str = "bf16",  # "bf16", "f16", "f32", "mxfp4" (on "cpu")
+    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4"
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:

@@ -22,7 +22,7 @@ _BUILDERS: dict[str, Callable[..., _oxmoe.ExpertWeights]] = {
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _SERVED = (
     "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
-    "CPU) MXFP4 experts: uint8 codes with w1_scale and w2_scale"
+    "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale"
 )
 
 
@@ -151,7 +151,8 @@ def fused_experts(
     fp32 [T, k] and topk_ids [T, k] of these weights' experts, -1 for none.
 
     w1 and w2 of uint8 with w1_scale and w2_scale and no use_ flag are MXFP4 codes and their scales, shaped as
-    ExpertWeights.mxfp4 has them.
+    ExpertWeights.mxfp4 has them, on CPU. On CUDA they would be packed at every call: make ExpertWeights.mxfp4 of them
+    once, for oxmoe.moe.
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """

@@ -200,9 +200,8 @@ def refused(layer, tokens):
     }
 
 
-def packed_experts(experts, hidden, intermediate, scale_dtype="uint8", columns=None, **options):
-    """MXFP4 experts with `columns` of w13 (hidden of them used), plain rows up to a multiple of 32: the operands'
-    addresses, those of what they were packed into, and the driver's records."""
+def make_packed(experts, hidden, intermediate, scale_dtype="uint8", columns=None, bias=None, **options):
+    """MXFP4 experts with `columns` of w13 (hidden of them used), and their operands."""
     columns = columns or hidden
     rows = intermediate * (2 if options.get("gated", True) else 1)
     shapes = {
@@ -214,13 +213,39 @@ def packed_experts(experts, hidden, intermediate, scale_dtype="uint8", columns=N
     tensors = {
         name: Tensor(shape, scale_dtype if name.endswith("scale") else "uint8") for name, shape in shapes.items()
     }
-    weights = oxmoe.ExpertWeights.mxfp4(**tensors, hidden_size=hidden, **options)
+    if bias:
+        tensors |= {"b13": Tensor((experts, rows), bias), "b2": Tensor((experts, columns), bias)}
+    return oxmoe.ExpertWeights.mxfp4(**tensors, hidden_size=hidden, **options), tensors
+
+
+def packed_experts(**layer):
+    """The operands' addresses, those of what they were packed into, and the driver's records."""
+    weights, tensors = make_packed(**layer)
     packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
     return {
         "addresses": {name: tensor.address for name, tensor in tensors.items()},
         "packed": packed,
         "records": records(),
     }
+
+
+def packed_calls(top_k, tokens, **layer):
+    """Packed experts at each token count: plan as text (None where explain has no such shape), addresses, records."""
+    weights, tensors = make_packed(**layer)
+    packed = [[t.address for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
+    shape = [layer[name] for name in ("experts", "hidden", "intermediate")]
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, layer["hidden"])) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, shape[0]), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        asked = records()
+        options = {"format": "mxfp4", "gated": layer.get("gated", True)}
+        plan = None if shape[1] % 32 else oxmoe.explain(shape[0], top_k, *shape[1:], count, **options)
+        calls.append({"tokens": count, "explain": plan, "x": x.address, "out": out.address, "records": asked})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
 
 def packed_functions(rows, columns):

@@ -1,0 +1,84 @@
+//! What can be asked about a layer without running it: its workspace and its plan.
+
+use super::plan::{self, routing::Logits, MoeDesc};
+use super::weights::{ExpertWeights, LayerDesc};
+use super::MAX_TOP_K;
+use crate::contract;
+use crate::device::{gpu, Arch, Device};
+use crate::error::guard;
+use crate::quant;
+use pyo3::prelude::*;
+
+/// Bytes of workspace that `moe` needs for up to num_tokens tokens with these weights: exact, never decreasing in num_tokens.
+#[pyfunction]
+pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
+    guard(|| {
+        if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
+            contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
+        }
+        Ok(plan::workspace(&weights.get().layer.desc, num_tokens, top_k).bytes)
+    })
+}
+
+/// The plan for a shape, as text: launches, tiles, warps, grids, shared memory, workspace and the roofline floor. Needs no GPU.
+///
+/// arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
+pub fn explain(
+    num_experts: i64,
+    top_k: i64,
+    hidden_size: i64,
+    intermediate_size: i64,
+    num_tokens: i64,
+    format: &str,
+    gated: bool,
+    arch: Option<&str>,
+) -> PyResult<String> {
+    guard(|| {
+        let spec = quant::by_name(format).ok_or_else(|| quant::unknown(format))?;
+        let sizes = [
+            ("num_experts", num_experts, 4096),
+            ("top_k", top_k, MAX_TOP_K.min(num_experts)),
+            ("hidden_size", hidden_size, 1 << 24),
+            ("intermediate_size", intermediate_size, 1 << 24),
+        ];
+        for (name, got, most) in sizes {
+            if !(1..=most).contains(&got) {
+                contract!("{name}: expected 1 to {most}, got {got}");
+            }
+        }
+        for (name, got) in [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)] {
+            if got % spec.block != 0 {
+                contract!("{name}: expected a multiple of {} for format {format:?}, got {got}", spec.block);
+            }
+        }
+        if !(0..=1 << 24).contains(&num_tokens) {
+            contract!("num_tokens: expected 0 to 2^24, got {num_tokens}");
+        }
+        let layer = LayerDesc {
+            experts: num_experts,
+            hidden: hidden_size,
+            intermediate: intermediate_size,
+            gated,
+            dtype: spec.compute,
+            format: spec.format,
+        };
+        let desc = MoeDesc {
+            layer,
+            tokens: num_tokens,
+            top_k,
+            logits: Some(Logits { experts: num_experts as u32, groups: 1, plain: true }),
+        };
+        let device = match arch {
+            Some("cpu") => None,
+            Some(name) => match Arch::parse(name) {
+                Some(arch) => Some(Device::typical(arch)),
+                None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
+            },
+            None => gpu(0).ok().map(|g| g.device.clone()),
+        };
+        plan::explain(&desc, device.as_ref())
+    })
+}
