@@ -40,6 +40,15 @@ struct Combine {
     // summed.
     template <typename Vector, typename Ready>
     static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, Ready ready) {
+        sum_vector<Vector>(
+            p, row, column, [&](size_t slot) { return p.place_of_slot[slot]; },
+            [&](size_t slot) { return p.weights ? p.weights[slot] : 1.f; }, ready);
+    }
+
+    // The same with the maps from elsewhere: `place_of(slot)`, -1 for a skipped one, and `weight_of(slot)`.
+    template <typename Vector, typename PlaceOf, typename WeightOf, typename Ready>
+    static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, PlaceOf place_of,
+                                                      WeightOf weight_of, Ready ready) {
         const int top_k = terms(p);
         const uint32_t row_bytes = p.hidden * 2;
         const uint8_t* y = p.y + column * sizeof(Vector);
@@ -51,8 +60,8 @@ struct Combine {
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const size_t slot = size_t(row) * top_k + first + i;
-                place[i] = first + i < top_k ? p.place_of_slot[slot] : -1;
-                weight[i] = p.weights && first + i < top_k ? p.weights[slot] : 1.f;
+                place[i] = first + i < top_k ? place_of(slot) : -1;
+                weight[i] = first + i < top_k ? weight_of(slot) : 1.f;
             }
             if (!ready()) return;
             // NOTE: a skipped slot adds -1 * 0 = -0, which changes no sum: with conditions kept until the rows are there, the
