@@ -188,3 +188,17 @@ def test_few_rows_from_router_logits_on_any_workspace(place: Place, scoring: str
             parallel = {"ep_size": 2, "ep_rank": rank, "workspace": workspace}
             one = oxmoe.moe(x[:tokens], weights, router_logits=logits[:tokens], top_k=top_k, **routing, **parallel)
             assert same_bits(one, oxmoe.moe(x[:tokens], weights, *chosen, ep_size=2, ep_rank=rank)), (tokens, rank)
+
+
+def test_few_rows_that_are_no_numbers(place: Place, rng: torch.Generator) -> None:
+    """Whatever the bits of NaN and infinity in x, and wherever they lead."""
+    device, dtype = place
+    layer, x = make_layer(SMALL, dtype, device, rng), make_x(4, SMALL, dtype, device, rng)
+    logits = tie_free_logits(4, SMALL.experts, rng).to(device)
+    weights, top_k = layer.weights(), SMALL.top_k
+    x[0].view(torch.int32 if dtype == torch.float32 else torch.int16).fill_(-1)
+    x[1], x[2, ::2] = float("-inf"), float("nan")
+    whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, top_k))
+    assert whole[0].isnan().all() and whole[3].isfinite().all()
+    for tokens in (1, 2, 3, 4):
+        assert same_bits(oxmoe.moe(x[:tokens], weights, router_logits=logits[:tokens], top_k=top_k), whole[:tokens])

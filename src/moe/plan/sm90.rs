@@ -4,7 +4,7 @@ use super::{max_tiles, GemmDesc, MoeDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::{Element, Sm90Tile, Variant, LAYER_TILE, ROUTED_TILE, SM90_TILES};
+use crate::variants::{Element, Sm90Tile, Variant, INNER_COLUMNS, LAYER_TILE, ROUTED_TILE, SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
@@ -127,15 +127,14 @@ pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Op
     Some(one_launch(LAYER_TILE.variant(up.element, up.gated), up, down, device))
 }
 
-/// What csrc/moe/few_slots.cuh and the counters of csrc/moe/routed_layer_sm90.cuh have room for: slots, experts, row blocks of GEMM2,
+/// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots, experts,
 /// workspaces.
 const ROUTED_SLOTS: i64 = 64;
 const ROUTED_EXPERTS: i64 = 128;
-const ROUTED_ROW_BLOCKS: i64 = 192;
 pub const ROUTED_WORKSPACES: usize = 256;
 
-/// The layer with the routing inside, where it is the faster form and there is room for its tables and counters. us a layer, routing,
-/// GEMM1, GEMM2 and combine in separate launches, and in one, by M:
+/// The layer with the routing inside, where it is the faster form and there is room for its tables and tokens. us a layer, routing,
+/// GEMM1, GEMM2 and combine in separate launches, and in one (which waited on counters), by M:
 ///   qwen3 (E128 k8, 4.7 M weights an expert)  1: 30.4, 28.5   2: 46.3, 46.5   4: 77.2, 76.5   8: 125.8, 131.7
 ///   gpt-oss (E32 k4, 25 M)                    1: 61.7, 61.5   4: 164.2, 164.0
 ///   mixtral (E8 k2, 88 M)                     1: 96.1 by `layer`, 99.0   4: 221.4, 222.8
@@ -146,7 +145,7 @@ pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Dev
         && up.slots <= ROUTED_SLOTS
         && desc.tokens <= MOST_TOKENS
         && expert_weights(up, down) < LARGE_EXPERT
-        && down.rows <= ROUTED_ROW_BLOCKS * i64::from(LAYER_ROWS);
+        && down.k <= i64::from(INNER_COLUMNS);
     (fits && desc.routes_inside).then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
 }
 
