@@ -4,7 +4,7 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params, QuantizeMxfp4Params,
-    RaggedParams, RouteParams, ScaleBytesParams, SelectParams,
+    RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, SelectParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::Variant;
@@ -76,6 +76,7 @@ pub enum Args<'a> {
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
     Gemm(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
+    RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
     ScaleBytes(&'a ScaleBytesParams),
@@ -97,6 +98,7 @@ impl Args<'_> {
             Args::Ragged(p) => [address(p), none, none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
             Args::Gemm(p) => [address(p), none, none],
+            Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
@@ -122,7 +124,8 @@ impl Args<'_> {
                         | Variant::GroupedGemmMxfp4Portable { .. }
                         | Variant::GroupedGemmMxfp4Sm90 { .. }
                 )
-                | (Args::LayerSm90(..), Variant::LayerSm90 { .. })
+                | (Args::LayerSm90(..), Variant::LayerSm90 { routed: false, .. })
+                | (Args::RoutedLayerSm90(..), Variant::LayerSm90 { routed: true, .. })
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)

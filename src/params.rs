@@ -270,6 +270,22 @@ pub mod ffi {
         rows_done: *mut i32,
     }
 
+    /// A layer of few tokens in one launch. Of `layer`, the schedule, `slot_of_place`, `place_of_slot`, `slot_weights` and the counters
+    /// are not looked at, of `combine.weights` only whether it is null.
+    #[derive(Clone, Copy, Debug)]
+    struct RoutedLayerParams {
+        layer: LayerParams,
+        /// Plain; its `ids` and `weights` are not written.
+        select: SelectParams,
+        /// Local experts, as in `RouteParams`.
+        experts: i32,
+        first_expert: i32,
+        /// Which of the kernel's counters: launches that may overlap have different ones.
+        counter_slot: i32,
+        /// Rounds of GEMM2's units for the CTAs alone that have one unit of GEMM1 less: as many as have the bytes of one.
+        extra_rounds: i32,
+    }
+
     /// A checkpoint's MXFP4 matrices and their packed form (csrc/common/mxfp4.cuh), either of which is made from the other.
     #[derive(Clone, Copy, Debug)]
     struct PackMxfp4Params {

@@ -20,12 +20,13 @@ pub enum Variant {
         consumers: u32,
         stages: u32,
     },
-    /// Both GEMMs and the combine of a small batch in one launch, from the same pieces: 64 weight rows a unit.
+    /// Both GEMMs and the combine of a small batch, perhaps the routing, in one launch, from the same pieces: 64 weight rows a unit.
     LayerSm90 {
         element: Element,
         gated: bool,
         tokens: u32,
         stages: u32,
+        routed: bool,
     },
     /// Packed MXFP4 weights and bf16 activations: mma.sync up to 32 tokens, wgmma with A in registers above. `blocks` of 64 K a stage.
     GroupedGemmMxfp4Sm90 {
@@ -126,7 +127,7 @@ pub fn all() -> Vec<Variant> {
     for element in ELEMENTS {
         for gated in [true, false] {
             rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
-            rows.push(LAYER_TILE.variant(element, gated));
+            rows.extend([LAYER_TILE, ROUTED_TILE].map(|t| t.variant(element, gated)));
             rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
         }
         rows.push(Variant::Combine { element });
@@ -186,9 +187,7 @@ impl Variant {
                 element.name(),
                 gated_name(gated)
             ),
-            Variant::LayerSm90 { element, gated, tokens, stages } => {
-                format!("layer_sm90_{}_{}_t{tokens}_s{stages}", element.name(), gated_name(gated))
-            }
+            Variant::LayerSm90 { tokens, stages, .. } => format!("{}_t{tokens}_s{stages}", self.unit()),
             Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 format!("grouped_gemm_mxfp4_sm90_{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", gated_name(gated))
             }
@@ -227,8 +226,9 @@ impl Variant {
                 "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
                 element.device_type()
             ),
-            Variant::LayerSm90 { element, gated, tokens, stages } => {
-                format!("oxmoe::LayerSm90<{}, {gated}, {tokens}, {stages}>", element.device_type())
+            Variant::LayerSm90 { element, gated, tokens, stages, routed } => {
+                let name = if routed { "RoutedLayerSm90" } else { "LayerSm90" };
+                format!("oxmoe::{name}<{}, {gated}, {tokens}, {stages}>", element.device_type())
             }
             Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 format!("oxmoe::GroupedGemmMxfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
@@ -261,7 +261,8 @@ impl Variant {
     pub fn header(&self) -> &'static str {
         match self {
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
-            Variant::LayerSm90 { .. } => "moe/layer_sm90.cuh",
+            Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
+            Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
             Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
@@ -285,8 +286,12 @@ impl Variant {
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
                 "weights, p",
             ),
-            Variant::LayerSm90 { .. } => (
+            Variant::LayerSm90 { routed: false, .. } => (
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::LayerParams p",
+                "up_weights, down_weights, p",
+            ),
+            Variant::LayerSm90 { .. } => (
+                "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
                 "up_weights, down_weights, p",
             ),
             Variant::GroupedGemmPortable { .. }
@@ -315,22 +320,17 @@ impl Variant {
 
     /// Variants of one unit are compiled into one image.
     pub fn unit(&self) -> String {
+        let header = self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
         match *self {
-            Variant::GroupedGemmSm90 { element, gated, .. } => {
-                format!("grouped_gemm_sm90_{}_{}", element.name(), gated_name(gated))
+            Variant::GroupedGemmSm90 { element, gated, .. }
+            | Variant::LayerSm90 { element, gated, .. }
+            | Variant::GroupedGemmPortable { element, gated, .. } => {
+                format!("{header}_{}_{}", element.name(), gated_name(gated))
             }
-            Variant::LayerSm90 { element, gated, .. } => {
-                format!("layer_sm90_{}_{}", element.name(), gated_name(gated))
+            Variant::GroupedGemmMxfp4Sm90 { gated, .. } | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
+                format!("{header}_{}", gated_name(gated))
             }
-            Variant::GroupedGemmPortable { element, gated, .. } => {
-                format!("grouped_gemm_portable_{}_{}", element.name(), gated_name(gated))
-            }
-            Variant::GroupedGemmMxfp4Sm90 { gated, .. } => format!("grouped_gemm_mxfp4_sm90_{}", gated_name(gated)),
-            Variant::GroupedGemmMxfp4Portable { gated, .. } => {
-                format!("grouped_gemm_mxfp4_portable_{}", gated_name(gated))
-            }
-            // Else those of one header.
-            _ => self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh").into(),
+            _ => header.into(),
         }
     }
 
@@ -442,22 +442,25 @@ pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
 pub struct LayerTile {
     pub tokens: u32,
     pub stages: u32,
+    pub routed: bool,
 }
 
 impl LayerTile {
     pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let LayerTile { tokens, stages } = self;
-        Variant::LayerSm90 { element, gated, tokens, stages }
+        let LayerTile { tokens, stages, routed } = self;
+        Variant::LayerSm90 { element, gated, tokens, stages, routed }
     }
 }
 
-/// The fused layer's only one.
-pub const LAYER_TILE: LayerTile = LayerTile { tokens: 8, stages: 12 };
+/// The fused layer's only ones, without and with the routing inside.
+pub const LAYER_TILE: LayerTile = LayerTile { tokens: 8, stages: 12, routed: false };
+pub const INNER_COLUMNS: u32 = 2048; // most between the GEMMs
+pub const ROUTED_TILE: LayerTile = LayerTile { tokens: 8, stages: 8, routed: true };
 
-/// Bytes of `LayerSm90::Shared`: stages, two staged chunks of 16 outputs, barriers, one word.
-fn layer_shared_bytes(tokens: u32, stages: u32) -> u32 {
-    let stage = tokens * 128 + 8192;
-    (stages * stage + 2 * 16 * 128 + 2 * 8 * stages + 4).next_multiple_of(128)
+/// Bytes of `Shared`: stages, barriers, two staged chunks of 16 outputs and a word; routed, GEMM2's tokens, three barriers and `FewSlots`.
+fn layer_shared_bytes(tokens: u32, stages: u32, routed: bool) -> Option<u32> {
+    let rest = if routed { INNER_COLUMNS * 2 * tokens + 24 + 720 } else { 2 * 16 * 128 + 4 };
+    Some((stages * (tokens * 128 + 8192) + 2 * 8 * stages + rest).next_multiple_of(128))
 }
 
 impl Variant {
@@ -528,7 +531,7 @@ impl Variant {
                 self.mxfp4_sm90_tile().map(|(gated, tile)| tile.shared_bytes(gated))
             }
             (_, Some(tile), _) => Some(tile.shared_bytes()),
-            (.., &Variant::LayerSm90 { tokens, stages, .. }) => Some(layer_shared_bytes(tokens, stages)),
+            (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
             (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,

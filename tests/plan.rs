@@ -34,7 +34,7 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
     (4, 2, 90, 64),
 ];
 
-const TOKENS: [i64; 17] = [1, 2, 3, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
+const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
@@ -58,7 +58,8 @@ fn descs() -> impl Iterator<Item = MoeDesc> {
     layers().flat_map(|(layer, top_k)| {
         TOKENS.into_iter().flat_map(move |tokens| {
             let logits = |plain| Some(Logits { experts: layer.experts as u32, groups: 1, plain });
-            [logits(true), logits(false), None].map(|logits| MoeDesc { layer, tokens, top_k, logits })
+            [(logits(true), true), (logits(true), false), (logits(false), true), (None, false)]
+                .map(|(logits, routes_inside)| MoeDesc { layer, tokens, top_k, logits, routes_inside })
         })
     })
 }
@@ -71,7 +72,7 @@ fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
 fn gemms(plan: &MoePlan) -> Vec<Launch> {
     match plan.experts {
         Experts::Gemms { up, down } => vec![up, down],
-        Experts::Fused(launch) => vec![launch],
+        Experts::Fused(launch) | Experts::Routed(launch) => vec![launch],
     }
 }
 
@@ -139,7 +140,7 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
         for (layer, top_k) in layers() {
             let families: HashSet<bool> = TOKENS
                 .iter()
-                .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None }, &device))
+                .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false }, &device))
                 .flat_map(|plan| gemms(&plan).iter().map(hopper).collect::<Vec<_>>())
                 .collect();
             assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
@@ -152,7 +153,7 @@ fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
         for desc in descs() {
             let plan = plan_of(&desc, &device);
-            let Experts::Fused(launch) = plan.experts else {
+            let (Experts::Fused(launch) | Experts::Routed(launch)) = plan.experts else {
                 assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
                 continue;
             };
@@ -204,6 +205,7 @@ fn schedule_fits_its_range() {
                 Variant::GroupedGemmSm90 { tokens, .. }
                 | Variant::LayerSm90 { tokens, .. }
                 | Variant::GroupedGemmPortable { tokens, .. }
+                | Variant::GroupedGemmMxfp4Sm90 { tokens, .. }
                 | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
                 other => panic!("{other:?} is no GEMM"),
             };

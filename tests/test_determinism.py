@@ -169,3 +169,36 @@ def test_router_logits_rows(place: Place, rng: torch.Generator) -> None:
     whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, 3))
     for batch in (1, 2, 7, 8, 9, 16, 17, 64):
         assert same_bits(oxmoe.moe(x[:batch], weights, router_logits=logits[:batch], top_k=3), whole[:batch])
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_few_rows_from_router_logits_on_any_workspace(place: Place, scoring: str, rng: torch.Generator) -> None:
+    """Whatever a workspace holds, call after call; with experts that are elsewhere, and with padded tokens."""
+    device, dtype = place
+    layer, x = make_layer(SMALL, dtype, device, rng), make_x(8, SMALL, dtype, device, rng)
+    logits = tie_free_logits(8, 2 * SMALL.experts, rng).to(device)
+    weights, top_k = layer.weights(), SMALL.top_k
+    workspace = make_workspace(oxmoe.workspace_bytes(weights, 8, top_k), x.device)
+    for step, tokens in enumerate((8, 1, 3, 8, 2, 5, 1)):
+        padded = torch.tensor([tokens - step % 2], dtype=torch.int32, device=device)
+        routing = {"scoring_func": scoring, "num_token_non_padded": padded if step > 2 else None}
+        chosen = oxmoe.topk(logits[:tokens], top_k, **routing)
+        for rank in (0, 1):
+            workspace.fill_(0xFF)
+            parallel = {"ep_size": 2, "ep_rank": rank, "workspace": workspace}
+            one = oxmoe.moe(x[:tokens], weights, router_logits=logits[:tokens], top_k=top_k, **routing, **parallel)
+            assert same_bits(one, oxmoe.moe(x[:tokens], weights, *chosen, ep_size=2, ep_rank=rank)), (tokens, rank)
+
+
+def test_few_rows_that_are_no_numbers(place: Place, rng: torch.Generator) -> None:
+    """Whatever the bits of NaN and infinity in x, and wherever they lead."""
+    device, dtype = place
+    layer, x = make_layer(SMALL, dtype, device, rng), make_x(4, SMALL, dtype, device, rng)
+    logits = tie_free_logits(4, SMALL.experts, rng).to(device)
+    weights, top_k = layer.weights(), SMALL.top_k
+    x[0].view(torch.int32 if dtype == torch.float32 else torch.int16).fill_(-1)
+    x[1], x[2, ::2] = float("-inf"), float("nan")
+    whole = oxmoe.moe(x, weights, *oxmoe.topk(logits, top_k))
+    assert whole[0].isnan().all() and whole[3].isfinite().all()
+    for tokens in (1, 2, 3, 4):
+        assert same_bits(oxmoe.moe(x[:tokens], weights, router_logits=logits[:tokens], top_k=top_k), whole[:tokens])

@@ -108,7 +108,7 @@ def capability(request: pytest.FixtureRequest) -> int:
 def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, Any]]]) -> None:
     for result in recorded[1]:
         plan, made = planned(result["explain_by_arch"]), [asked(launch) for launch in launches(result["records"])]
-        assert len(plan) >= 2 and result["returned_out"]
+        assert plan and result["returned_out"]
         assert planned(result["explain"]) == plan, "the plan for this GPU is not the plan for its architecture"
         if result["routing"] == "logits":
             assert made == plan
@@ -116,7 +116,11 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
             routing = [name for name, *_ in made if name in ("route_e0", "histogram", "place_given")]
             assert routing in (["route_e0"], ["histogram", "place_given"])
             behind = [launch for launch in plan if launch[0].startswith(("grouped", "layer", "combine"))]
-            assert behind and made[len(routing) :] == behind
+            if plan[0][0].startswith("routed"):
+                # Given ids have no form with the routing inside.
+                assert made[1][0].startswith(("grouped", "layer"))
+            else:
+                assert behind and made[len(routing) :] == behind
 
 
 def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[dict[str, Any]]]) -> None:
@@ -159,7 +163,7 @@ def split(
     made: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[tuple[list[Any], Any, int | None]], Any, Any]:
     """Routing's launches; tensor maps, parameters and rows of a unit of both GEMMs; combine's and the fused layer's
-    parameters, None where the layer is not fused."""
+    parameters, None where the layer is not fused; with the routing inside there are no launches of its own."""
     for i, launch in enumerate(made):
         if launch["kernel"].startswith("grouped"):
             gemms = []
@@ -173,6 +177,11 @@ def split(
             up_map, down_map, p = parameters_of(launch)
             assert launch is made[-1]
             return made[:i], [([up_map], p.up, 64), ([down_map], p.down, 64)], p.combine, p
+        if launch["kernel"].startswith("routed_layer"):
+            up_map, down_map, p = parameters_of(launch)
+            assert len(made) == 1
+            layer = p.layer
+            return [], [([up_map], layer.up, 64), ([down_map], layer.down, 64)], layer.combine, p
     raise AssertionError(f"no GEMM in {made}")
 
 
@@ -226,9 +235,17 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
                 assert address == given[name]
                 box_rows = math.prod(record["box"][1:])
                 assert box_rows == (64 if is_paired(record) else unit_rows)
-        counters = parameters_of(routing[-1])[-1].counter_count
+        counters = parameters_of(routing[-1])[-1].counter_count if routing else None
         if fused is None:
             assert counters == 2
+        elif counters is None:
+            assert (fused.select.logits, fused.select.top_k, fused.experts, fused.first_expert) == (
+                given["router_logits"],
+                layer["top_k"],
+                layer["experts"],
+                0,
+            )
+            assert fused.extra_rounds == -(-layer["hidden"] // 64) // -(-layer["intermediate"] // 64)
         else:
             row_blocks = -(-layer["hidden"] // 64)
             assert fused.tiles_done == ranges["counters"] + 8
@@ -256,7 +273,9 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
 def test_tensor_maps_only_where_the_hopper_kernel_runs(recorded: tuple[int, list[dict[str, Any]]]) -> None:
     capability, results = recorded
     for result in results:
-        gemms = [a["kernel"] for a in launches(result["records"]) if a["kernel"].startswith(("grouped", "layer"))]
+        gemms = [
+            a["kernel"] for a in launches(result["records"]) if a["kernel"].startswith(("grouped", "layer", "routed"))
+        ]
         hopper = "sm90" in gemms[0]
         assert hopper == ("sm90" in gemms[-1])
         assert bool(named(result["load"], "cuTensorMapEncodeTiled")) == hopper
@@ -411,8 +430,14 @@ def test_failed_launch_names_op_kernel_and_grid(run: Run, capability: int, nth: 
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_failed_launch_of_a_fused_layer(run: Run, nth: int) -> None:
-    result = run(90, "failing", {"layer": LARGE, "tokens": 7}, fail=f"cuLaunchKernelEx:{nth}:{FAILED}")
+    arguments = {"layer": LARGE, "tokens": 7, "routing": "int32"}
+    result = run(90, "failing", arguments, fail=f"cuLaunchKernelEx:{nth}:{FAILED}")
     check_failure(result, nth, ["routing", "GEMM1, GEMM2 and combine"])
+
+
+def test_failed_launch_of_a_whole_layer(run: Run) -> None:
+    result = run(90, "failing", {"layer": SMALL, "tokens": 3}, fail=f"cuLaunchKernelEx:1:{FAILED}")
+    check_failure(result, 1, ["layer"])
 
 
 def check_failure(result: dict[str, Any], nth: int, stages: list[str]) -> None:

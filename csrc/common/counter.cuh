@@ -1,5 +1,6 @@
 // Counters in global memory that the CTAs of one launch wait for.
 #pragma once
+#include <cstdint>
 
 namespace oxmoe::counter {
 
@@ -22,6 +23,19 @@ __device__ __forceinline__ void wait_for(const int* counter, int value) {
     do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
     } while (now < value);
+}
+
+// Adds `share`; nothing waits for the answer.
+__device__ __forceinline__ void add_share(uint32_t* counter, uint32_t share) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(share) : "memory");
+}
+
+// Returns once a counter that wraps around has passed `value`.
+__device__ __forceinline__ void wait_past(const uint32_t* counter, uint32_t value) {
+    uint32_t now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while (int(now - value) < 0);
 }
 
 }  // namespace oxmoe::counter

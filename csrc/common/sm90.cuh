@@ -23,6 +23,11 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// `count` arrivals.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
 // NOTE: predicated instead of branched around: a branch between wgmmas in flight makes ptxas serialize them (C7513).
 __device__ __forceinline__ void barrier_arrive_if(uint64_t* barrier, bool condition) {
     asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %1, 0;\n@now mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
@@ -117,6 +122,11 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+                 : "memory");
 }
 
 // NOTE: in asm, because nvcc splits a uint4 assignment into 4-byte stores when it cannot prove the alignment.

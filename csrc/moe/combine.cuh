@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/absent.cuh"
 #include "../common/element.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params.rs.h"
@@ -40,6 +41,16 @@ struct Combine {
     // summed.
     template <typename Vector, typename Ready>
     static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, Ready ready) {
+        sum_vector<Vector>(
+            p, row, column, [&](size_t slot) { return p.place_of_slot[slot]; },
+            [&](size_t slot) { return p.weights ? p.weights[slot] : 1.f; }, ready);
+    }
+
+    // The same with the maps from elsewhere: `place_of(slot)`, -1 for a skipped one, and `weight_of(slot)`. With `Waits`, rows
+    // are read until nothing of them is absent.
+    template <typename Vector, bool Waits = false, typename PlaceOf, typename WeightOf, typename Ready>
+    static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, PlaceOf place_of,
+                                                      WeightOf weight_of, Ready ready) {
         const int top_k = terms(p);
         const uint32_t row_bytes = p.hidden * 2;
         const uint8_t* y = p.y + column * sizeof(Vector);
@@ -51,19 +62,28 @@ struct Combine {
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const size_t slot = size_t(row) * top_k + first + i;
-                place[i] = first + i < top_k ? p.place_of_slot[slot] : -1;
-                weight[i] = p.weights && first + i < top_k ? p.weights[slot] : 1.f;
+                place[i] = first + i < top_k ? place_of(slot) : -1;
+                weight[i] = first + i < top_k ? weight_of(slot) : 1.f;
             }
             if (!ready()) return;
             // NOTE: a skipped slot adds -1 * 0 = -0, which changes no sum: with conditions kept until the rows are there, the
             // registers of 8 CTAs an SM do not suffice.
             Vector rows[kBatch];
+            bool waits;
+            do {
+                waits = false;
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const uint8_t* source = y + uint64_t(uint32_t(place[i])) * row_bytes;
-                rows[i] = place[i] >= 0 ? *reinterpret_cast<const Vector*>(source) : Vector{};
-                if (place[i] < 0) weight[i] = -1.f;
-            }
+                for (int i = 0; i < kBatch; ++i) {
+                    const Vector* source = reinterpret_cast<const Vector*>(y + uint64_t(uint32_t(place[i])) * row_bytes);
+                    if constexpr (Waits) {
+                        rows[i] = place[i] >= 0 ? absent::load(source) : Vector{};
+                        waits |= absent::in(rows[i]);
+                    } else {
+                        rows[i] = place[i] >= 0 ? *source : Vector{};
+                    }
+                    if (place[i] < 0) weight[i] = -1.f;
+                }
+            } while (waits);
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) add(sums, rows[i], weight[i]);
         }

@@ -446,21 +446,25 @@ public:
         }
     }
 
+    static __device__ __forceinline__ void add_biases(float (&sums)[RowTiles][MaxTokens / 2], const Biases& bias,
+                                                      const GroupedGemmParams& p) {
+        if (!p.bias) return;
+#pragma unroll
+        for (int m = 0; m < RowTiles; ++m) {
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) sums[m][i] += bias[m][i / 2 % 2];
+        }
+    }
+
     // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
-    // activation is done; a gated kind's outputs then lie where its gates were.
-    template <bool GateFirst = false>
+    // activation is done; a gated kind's outputs then lie where its gates were. kSlotWeights false: there are none.
+    template <bool GateFirst = false, bool kSlotWeights = true>
     static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
                                                         const Biases& bias, const GroupedGemmParams& p) {
         constexpr int kSums = MaxTokens / 2;
         const int lane = threadIdx.x % 32;
-        if (p.bias) {
-#pragma unroll
-            for (int m = 0; m < RowTiles; ++m) {
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[m][i] += bias[m][i / 2 % 2];
-            }
-        }
-        if (p.slot_weights) {
+        add_biases(sums, bias, p);
+        if (kSlotWeights && p.slot_weights) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
                 const int n = i / 4 * 8 + lane % 4 * 2 + i % 2;

@@ -70,6 +70,7 @@ pub fn explain(
             tokens: num_tokens,
             top_k,
             logits: Some(Logits { experts: num_experts as u32, groups: 1, plain: true }),
+            routes_inside: true,
         };
         let device = match arch {
             Some("cpu") => None,

@@ -5,7 +5,7 @@ use super::weights::{Layer, LayerDesc, Matrix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{Dtype, GroupedGemmParams, LayerParams, W13Layout};
+use crate::params::{Dtype, GroupedGemmParams, LayerParams, RoutedLayerParams, W13Layout};
 use crate::quant::Format;
 use crate::tma::{self, TensorMap};
 use crate::variants::Variant;
@@ -60,9 +60,26 @@ pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps,
     }
 }
 
-/// Both GEMMs, and perhaps the combine, in one launch.
-pub fn launch_fused(stream: &Stream<'_>, op: &str, launch: &Launch, layer: &Layer, p: &LayerParams) -> Result<()> {
+/// The maps of both weights for a layer in one launch.
+fn layer_maps<'a>(op: &str, layer: &'a Layer) -> Result<(&'a TensorMap, &'a TensorMap)> {
     let (row_tiles, consumers) = sm90::LAYER_SHAPE;
-    let [up, down] = [&layer.up_maps, &layer.down_maps].map(|maps| maps.get(op, row_tiles, consumers));
-    stream.launch(op, launch, Args::LayerSm90(up?, down?, p))
+    Ok((layer.up_maps.get(op, row_tiles, consumers)?, layer.down_maps.get(op, row_tiles, consumers)?))
+}
+
+/// Both GEMMs and the combine in one launch.
+pub fn launch_fused(stream: &Stream<'_>, op: &str, launch: &Launch, layer: &Layer, p: &LayerParams) -> Result<()> {
+    let (up, down) = layer_maps(op, layer)?;
+    stream.launch(op, launch, Args::LayerSm90(up, down, p))
+}
+
+/// The routing as well.
+pub fn launch_routed(
+    stream: &Stream<'_>,
+    op: &str,
+    launch: &Launch,
+    layer: &Layer,
+    p: &RoutedLayerParams,
+) -> Result<()> {
+    let (up, down) = layer_maps(op, layer)?;
+    stream.launch(op, launch, Args::RoutedLayerSm90(up, down, p))
 }

@@ -5,6 +5,7 @@ pub mod grouped_gemm;
 mod mxfp4;
 mod per_expert;
 pub mod plan;
+mod routed;
 pub mod routing;
 pub mod topk;
 pub mod weights;
@@ -14,9 +15,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{
-    Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, LayerParams, RouteParams, SelectParams,
-};
+use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
 use crate::quant;
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use per_expert::{Given, Scalar};
@@ -160,7 +159,11 @@ impl Stages {
         Stages { select, route, up, down, combine }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+        if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
+            let stages = (self.up, self.down, self.combine);
+            return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
+        }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         match &plan.experts {
             Experts::Gemms { up, down } => {
@@ -168,18 +171,10 @@ impl Stages {
                 grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
             }
             Experts::Fused(launch) => {
-                let counters = self.route.counters;
-                let rows_done = plan::counters(plan.max_tiles, layer.desc.hidden).rows_done();
-                let params = LayerParams {
-                    up: self.up,
-                    down: self.down,
-                    combine: self.combine,
-                    max_tiles: plan.max_tiles,
-                    tiles_done: counters.wrapping_add(Counters::TILES_DONE),
-                    rows_done: counters.wrapping_add(rows_done),
-                };
-                grouped_gemm::launch_fused(stream, "moe: GEMM1, GEMM2 and combine", launch, layer, &params)?;
+                let stages = (self.up, self.down, self.combine);
+                routed::launch_given(stream, launch, layer, &self.route, stages, plan.max_tiles)?;
             }
+            Experts::Routed(_) => return Err(Error::Unsupported("moe: routing inside without router logits".into())),
         }
         match &plan.combine {
             Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
@@ -281,9 +276,10 @@ impl<'py> Call<'_, 'py> {
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
-                let plan = MoePlan::new(desc, &gpu.device)?;
+                let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages((plan.tile_tokens, plan.max_tiles, plan.counter_count())).run_cuda(&stream, &plan, layer)?;
+                stages((plan.tile_tokens, plan.max_tiles, plan.counter_count()))
+                    .run_cuda(&stream, &plan, layer, slot)?;
             }
         }
         Ok(out_object)
@@ -408,8 +404,9 @@ pub fn moe<'py>(
             contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
             let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
             let select = selection.params(&operands, &mut contract)?;
-            let desc =
-                MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: Some(selection.logits(&select)) };
+            let routes_inside = topk::routes_inside(&select, apply_router_weight_on_input);
+            let (tokens, logits) = (x_ref.shape()[0], Some(selection.logits(&select)));
+            let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside };
             return Call { layer, x: (x, x_ref), routing: Routing::Logits(select), desc, options, out, workspace }
                 .run(&mut contract);
         }
@@ -440,7 +437,7 @@ fn forward<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
-    let desc = MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: None };
+    let desc = MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: None, routes_inside: false };
     Call {
         layer,
         x: (x, x_ref),

@@ -25,6 +25,9 @@ pub struct MoeDesc {
     pub top_k: i64,
     /// Experts with a router logit and their groups; None: ids and weights are given.
     pub logits: Option<routing::Logits>,
+    /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh): weights are made of the chosen logits alone
+    /// and multiply GEMM2's rows.
+    pub routes_inside: bool,
 }
 
 /// Where everything lies in the workspace. The same for every arch; CPU uses the same ranges.
@@ -142,6 +145,8 @@ pub enum Experts {
     },
     /// Both GEMMs and the combine.
     Fused(Launch),
+    /// And the routing.
+    Routed(Launch),
 }
 
 /// A layer call on a GPU.
@@ -203,9 +208,14 @@ impl MoePlan {
         let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows, k: layer.hidden };
         let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
         let kernels = Kernels::of(device, layer);
-        let fused = if kernels == Kernels::Hopper { sm90::layer(desc.tokens, &up, &down, device) } else { None };
-        let (tile_tokens, experts) = match (fused, kernels) {
-            (Some((tile_tokens, launch)), _) => (tile_tokens, Experts::Fused(launch)),
+        let one_launch = if kernels == Kernels::Hopper {
+            let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
+            routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
+        } else {
+            None
+        };
+        let (tile_tokens, experts) = match (one_launch, kernels) {
+            (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
             (None, Kernels::Hopper) => {
                 let tile_tokens = sm90::tile_tokens(&up, &down, device);
                 let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
@@ -228,7 +238,7 @@ impl MoePlan {
             max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             experts,
-            combine: if fused.is_some() { None } else { Some(combine(desc, element, device)) },
+            combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
         })
     }
@@ -238,6 +248,7 @@ impl MoePlan {
         let experts = match self.experts {
             Experts::Gemms { up, down } => vec![up, down],
             Experts::Fused(launch) => vec![launch],
+            Experts::Routed(launch) => return vec![launch],
         };
         self.routing.launches().chain(experts).chain(self.combine).collect()
     }
@@ -247,6 +258,7 @@ impl MoePlan {
         match self.experts {
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
+            Experts::Routed(_) => 0,
         }
     }
 }

@@ -154,6 +154,13 @@ impl Selection<'_> {
     }
 }
 
+/// Whether a layer may route inside its launch.
+pub fn routes_inside(select: &SelectParams, weights_on_input: bool) -> bool {
+    // Softmax over all experts is a sum whose order depends on the kernel.
+    let by_chosen = select.scoring != Scoring::Softmax || select.renormalize;
+    by_chosen && !weights_on_input && select.shared_experts == 0
+}
+
 struct Shared<T>(T);
 // SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
 unsafe impl<T> Send for Shared<T> {}

@@ -173,7 +173,7 @@ def foreign_context(layer, context):
     return {"loaded": loaded, "foreign": foreign, "after": after, "own": records(), "after_own": get()}
 
 
-def failing(layer, tokens):
+def failing(layer, tokens, routing="logits"):
     """Loads and calls twice: what each attempt raised, and the launches of the last."""
     errors, made = [], None
     for _ in range(2):
@@ -183,7 +183,7 @@ def failing(layer, tokens):
             except BaseException as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
-        errors.append(attempt(made.call, tokens))
+        errors.append(attempt(made.call, tokens, routing))
         mark = records()
     return {"errors": errors, "records": mark}
 

@@ -23,6 +23,7 @@ SIGNATURES = {
     "grouped_gemm_mxfp4_portable": ("GroupedGemmParams",),
     "grouped_gemm_mxfp4_sm90": ("GroupedGemmParams",),
     "layer_sm90": (128, 128, "LayerParams"),
+    "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),
     "route_e0": ("RouteParams",),

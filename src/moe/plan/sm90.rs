@@ -1,10 +1,10 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
-use super::{max_tiles, GemmDesc};
+use super::{max_tiles, GemmDesc, MoeDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::{Element, Sm90Tile, Variant, LAYER_TILE, SM90_TILES};
+use crate::variants::{Element, Sm90Tile, Variant, INNER_COLUMNS, LAYER_TILE, ROUTED_TILE, SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
@@ -19,6 +19,9 @@ fn unit_rows(tile: Sm90Tile) -> u32 {
 /// (row tiles, consumers) of the fused layer, and the weight rows of its work units.
 pub const LAYER_SHAPE: (u32, u32) = (1, 1);
 pub const LAYER_ROWS: u32 = 64;
+
+/// The schedule's tile of a layer in one launch.
+pub const LAYER_TOKENS: i32 = LAYER_TILE.tokens as i32;
 
 /// Whether a tile takes weights of this many rows: a pair of row tiles is cut into strips of 32.
 fn takes(tile: Sm90Tile, rows: u32) -> bool {
@@ -105,34 +108,63 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-/// The fused layer and its schedule's tile, where it is the faster form: few tokens of layers with large experts. us a layer, in separate
+/// Weights of an expert that is large for the forms in one launch.
+const LARGE_EXPERT: i64 = 32 << 20;
+
+fn expert_weights(up: &GemmDesc, down: &GemmDesc) -> i64 {
+    up.rows * up.k + down.rows * down.k
+}
+
+/// The fused layer, where it is the faster form: few tokens of layers with large experts. us a layer, in separate
 /// launches and fused, by M:
 ///   mixtral (E8 k2, 88 M weights an expert)   1: 114, 107   2: 182, 166   4: 261, 248   8: 333, 329   16: 347, 344
 ///   qwen3 (E128 k8, 4.7 M)                    1: 35, 36     2: 50, 52     4: 83, 85     8: 127, 131   16: 199, 206
 /// The separate launches have become 2 to 5 us faster since; sizes in between were not measured.
-pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<(i32, Launch)> {
-    const FEWEST_WEIGHTS: i64 = 32 << 20;
-    if up.rows * up.k + down.rows * down.k < FEWEST_WEIGHTS || tokens > i64::from(LAYER_TILE.tokens) {
+pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+    if expert_weights(up, down) < LARGE_EXPERT || tokens > i64::from(LAYER_TILE.tokens) {
         return None;
     }
-    let variant = LAYER_TILE.variant(up.element, up.gated);
-    let tile_tokens = LAYER_TILE.tokens as i32;
+    Some(one_launch(LAYER_TILE.variant(up.element, up.gated), up, down, device))
+}
+
+/// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots, experts,
+/// workspaces.
+const ROUTED_SLOTS: i64 = 64;
+const ROUTED_EXPERTS: i64 = 128;
+pub const ROUTED_WORKSPACES: usize = 256;
+
+/// The layer with the routing inside, where it is the faster form and there is room for its tables and tokens. us a layer, routing,
+/// GEMM1, GEMM2 and combine in separate launches, and in one (which waited on counters), by M:
+///   qwen3 (E128 k8, 4.7 M weights an expert)  1: 30.4, 28.5   2: 46.3, 46.5   4: 77.2, 76.5   8: 125.8, 131.7
+///   gpt-oss (E32 k4, 25 M)                    1: 61.7, 61.5   4: 164.2, 164.0
+///   mixtral (E8 k2, 88 M)                     1: 96.1 by `layer`, 99.0   4: 221.4, 222.8
+pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+    const MOST_TOKENS: i64 = 4;
+    let logits = desc.logits.filter(|l| l.plain && i64::from(l.experts) <= ROUTED_EXPERTS)?;
+    let fits = up.experts <= i64::from(logits.experts)
+        && up.slots <= ROUTED_SLOTS
+        && desc.tokens <= MOST_TOKENS
+        && expert_weights(up, down) < LARGE_EXPERT
+        && down.k <= i64::from(INNER_COLUMNS);
+    (fits && desc.routes_inside).then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
+}
+
+fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch {
     let row_blocks = [up, down].map(|gemm| (gemm.rows as u32).div_ceil(LAYER_ROWS));
-    let units = max_tiles(up.slots, up.experts, tile_tokens) as u32 * row_blocks.iter().sum::<u32>();
-    let launch = Launch {
+    let units = max_tiles(up.slots, up.experts, LAYER_TOKENS) as u32 * row_blocks.iter().sum::<u32>();
+    Launch {
         variant,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
         grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()),
         block: variant.threads(),
         cluster: 1,
         shared_bytes: variant.shared_bytes().unwrap_or(0),
-    };
-    Some((tile_tokens, launch))
+    }
 }
 
 pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
     let gemms = SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(element, gated)));
-    gemms.chain([LAYER_TILE.variant(element, gated)]).collect()
+    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.variant(element, gated))).collect()
 }
 
 #[cfg(test)]

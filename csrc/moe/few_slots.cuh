@@ -1,0 +1,107 @@
+// Routing of a few tokens by one CTA for itself, in shared memory: top-k, places, and one tile for each expert that has slots.
+// Every CTA that needs the tables makes them, so that nothing has to go through global memory and no launch stands before the
+// GEMMs. Ids, weights and places are those of Route.
+#pragma once
+#include <cstdint>
+
+#include "select.cuh"
+#include "slot_sort.cuh"
+
+namespace oxmoe {
+
+// Shared memory. At most kMostTokens tokens, kMost slots and kMostExperts experts; a token lists an expert at most once.
+struct FewSlots {
+    static constexpr int kMost = 64, kMostTokens = 8, kMostExperts = 128, kPerLane = kMostExperts / 32;
+    static constexpr uint32_t kNone = 255;
+
+    uint8_t expert[kMost];  // of a slot, kNone: skipped, and behind the last slot
+    uint8_t place_of_slot[kMost], slot_of_place[kMost];
+    uint32_t active[kMostExperts / 32];  // bit e: the expert has slots
+    uint32_t tiles[kMost];               // expert, first place << 16, places << 24
+    float weight[kMost];                 // of a slot
+
+    // Before a barrier and route().
+    __device__ __forceinline__ void clear() {
+        if (threadIdx.x < kMost) expert[threadIdx.x] = uint8_t(kNone);
+        if (threadIdx.x < kMostExperts / 32) active[threadIdx.x] = 0;
+    }
+
+    __device__ __forceinline__ int tile_count() const {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kMostExperts / 32; ++i) count += __popc(active[i]);
+        return count;
+    }
+
+    __device__ __forceinline__ Tile tile(int number) const {
+        const uint32_t word = tiles[number];
+        return {int(word & 0xFFFF), int(word >> 16 & 0xFF), int(word >> 24), 0};
+    }
+
+    __device__ __forceinline__ int place(int slot) const {
+        const uint32_t place = place_of_slot[slot];
+        return place == kNone ? -1 : int(place);
+    }
+
+    // By a CTA of 32 kMostTokens threads, with two barriers.
+    __device__ __forceinline__ void route(const SelectParams& select, int experts, int first_expert) {
+        const int warp = warp_of_block(), lane = threadIdx.x % 32, top_k = select.top_k, token = kMostTokens - 1 - warp;
+        const Selector<kPerLane, true> selector(select);
+        Choice choice;
+        bool mine = false;
+        if (token < select.tokens) {
+            typename Selector<kPerLane, true>::Row row;
+            float logit[kPerLane], bias[kPerLane];
+            selector.fetch(row, token);
+            const int valid = select.num_token_non_padded ? *select.num_token_non_padded : select.tokens;
+            selector.values(logit, row);
+            choice = selector.template pick<true>(logit, bias, token);
+            mine = lane < top_k;
+            const uint32_t local = uint32_t(choice.id) - uint32_t(first_expert);
+            const bool here = mine && token < valid && local < uint32_t(experts);
+            if (mine) expert[token * top_k + lane] = uint8_t(here ? local : kNone);
+            if (here) atomicOr(&active[local / 32], 1u << local % 32);
+            mine = mine && token < valid;
+        }
+        __syncthreads();
+        if (token < select.tokens) {
+            const float made = selector.weigh(choice);
+            if (lane < top_k) weight[token * top_k + lane] = mine ? made : 0.f;
+        }
+        if (int(threadIdx.x) < select.tokens * top_k) sort(threadIdx.x, select.tokens * top_k);
+        __syncthreads();
+    }
+
+private:
+    // Stable in the slot number: compares a slot with four others at a time.
+    __device__ __forceinline__ void sort(int slot, int slots) {
+        const uint32_t own = expert[slot], four = own * 0x01010101u, ones = 0x01010101u;
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(expert);
+        int less = 0, same = 0, before = 0;
+#pragma unroll 1
+        for (int i = 0; i < slots; i += 4) {
+            const uint32_t word = words[i / 4], equal = __vcmpeq4(word, four) & ones;
+            // Bytes below the slot.
+            const uint32_t earlier = slot <= i ? 0 : slot >= i + 4 ? ~0u : (1u << 8 * (slot - i)) - 1;
+            less += __popc(__vcmpltu4(word, four) & ones);
+            same += __popc(equal);
+            before += __popc(equal & earlier);
+        }
+        const bool skipped = own == kNone;
+        const int place = less + before;
+        place_of_slot[slot] = uint8_t(skipped ? int(kNone) : place);
+        if (skipped) return;
+        slot_of_place[place] = uint8_t(slot);
+        if (before > 0) return;
+        int number = 0;
+#pragma unroll
+        for (int i = 0; i < kMostExperts / 32; ++i) {
+            const uint32_t lower = own >= 32u * i + 32 ? ~0u : own <= 32u * i ? 0 : (1u << (own - 32 * i)) - 1;
+            number += __popc(active[i] & lower);
+        }
+        tiles[number] = own | uint32_t(less) << 16 | uint32_t(same) << 24;
+    }
+};
+static_assert(sizeof(FewSlots) == 720, "src/variants.rs knows it");
+
+}  // namespace oxmoe

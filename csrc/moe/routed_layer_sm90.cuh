@@ -1,0 +1,390 @@
+// A whole layer of few tokens in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. LayerSm90 with the routing inside:
+// every CTA routes for itself (few_slots.cuh), so that no table goes through global memory and weights are asked for as soon as
+// the experts are known.
+//
+// Between GEMM1 and GEMM2, and between GEMM2 and the combine, results wait for nobody but themselves: every launch marks the rows
+// of both outputs absent when it starts, and readers read them until they are there (absent.cuh).
+//
+// Counters: nobody zeroes them before the launch, so they are not the workspace's but this module's, all zero when it is loaded.
+// Launches on one workspace follow each other and have a slot of them. Each launch adds kLaunch to either counter; `started`
+// numbers them.
+//
+// Warps: 0 weight copies, 1 and 2 token copies, 3 marks, 4 to 7 the consumer warpgroup; all of them route. Sums, their K order
+// and rounding are GroupedGemmSm90's and Combine's, and so are the bits.
+//
+// Progress: CTAs wait for each other, so the grid fits on the GPU at once (the plan sees to it), and no launch that could keep
+// CTAs out waits for this one: its successors start after all of them did.
+#pragma once
+#include <cstdint>
+#include <cuda.h>
+
+#include "../common/absent.cuh"
+#include "../common/counter.cuh"
+#include "combine.cuh"
+#include "few_slots.cuh"
+#include "grouped_gemm_sm90.cuh"
+
+namespace oxmoe {
+
+struct LayerCounters {
+    static constexpr uint32_t kSlots = 256, kLaunch = 1024;
+
+    uint32_t started, marked;  // CTAs, all launches' together
+};
+static __device__ LayerCounters layer_counters[LayerCounters::kSlots];
+
+template <typename Element, bool Gated, int Tokens, int Stages>
+struct RoutedLayerSm90 {
+    static constexpr int kInnerBlocks = 32;  // up to 2048 columns between the GEMMs
+    static constexpr int kWidth = 16;        // the narrowest N that the epilogue turns
+    using Up = GroupedGemmSm90<Element, Gated, kWidth, 1, 1, Stages>;
+    using Down = GroupedGemmSm90<Element, false, kWidth, 1, 1, Stages>;
+    using CombineVector = uint32_t;
+
+    static constexpr int kRows = 64;
+    static constexpr int kBlockK = 64;
+    static constexpr int kWeightBytes = kRows * 128;
+    static constexpr int kCopyThreads = 64;
+    static_assert(Tokens == kCopyThreads / 8 && Tokens == FewSlots::kMostTokens, "a row of the tile has 8 threads");
+
+    struct alignas(128) Shared {
+        // NOTE: wgmma reads 8 columns that nobody looks at from behind the tokens.
+        uint8_t inner[kInnerBlocks][Tokens * 128];  // GEMM2's tokens, all K blocks of a unit
+        struct {
+            uint8_t tokens[Tokens * 128], weights[kWeightBytes];
+        } stage[Stages];
+        FewSlots slots;
+        uint64_t full[Stages], empty[Stages], inner_full, inner_empty;
+        uint64_t marked;  // passes once, when all CTAs have marked their parts
+    };
+
+    static constexpr int kThreads = 256;
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static constexpr int kCtas = 2;
+    static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024, "CTAs on an SM");
+
+    static __device__ __forceinline__ void run(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
+                                               const RoutedLayerParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        const int warp = warp_of_block();
+        // Constants that would otherwise be fetched when they are needed.
+        LayerCounters* counters_at = &layer_counters[p.counter_slot];
+        asm volatile("" : "+l"(counters_at));
+        asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
+        LayerCounters& counters = *counters_at;
+        shared.slots.clear();
+        if (threadIdx.x == 0) {
+#pragma unroll 1
+            for (int s = 0; s < Stages; ++s) {
+                sm90::barrier_init(&shared.full[s], 1 + kCopyThreads);
+                sm90::barrier_init(&shared.empty[s], 4);
+            }
+            sm90::barrier_init(&shared.inner_full, kCopyThreads);
+            sm90::barrier_init(&shared.inner_empty, 4);
+            sm90::barrier_init(&shared.marked, 1);
+            sm90::barrier_init_fence();
+            sm90::prefetch_tensor_map(&up_weights);
+            sm90::prefetch_tensor_map(&down_weights);
+        }
+        __syncthreads();
+        pdl::wait();
+        pdl::launch_dependents();
+        constexpr uint32_t kLaunch = LayerCounters::kLaunch;
+        const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
+        uint32_t launch = 0;
+        if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / kLaunch;
+        shared.slots.route(p.select, p.experts, p.first_expert);
+        if (warp >= 4) {
+            consume(p, shared);
+        } else if (warp == 0) {
+            copy_weights(up_weights, down_weights, p, shared);
+        } else if (warp <= kCopyThreads / 32) {
+            copy_tokens(p, shared);
+        } else {
+            mark_absent(p.layer.up, p.select);
+            mark_absent(p.layer.down, p.select);
+            __syncwarp();
+            if (threadIdx.x == 96) {
+                counter::add_share(&counters.marked, share);
+                counter::wait_past(&counters.marked, (launch + 1) * kLaunch);
+                sm90::barrier_arrive(&shared.marked);
+            }
+        }
+    }
+
+private:
+    static __device__ __forceinline__ int row_blocks(const GroupedGemmParams& p) { return (p.rows + kRows - 1) / kRows; }
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
+
+    // This CTA's part of a GEMM's output.
+    static __device__ __forceinline__ void mark_absent(const GroupedGemmParams& p, const SelectParams& select) {
+        const int vectors = select.tokens * select.top_k * (p.out_columns / 8);
+#pragma unroll 1
+        for (int i = blockIdx.x * 32 + threadIdx.x % 32; i < vectors; i += gridDim.x * 32)
+            absent::mark_16(p.out + size_t(i) * 16);
+    }
+
+    // Exact below 2^21: the error is less than half of 1 / d.
+    static __device__ __forceinline__ int divide(int n, int d) { return int((float(n) + 0.5f) * reciprocal_fast(float(d))); }
+
+    // ---- units: GEMM1's in a fixed stride, then GEMM2's ----
+
+    struct Unit {
+        WorkUnit work;
+        int tile;  // number in the schedule
+        bool down;
+    };
+
+    // This CTA's units. Those of GEMM2 go first to the CTAs that have one of GEMM1 less, the first `extra_rounds` rounds of them
+    // to these alone: GEMM2's units have the fewer bytes. With less than a round of GEMM1's there are no extra rounds: a unit
+    // whose tokens are not there yet should have a ring to itself.
+    class Units {
+        const LayerParams& p_;
+        const FewSlots& slots_;
+        int tiles_, up_, down_, extra_, alone_;
+
+    public:
+        __device__ __forceinline__ Units(const LayerParams& p, int extra_rounds, const FewSlots& slots)
+            : p_(p), slots_(slots), tiles_(slots.tile_count()), up_(blockIdx.x), extra_(0) {
+            const int grid = gridDim.x, units = tiles_ * row_blocks(p.up), rest = units - divide(units, grid) * grid;
+            const int rounds = units >= grid ? extra_rounds : 0;
+            alone_ = grid - rest;
+            if (int(blockIdx.x) >= rest)
+                down_ = int(blockIdx.x) - rest, extra_ = rounds;
+            else
+                down_ = int(blockIdx.x) + (rounds + 1) * alone_;
+        }
+
+        __device__ __forceinline__ int tiles() const { return tiles_; }
+
+        // Expert -1: no more.
+        __device__ __forceinline__ Unit next() {
+            int unit = up_, blocks = row_blocks(p_.up);
+            const bool down = unit >= tiles_ * blocks;
+            if (down) {
+                unit = down_, blocks = row_blocks(p_.down);
+                down_ += extra_ > 0 ? alone_ : int(gridDim.x);
+                --extra_;
+            } else {
+                up_ += gridDim.x;
+            }
+            const int number = divide(unit, blocks);
+            if (number >= tiles_) return {{-1, 0, 0, 0}, 0, true};
+            const Tile tile = slots_.tile(number);
+            return {{tile.expert, tile.first, tile.count, unit - number * blocks}, number, down};
+        }
+    };
+
+    // ---- weights: one thread, one box a stage ----
+
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
+                                                        const RoutedLayerParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        RingPosition<Stages> ring;
+        Units units(p.layer, p.extra_rounds, shared.slots);
+#pragma unroll 1
+        for (Unit unit = units.next(); unit.work.expert >= 0; unit = units.next()) {
+            const CUtensorMap* weights = unit.down ? &down_weights : &up_weights;
+            const int blocks = k_blocks(unit.down ? p.layer.down : p.layer.up);
+#pragma unroll 1
+            for (int block = 0; block < blocks; ++block, ring.advance()) {
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
+                sm90::copy_tensor_5d(shared.stage[ring.slot].weights, weights,
+                                     {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert},
+                                     &shared.full[ring.slot]);
+                // GEMM2's tokens come another way.
+                if (unit.down) sm90::barrier_arrive(&shared.full[ring.slot], kCopyThreads);
+            }
+        }
+    }
+
+    // ---- tokens; columns of the tile without a token keep old bytes ----
+
+    static __device__ __forceinline__ void copy_tokens(const RoutedLayerParams& params, Shared& shared) {
+        const LayerParams& p = params.layer;
+        const int thread = threadIdx.x - 32;
+        RingPosition<Stages> ring;
+        RingPosition<1> inner;
+        Units units(p, params.extra_rounds, shared.slots);
+#pragma unroll 1
+        for (Unit unit = units.next(); unit.work.expert >= 0; unit = units.next()) {
+            if (!unit.down) {
+                copy_input(p.up, unit.work, thread, shared, ring);
+                continue;
+            }
+            sm90::barrier_wait(&shared.marked, 0);
+            sm90::barrier_wait(&shared.inner_empty, inner.parity ^ 1);
+            copy_inner(p.down, unit.work, thread, shared);
+            sm90::barrier_arrive(&shared.inner_full);
+            inner.advance();
+        }
+    }
+
+    // Stage by stage; 8 neighbouring threads copy 128 bytes of a row.
+    static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, const WorkUnit& work, int thread,
+                                                      Shared& shared, RingPosition<Stages>& ring) {
+        const int chunk = thread % 8, token = thread / 8, blocks = k_blocks(p), columns = p.k / 8;
+        const uint32_t swizzled = token * 128 + ((chunk ^ token) * 16);
+        const int row = shared.slots.slot_of_place[work.first + min(token, work.count - 1)] / p.row_divisor;
+        const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(row) * columns;
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block, ring.advance()) {
+            sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+            // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+            const int column = block * 8 + chunk;
+            const bool inside = column < columns;
+            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+            if (token < work.count) sm90::copy_16_async(tokens, source + (inside ? column : 0), inside);
+            sm90::copy_async_arrive(&shared.full[ring.slot]);
+        }
+    }
+
+    // All of a unit's rows of GEMM1's output, as soon as they are there.
+    static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const WorkUnit& work, int thread,
+                                                      Shared& shared) {
+        constexpr int kBatch = 4;
+        const int columns = p.k / 8, padded = k_blocks(p) * 8, items = work.count * padded;
+        const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(work.first) * columns;
+        const uint32_t inner = sm90::shared_address(shared.inner);
+#pragma unroll 1
+        for (int first = thread; first < items; first += kBatch * kCopyThreads) {
+            const uint4* from[kBatch];
+            uint32_t to[kBatch];
+            uint4 value[kBatch];
+            uint32_t waiting = 0;
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int item = first + i * kCopyThreads, token = divide(item, padded), column = item - token * padded;
+                to[i] = inner + (column / 8 * Tokens + token) * 128 + ((column % 8 ^ token) * 16);
+                from[i] = source + token * columns + column;
+                value[i] = {};
+                if (item < items && column < columns) waiting |= 1u << i;
+            }
+            do {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (waiting >> i & 1) value[i] = absent::load(from[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (!absent::in(value[i])) waiting &= ~(1u << i);
+                }
+            } while (waiting);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (first + i * kCopyThreads < items) sm90::store_shared_16(to[i], value[i]);
+            }
+        }
+    }
+
+    // ---- consumers ----
+
+    static __device__ __forceinline__ void consume(const RoutedLayerParams& params, Shared& shared) {
+        const LayerParams& p = params.layer;
+        RingPosition<Stages> ring;
+        RingPosition<1> inner;
+        Units units(p, params.extra_rounds, shared.slots);
+#pragma unroll 1
+        for (Unit unit = units.next(); unit.work.expert >= 0; unit = units.next()) {
+            float sums[1][kWidth / 2];
+#pragma unroll
+            for (int i = 0; i < kWidth / 2; ++i) sums[0][i] = 0.f;
+            // The same in all lanes, but ptxas must know: then the loop and descriptors live in uniform registers.
+            const int blocks = __shfl_sync(0xFFFFFFFF, k_blocks(unit.down ? p.down : p.up), 0);
+            typename Down::Biases bias;
+            if (!unit.down) {
+                Up::load_biases(unit.work, p.up, bias);
+                Down::template multiply<kWidth>(blocks, sums, shared, ring);
+                sm90::barrier_wait(&shared.marked, 0);
+                const bool activated = Up::template prepare_sums<false, false>(unit.work, sums, bias, p.up);
+                if (Gated && !activated)
+                    store<Up, false>(unit.work, sums, p.up);
+                else
+                    store<Up, true>(unit.work, sums, p.up);
+            } else {
+                Down::load_biases(unit.work, p.down, bias);
+                // Its tokens came after the marks.
+                sm90::barrier_wait(&shared.inner_full, inner.parity);
+                multiply_inner(blocks, sums, shared, ring);
+                sm90::barrier_arrive_if(&shared.inner_empty, threadIdx.x % 32 == 0);
+                inner.advance();
+                Down::add_biases(sums, bias, p.down);
+                store<Down, true>(unit.work, sums, p.down);
+            }
+        }
+        sm90::barrier_wait(&shared.marked, 0);
+        combine(p, shared);
+    }
+
+    // Down::multiply with all tokens there: nothing but a stage's weights is waited for, and a stage is released two later.
+    static __device__ __forceinline__ void multiply_inner(int blocks, float (&sums)[1][kWidth / 2], Shared& shared,
+                                                          RingPosition<Stages>& ring) {
+        const bool is_lane_0 = threadIdx.x % 32 == 0;
+        uint32_t tokens = sm90::shared_address(shared.inner);
+        int before = 0, previous = 0;
+        sm90::fence_async_proxy();
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block, ring.advance(), tokens += Tokens * 128) {
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights);
+            sm90::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kBlockK / 16; ++i) {
+                sm90::Wgmma<Element, kWidth>::multiply(sums[0], sm90::descriptor_128b(weights, i * 32),
+                                                       sm90::descriptor_128b(tokens, i * 32), true);
+            }
+            sm90::wgmma_commit();
+            sm90::wgmma_wait<2>();
+            sm90::barrier_arrive_if(&shared.empty[before], block > 1 && is_lane_0);
+            before = previous;
+            previous = ring.slot;
+        }
+        sm90::wgmma_wait<0>();
+        sm90::barrier_arrive_if(&shared.empty[before], blocks > 1 && is_lane_0);
+        sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
+    }
+
+    // As they lie in registers, 8 lanes 16 bytes of a token: no barrier, and for few tokens no more stores than turned ones.
+    template <typename Gemm, bool Activated>
+    static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[1][kWidth / 2],
+                                                 const GroupedGemmParams& p) {
+        constexpr int kHalves = Gemm::kGated ? 1 : 2;
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, token = lane % 4 * 2;
+        const SwigluFunction swiglu(p.activation);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            const int column = ((work.row_block * 4 + warp) * kHalves + half) * 8 + lane / 4;
+            const float* d = &sums[0][2 * half];
+            uint32_t packed;
+            if constexpr (Gemm::kGated && !Activated)
+                packed = pack<Element>(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
+            else
+                packed = pack<Element>(d[0], d[1]);
+            packed = absent::avoided(packed);
+            const int limit = column < p.out_columns ? work.count - token : 0;
+            Element* out = reinterpret_cast<Element*>(p.out) + size_t(work.first + token) * p.out_columns + column;
+            absent::store_2_if(out, packed, 0 < limit);
+            absent::store_2_if(out + p.out_columns, packed >> 16, 1 < limit);
+        }
+    }
+
+    // This CTA's part of the layer's output: groups of 8 threads with 32 bytes of a row.
+    static __device__ __forceinline__ void combine(const LayerParams& p, const Shared& shared) {
+        constexpr int kColumns = sizeof(CombineVector) / 2, kGroup = 8, kGroups = 128 / kGroup;
+        const int rows = Combine<Element>::row_count(p.combine), columns = p.combine.hidden / kColumns;
+        const int row_groups = (columns + kGroup - 1) / kGroup, groups = rows * row_groups;
+        const bool weighted = p.combine.weights != nullptr;
+#pragma unroll 1
+        for (int group = blockIdx.x + threadIdx.x % 128 / kGroup * gridDim.x; group < groups; group += kGroups * gridDim.x) {
+            const int row = divide(group, row_groups), column = (group - row * row_groups) * kGroup + threadIdx.x % kGroup;
+            if (column >= columns) continue;
+            Combine<Element>::template sum_vector<CombineVector, true>(
+                p.combine, row, column, [&](size_t slot) { return shared.slots.place(int(slot)); },
+                [&](size_t slot) { return weighted ? shared.slots.weight[slot] : 1.f; }, [] { return true; });
+        }
+    }
+};
+
+}  // namespace oxmoe
