@@ -266,6 +266,12 @@ impl<'a> Stream<'a> {
                 attributes[1].value.clusterDim.z = 1;
                 count = 2;
             }
+            // Its CTAs wait for each other: all of them start, or none, also beside another stream's kernels.
+            if matches!(launch.variant, Variant::LayerSm90 { .. }) {
+                attributes[count as usize].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+                attributes[count as usize].value.cooperative = 1;
+                count += 1;
+            }
         }
         let config = sys::CUlaunchConfig {
             gridDimX: launch.grid,

@@ -131,7 +131,9 @@ def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[di
             assert launch["stream"] == STREAM and launch["context"] == CONTEXT
             assert launch["grid"][1:] == launch["block"][1:] == launch["cluster"][1:] == [1, 1]
             assert launch["pdl"] == (capability >= 90)
-            assert launch["attributes"] == (capability >= 90) + (launch["cluster"][0] > 1)
+            together = launch["kernel"].startswith(("layer_sm90", "routed_layer_sm90"))
+            assert launch["cooperative"] == together
+            assert launch["attributes"] == (capability >= 90) + (launch["cluster"][0] > 1) + together
             assert launch["shared"] <= min(limit, launch["shared_limit"])
             assert launch["cluster"][0] <= (1 if capability < 90 else 8 if capability >= 120 else 16)
         # A call asks the driver for launches alone: kernels, attributes and tensor maps come with the weights.

@@ -133,17 +133,17 @@ const ROUTED_SLOTS: i64 = 64;
 const ROUTED_EXPERTS: i64 = 128;
 pub const ROUTED_WORKSPACES: usize = 256;
 
-/// The layer with the routing inside, where it is the faster form and there is room for its tables and tokens. us a layer, routing,
-/// GEMM1, GEMM2 and combine in separate launches, and in one (which waited on counters), by M:
-///   qwen3 (E128 k8, 4.7 M weights an expert)  1: 30.4, 28.5   2: 46.3, 46.5   4: 77.2, 76.5   8: 125.8, 131.7
-///   gpt-oss (E32 k4, 25 M)                    1: 61.7, 61.5   4: 164.2, 164.0
-///   mixtral (E8 k2, 88 M)                     1: 96.1 by `layer`, 99.0   4: 221.4, 222.8
+/// The layer with the routing inside, where there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
+/// separate launches, and in one, by M:
+///   qwen3 (E128 k8 I768, 4.7 M weights an expert)  1: 30.4, 26.4   2: 46.4, 42.9   4: 77.9, 71.3   8: 126.9, 121.2
+///   qwen3 TP 4 (I192)                              1: 20.0, 14.9   4: 29.2, 27.0
+///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
+/// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
 pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    const MOST_TOKENS: i64 = 4;
     let logits = desc.logits.filter(|l| l.plain && i64::from(l.experts) <= ROUTED_EXPERTS)?;
     let fits = up.experts <= i64::from(logits.experts)
         && up.slots <= ROUTED_SLOTS
-        && desc.tokens <= MOST_TOKENS
+        && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
     (fits && desc.routes_inside).then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
