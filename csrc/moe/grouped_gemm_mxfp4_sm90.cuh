@@ -35,6 +35,7 @@ struct GroupedGemmMxfp4Sm90 {
     // K16 steps in a wgmma group.
     static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
     static constexpr bool kMmaSync = MaxTokens <= 32;
+    static constexpr int kReaders = kMmaSync ? 4 : 128;  // arrivals of a warpgroup that free a stage
     // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
     // make.
     static constexpr bool kMovesRegisters = MaxTokens >= 64;
@@ -58,7 +59,7 @@ struct GroupedGemmMxfp4Sm90 {
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-        if (threadIdx.x == 0) Base::init_barriers(shared);
+        if (threadIdx.x == 0) Base::init_barriers(shared, kReaders * Consumers);
         __syncthreads();
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
@@ -177,7 +178,7 @@ private:
             if (!Base::has_rows(p, work, Base::consumer_index())) {
                 for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    sm90::barrier_arrive_if(&shared.empty[ring.slot], threadIdx.x % 32 == 0);
+                    release(&shared.empty[ring.slot], true);
                 }
                 continue;
             }
@@ -215,10 +216,11 @@ private:
         }
     }
 
-    // A stage is free when every lane has read its part of it.
+    // Frees a stage that all lanes of a warp have read. NOTE: by every lane beside wgmma, where ptxas takes a warp for converged
+    // and drops what would hold one lane's arrival back until the others have read.
     static __device__ __forceinline__ void release(uint64_t* empty, bool condition) {
-        __syncwarp();
-        sm90::barrier_arrive_if(empty, condition);
+        if constexpr (kMmaSync) __syncwarp();
+        sm90::barrier_arrive_if(empty, condition && (!kMmaSync || threadIdx.x % 32 == 0));
     }
 
     // A block's weights and half a block's tokens in registers.
@@ -301,25 +303,24 @@ private:
                     }
                 }
             }
-            release(&shared.empty[ring.slot], lane == 0);
+            release(&shared.empty[ring.slot], true);
         }
     }
 
     template <int Width>
     static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
-        const bool is_lane_0 = threadIdx.x % 32 == 0;
         int previous = 0, block = 0;
 #pragma unroll 1
         for (; block + Blocks <= k_blocks; block += Blocks, ring.advance()) {
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::fence_async_proxy();
             multiply_blocks<Width, Blocks>(sums, shared.stage[ring.slot], consumer, 0,
-                                           [&] { release(&shared.empty[previous], block > 0 && is_lane_0); });
+                                           [&] { release(&shared.empty[previous], block > 0); });
             previous = ring.slot;
         }
         sm90::wgmma_wait<0>();
-        release(&shared.empty[previous], block > 0 && is_lane_0);
+        release(&shared.empty[previous], block > 0);
         // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
         if (Blocks == 1 || block == k_blocks) return;
         sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
@@ -329,7 +330,7 @@ private:
             multiply_blocks<Width, 1>(sums, shared.stage[ring.slot], consumer, i, [] {});
             sm90::wgmma_wait<0>();
         }
-        release(&shared.empty[ring.slot], is_lane_0);
+        release(&shared.empty[ring.slot], true);
         ring.advance();
     }
 

@@ -124,7 +124,7 @@ struct GroupedGemmSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
-            init_barriers(shared);
+            init_barriers(shared, 4 * Consumers);
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
@@ -148,11 +148,11 @@ struct GroupedGemmSm90 {
     // What follows also serves the fused layer and the MXFP4 kernel: `Buffers` is any struct with the members of Shared they use.
 
     template <typename Buffers>
-    static __device__ __forceinline__ void init_barriers(Buffers& shared) {
+    static __device__ __forceinline__ void init_barriers(Buffers& shared, int readers) {
 #pragma unroll 1
         for (int s = 0; s < Stages; ++s) {
             sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
-            sm90::barrier_init(&shared.empty[s], 4 * Consumers);
+            sm90::barrier_init(&shared.empty[s], readers);
         }
         for (int u = 0; u < kUnitSlots; ++u) {
             sm90::barrier_init(&shared.unit_full[u], 32);
