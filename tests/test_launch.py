@@ -426,7 +426,7 @@ FAILED, ILLEGAL, MEMORY = 719, 700, 2  # launch failed, illegal address, out of 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_failed_launch_names_op_kernel_and_grid(run: Run, capability: int, nth: int) -> None:
-    result = run(capability, "failing", {"layer": SMALL, "tokens": 7}, fail=f"cuLaunchKernelEx:{nth}:{FAILED}")
+    result = run(capability, "failing", {"layer": SMALL, "tokens": 9}, fail=f"cuLaunchKernelEx:{nth}:{FAILED}")
     check_failure(result, nth, ["routing", "GEMM1", "GEMM2", "combine"])
 
 
@@ -469,14 +469,14 @@ def check_failure(result: dict[str, Any], nth: int, stages: list[str]) -> None:
 def test_failed_load_is_an_error_and_can_be_tried_again(
     run: Run, capability: int, function: str, code: int, name: str
 ) -> None:
-    result = run(capability, "failing", {"layer": SMALL, "tokens": 7}, fail=f"{function}:1:{code}")
+    result = run(capability, "failing", {"layer": SMALL, "tokens": 9}, fail=f"{function}:1:{code}")
     error, second = result["errors"]
     assert error.startswith("RuntimeError: ") and name in error and "internal error" not in error
     assert second is None and len(launches(result["records"])) == 4
 
 
 def test_failed_tensor_map_prints_its_numbers(run: Run) -> None:
-    result = run(90, "failing", {"layer": SMALL, "tokens": 7}, fail="cuTensorMapEncodeTiled:2:1")
+    result = run(90, "failing", {"layer": SMALL, "tokens": 9}, fail="cuTensorMapEncodeTiled:2:1")
     error, second = result["errors"]
     assert error.startswith("RuntimeError: cuTensorMapEncodeTiled") and "box" in error and "strides" in error
     assert second is None
