@@ -516,8 +516,8 @@ impl Variant {
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::LayerSm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4ScaleBytes | Variant::Mxfp4Layout { .. }) => 8,
-            (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize) => 4,
+            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
+            (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             _ => 1,
         }

@@ -278,3 +278,12 @@ fn workspace_never_shrinks_with_tokens() {
         }
     }
 }
+
+#[test]
+fn kernels_ask_for_no_more_threads_than_an_sm_has() {
+    for variant in variants::all() {
+        // Of sm_86, 89 and 120 1536, which ptxas holds launch bounds to.
+        let most = if variant.runs_on("80") { 1536 } else { 2048 };
+        assert!(variant.threads() * variant.ctas_per_multiprocessor() <= most, "{}", variant.symbol());
+    }
+}
