@@ -32,7 +32,7 @@ class Rank:
         self.all = dist.group.WORLD
         # Every process takes part in making every group.
         groups = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
-        self.pair = groups[min(rank // 2, len(groups) - 1)]
+        self.pair = groups[min(rank // 2, len(groups) - 1)] if groups else self.all
 
     def group(self, size: int) -> dist.ProcessGroup:
         return self.all if size == self.world else self.pair
