@@ -7,6 +7,7 @@
 
 #include "../common/element.cuh"
 #include "../common/pdl.cuh"
+#include "memory.cuh"
 #include "oxmoe/src/params.rs.h"
 
 namespace oxmoe::allreduce {
@@ -20,8 +21,6 @@ constexpr uint32_t kEmpty = 0xFFFFFFFFu;
 constexpr uint32_t kOtherNaN = 0x7FFFFFFFu;
 constexpr uint64_t kNoHeader = ~0ull;
 constexpr uint64_t kTimeout = 1, kMismatch = 2;
-
-using Chunk = uint4;
 
 // First bytes of a rank's workspace; headers of both parities follow at the next line, 16 bytes a sender.
 struct alignas(128) Control {
@@ -42,36 +41,6 @@ __device__ __forceinline__ Control* control(const AllReduceParams& p, int rank) 
     return reinterpret_cast<Control*>(workspace(p, rank));
 }
 
-// Memory between GPUs. PTX promises that each half of v2.b64 is one access, not that both together are: one word of each is
-// tested.
-
-__device__ __forceinline__ Chunk load_relaxed(const Chunk* from) {
-    union {
-        Chunk chunk;
-        uint64_t half[2];
-    } v;
-    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(v.half[0]), "=l"(v.half[1]) : "l"(from) : "memory");
-    return v.chunk;
-}
-
-__device__ __forceinline__ void store_relaxed(Chunk* to, Chunk value) {
-    union {
-        Chunk chunk;
-        uint64_t half[2];
-    } v{value};
-    asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(v.half[0]), "l"(v.half[1]) : "memory");
-}
-
-__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* from) {
-    uint64_t value;
-    asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_relaxed(uint64_t* to, uint64_t value) {
-    asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ bool is_written(const Chunk& v) { return v.x != kEmpty && v.z != kEmpty; }
 
 __device__ __forceinline__ Chunk sendable(Chunk v) {
@@ -81,12 +50,6 @@ __device__ __forceinline__ Chunk sendable(Chunk v) {
 }
 
 __device__ __forceinline__ Chunk empty_chunk() { return {kEmpty, kEmpty, kEmpty, kEmpty}; }
-
-__device__ __forceinline__ uint64_t nanoseconds() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
 
 // The host sees a fault without synchronising. The fault is written last: it says that the rest is there.
 __device__ __forceinline__ void tell_host(const AllReduceParams& p, uint64_t fault) {
@@ -146,10 +109,9 @@ public:
 
 // Every thread reads the epoch; one of the grid passes on a fault that a peer left here since the last call.
 __device__ __forceinline__ uint32_t begin_call(const AllReduceParams& p) {
-    uint64_t error, counts;
-    asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(error), "=l"(counts) : "l"(control(p, p.rank)) : "memory");
-    if (error && blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, error);
-    return uint32_t(counts);
+    const ulonglong2 read = load_pair(&control(p, p.rank)->error);
+    if (read.x && blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, read.x);
+    return uint32_t(read.y);  // `arrived` is its upper half
 }
 
 // By all threads of a CTA once they hold the epoch: late enough that nobody reads the new one, early enough to hide it.
