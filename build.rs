@@ -30,7 +30,7 @@ fn main() {
     for name in ["OXMOE_NVCC", "OXMOE_CUDA_ARCHS", "OXMOE_KERNEL_CACHE", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
-    for path in ["csrc", "src/params.rs", "src/variants.rs", "build.rs"] {
+    for path in ["csrc", "src/params.rs", "src/variants.rs", "src/variants", "build.rs"] {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -207,7 +207,8 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
-    let mut text = String::from("#[allow(unused_imports)]\nuse crate::variants::{Element::*, Variant::*};\n\n");
+    let mut text =
+        String::from("#[allow(unused_imports)]\nuse crate::variants::{AllReduce::*, Element::*, Variant::*};\n\n");
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));
         let _ = writeln!(text, "static IMAGE_{i}: &Image<[u8]> = &Image(*include_bytes!({path:?}));");

@@ -3,8 +3,8 @@
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
-    CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params, QuantizeMxfp4Params,
-    RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, SelectParams,
+    AllReduceParams, CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params,
+    QuantizeMxfp4Params, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, SelectParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::Variant;
@@ -82,6 +82,7 @@ pub enum Args<'a> {
     ScaleBytes(&'a ScaleBytesParams),
     LayoutMxfp4(&'a LayoutMxfp4Params),
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
+    AllReduce(&'a AllReduceParams),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -105,6 +106,7 @@ impl Args<'_> {
             Args::ScaleBytes(p) => [address(p), none, none],
             Args::LayoutMxfp4(p) => [address(p), none, none],
             Args::QuantizeMxfp4(p) => [address(p), none, none],
+            Args::AllReduce(p) => [address(p), none, none],
         }
     }
 
@@ -131,6 +133,7 @@ impl Args<'_> {
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
+                | (Args::AllReduce(_), Variant::AllReduce(_))
         )
     }
 }

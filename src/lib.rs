@@ -19,6 +19,8 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _oxmoe {
     #[pymodule_export]
+    use crate::allreduce::gpu::{allreduce_unsupported, AllReduceMemory};
+    #[pymodule_export]
     use crate::allreduce::{allreduce_bytes, allreduce_finish, allreduce_message, allreduce_shape};
     #[pymodule_export]
     use crate::device_info;

@@ -347,6 +347,52 @@ pub mod ffi {
         up: bool,
     }
 
+    /// Every rank's all-reduce workspace (src/allreduce/protocol.rs) as it is mapped here. Kernels read it as an array.
+    #[derive(Clone, Copy, Debug)]
+    struct Workspaces {
+        rank0: *mut u8,
+        rank1: *mut u8,
+        rank2: *mut u8,
+        rank3: *mut u8,
+        rank4: *mut u8,
+        rank5: *mut u8,
+        rank6: *mut u8,
+        rank7: *mut u8,
+    }
+
+    /// One all-reduce. Tensors are `[tokens, hidden]` and start at multiples of 16 bytes; a chunk is 16 bytes.
+    #[derive(Clone, Copy, Debug)]
+    struct AllReduceParams {
+        workspaces: Workspaces,
+        /// Host memory that the device can write: fault word (0: none), this rank's shape word, that of a peer that disagrees.
+        report: *mut u64,
+        input: *const u8,
+        /// Null where there is no norm, as are `gamma` (`[hidden]`), `residual_out` and `norm_out`; then `output` is written.
+        residual_in: *const u8,
+        gamma: *const u8,
+        output: *mut u8,
+        residual_out: *mut u8,
+        norm_out: *mut u8,
+        /// Byte offset of the first slot in every workspace, bytes of a slot; two-shot: byte offset of the gathered sums.
+        slots: u64,
+        slot_bytes: u64,
+        gathered: u64,
+        deadline_ns: u64,
+        /// What all ranks must agree on.
+        shape: u64,
+        rank: i32,
+        tokens: i32,
+        row_chunks: i32,
+        /// Two-shot: chunks of an owner's range, CTAs of each stage.
+        range: i32,
+        scatter_ctas: i32,
+        reduce_ctas: i32,
+        finish_ctas: i32,
+        epsilon: f32,
+        /// Added to gamma.
+        weight_bias: f32,
+    }
+
     /// E8M0 bytes of fp32 powers of two.
     #[derive(Clone, Copy, Debug)]
     struct ScaleBytesParams {

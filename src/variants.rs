@@ -1,11 +1,22 @@
 //! The table of kernel instantiations. `build.rs` includes this file and writes one stub per row; the host looks rows up by value.
 //! No dependencies: it must compile inside the build script too.
 
-/// Element type of activations and weights in a kernel.
+#[path = "variants/allreduce.rs"]
+pub mod allreduce;
+#[path = "variants/layer.rs"]
+mod layer;
+
+pub use allreduce::AllReduce;
+use layer::layer_shared_bytes;
+#[allow(unused_imports)] // the build script needs but some of them
+pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+
+/// Element type of activations and weights in a kernel; F32 in all-reduces alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     F16,
     Bf16,
+    F32,
 }
 
 /// One kernel instantiation.
@@ -91,6 +102,7 @@ pub enum Variant {
     /// Numbers to MXFP4 and back.
     Mxfp4Quantize,
     Mxfp4Dequantize,
+    AllReduce(AllReduce),
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -143,6 +155,7 @@ pub fn all() -> Vec<Variant> {
     }
     rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
     rows.extend(CONVERSIONS);
+    rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
     rows
 }
 
@@ -151,6 +164,7 @@ impl Element {
         match self {
             Element::F16 => "__half",
             Element::Bf16 => "__nv_bfloat16",
+            Element::F32 => "float",
         }
     }
 
@@ -158,6 +172,7 @@ impl Element {
         match self {
             Element::F16 => "f16",
             Element::Bf16 => "bf16",
+            Element::F32 => "f32",
         }
     }
 }
@@ -216,6 +231,7 @@ impl Variant {
                 let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
                 format!("mxfp4_layout_{what}{back}")
             }
+            Variant::AllReduce(kernel) => kernel.symbol(),
         }
     }
 
@@ -254,6 +270,7 @@ impl Variant {
             Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
             Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
             Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
+            Variant::AllReduce(kernel) => kernel.device_type(),
         }
     }
 
@@ -276,6 +293,7 @@ impl Variant {
             }
             Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
+            Variant::AllReduce(kernel) => kernel.header(),
         }
     }
 
@@ -315,6 +333,7 @@ impl Variant {
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
                 ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
             }
+            Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
         }
     }
 
@@ -330,6 +349,8 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { gated, .. } | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
                 format!("{header}_{}", gated_name(gated))
             }
+            // Names of their own among headers of other folders.
+            Variant::AllReduce(_) => format!("allreduce_{header}"),
             _ => header.into(),
         }
     }
@@ -437,32 +458,6 @@ pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
     Mxfp4Sm90Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
 ];
 
-/// Tile of the fused layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerTile {
-    pub tokens: u32,
-    pub stages: u32,
-    pub routed: bool,
-}
-
-impl LayerTile {
-    pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let LayerTile { tokens, stages, routed } = self;
-        Variant::LayerSm90 { element, gated, tokens, stages, routed }
-    }
-}
-
-/// The fused layer's only ones, without and with the routing inside.
-pub const LAYER_TILE: LayerTile = LayerTile { tokens: 8, stages: 12, routed: false };
-pub const INNER_COLUMNS: u32 = 2048; // most between the GEMMs
-pub const ROUTED_TILE: LayerTile = LayerTile { tokens: 8, stages: 8, routed: true };
-
-/// Bytes of `Shared`: stages, barriers, two staged chunks of 16 outputs and a word; routed, GEMM2's tokens, three barriers and `FewSlots`.
-fn layer_shared_bytes(tokens: u32, stages: u32, routed: bool) -> Option<u32> {
-    let rest = if routed { INNER_COLUMNS * 2 * tokens + 24 + 720 } else { 2 * 16 * 128 + 4 };
-    Some((stages * (tokens * 128 + 8192) + 2 * 8 * stages + rest).next_multiple_of(128))
-}
-
 impl Variant {
     fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
         match *self {
@@ -494,7 +489,7 @@ impl Variant {
         }
     }
 
-    /// Threads of a CTA; of routing kernels the most that a launch may ask for.
+    /// Threads of a CTA; of routing and all-reduce kernels the most that a launch may ask for.
     pub fn threads(&self) -> u32 {
         match *self {
             Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
@@ -505,6 +500,7 @@ impl Variant {
             Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
             Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
+            Variant::AllReduce(kernel) => kernel.threads(),
             _ => 1024,
         }
     }
@@ -519,6 +515,7 @@ impl Variant {
             (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
+            (.., Variant::AllReduce(kernel)) => kernel.ctas_per_multiprocessor(),
             _ => 1,
         }
     }
@@ -532,7 +529,7 @@ impl Variant {
             }
             (_, Some(tile), _) => Some(tile.shared_bytes()),
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
-            (.., Variant::Combine { .. } | Variant::Ragged) => Some(0),
+            (.., Variant::Combine { .. } | Variant::Ragged | Variant::AllReduce(_)) => Some(0),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }

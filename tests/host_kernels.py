@@ -18,7 +18,15 @@ import pytest
 from fake_cuda.harness import STRUCTS
 
 ROOT = Path(__file__).parents[1]
-TYPES = {"bool": "bool", "i32": "int32_t", "u32": "uint32_t", "i64": "int64_t", "f32": "float", "u8": "uint8_t"}
+TYPES = {
+    "bool": "bool",
+    "i32": "int32_t",
+    "u32": "uint32_t",
+    "i64": "int64_t",
+    "u64": "uint64_t",
+    "f32": "float",
+    "u8": "uint8_t",
+}
 
 PRELUDE = r"""
 #include <algorithm>

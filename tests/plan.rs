@@ -89,8 +89,9 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
         }
         chosen.insert(routing::ragged(1).variant);
     }
-    // Loading weights is no part of a layer's plan.
+    // Loading weights is no part of a layer's plan, nor are all-reduces, whose own plan is tested beside it.
     chosen.extend(variants::CONVERSIONS);
+    chosen.extend(variants::allreduce::all().into_iter().map(Variant::AllReduce));
     let unknown: Vec<_> = chosen.difference(&table).collect();
     assert!(unknown.is_empty(), "chosen and not built: {unknown:#?}");
     let idle: Vec<_> = table.difference(&chosen).collect();

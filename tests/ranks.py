@@ -32,17 +32,21 @@ class Rank:
         self.all = dist.group.WORLD
         # Every process takes part in making every group.
         groups = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
-        self.pair = groups[min(rank // 2, len(groups) - 1)]
+        self.pair = groups[min(rank // 2, len(groups) - 1)] if groups else self.all
 
     def group(self, size: int) -> dist.ProcessGroup:
         return self.all if size == self.world else self.pair
 
 
-def _work(connection: Any, rank: int, world: int, port: int) -> None:
+def _work(connection: Any, rank: int, world: int, port: int, gpus: bool) -> None:
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Loopback, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["RAYON_NUM_THREADS"] = "1"
     me = Rank(rank, world, port)
+    if gpus:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     while True:
         try:
             function, args = connection.recv()
@@ -55,9 +59,9 @@ def _work(connection: Any, rank: int, world: int, port: int) -> None:
 
 
 class Crew:
-    """Processes that wait for functions to run, one a rank."""
+    """Processes that wait for functions to run, one a rank; with `gpus` each has GPU number rank as its current one."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, gpus: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "oxmoe"])
         with socket.socket() as probe:
@@ -66,7 +70,7 @@ class Crew:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, world, port), daemon=True)
+            process = context.Process(target=_work, args=(theirs, rank, world, port, gpus), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -324,7 +324,7 @@ def test_cuda_tensors_are_refused() -> None:
     operands["rms_gamma"] = CudaTensor((64,), "bfloat16")
     kind, text = raised(lambda: oxmoe.allreduce_fusion(x, workspace, 1, **operands))
     assert kind == "NotImplementedError" and text.startswith(
-        "input: is on cuda:0; allreduce_fusion serves tensors on cpu"
+        "input: is on cuda:0; this workspace serves tensors on cpu"
     )
     workspace.destroy()
 

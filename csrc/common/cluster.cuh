@@ -33,6 +33,23 @@ __device__ __forceinline__ void arrive_relaxed() {
 #endif
 }
 
+// Arrival after which what this thread wrote before is visible to whoever waits.
+__device__ __forceinline__ void arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// `value` to the place of `local` in the shared memory of CTA `rank`.
+__device__ __forceinline__ void store(float* local, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(
+                     uint32_t(__cvta_generic_to_shared(local))),
+                 "r"(rank), "f"(value)
+                 : "memory");
+#endif
+}
+
 __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

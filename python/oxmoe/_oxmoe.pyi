@@ -8,7 +8,7 @@ expected, got), NotImplementedError for a combination no kernel serves (it lists
 missing driver, a GPU this wheel has no kernels for, or a CUDA error. When an error is raised nothing has been written.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 Tensor = Any
 
@@ -340,6 +340,45 @@ def allreduce_finish(operands: Any, messages: list[Tensor | bytes]) -> Tensor:
 
     Returns norm_out, else quant_out, else residual_out, else output.
     """
+
+@final
+class AllReduceMemory:
+    """One rank's all-reduce memory on a GPU, mapped by all ranks. `create_allreduce_fusion_workspace` makes it."""
+
+    def __new__(
+        cls,
+        device: int,
+        world_size: int,
+        rank: int,
+        bytes: int,  # of the largest message
+        dtype: str,  # whose kernels are loaded now; others at their first call
+        *,
+        force_oneshot_support: bool = False,
+    ) -> AllReduceMemory: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def descriptor(self) -> int:
+        """The file descriptor that peers map this memory by. It stays this object's; `open` closes it."""
+
+    def open(self, descriptors: list[int]) -> None:
+        """Maps every peer's memory; descriptors by rank, this rank's is not looked at. The caller closes them."""
+
+    def launch(self, operands: Any, deadline: float, use_oneshot: bool | None = None) -> Tensor:
+        """One all-reduce on torch's current stream. Returns what `allreduce_finish` returns. deadline: seconds."""
+
+    def fault(self) -> tuple[bool, str] | None:
+        """What went wrong on the GPU, as far as is known without waiting: (whether it was a wait, text)."""
+
+    def synchronize(self) -> None:
+        """Waits for this GPU; then `fault` knows what peers have reported too."""
+
+    def close(self) -> None:
+        """Waits for this GPU and unmaps everything. A second call does nothing."""
+
+def allreduce_unsupported(device: int, world_size: int) -> str | None:
+    """Why a group of world_size ranks on GPU `device` cannot all-reduce CUDA tensors; None if it can."""
 
 def allreduce_shape(word: int) -> str:
     """A shape word in words: "pattern kAllReduce of bfloat16 [6, 2880]"."""

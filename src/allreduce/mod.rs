@@ -1,10 +1,13 @@
-//! `allreduce_fusion`: all-reduce + residual + RMSNorm + quantisation. `protocol.rs` is what GPUs will speak; CPU tensors exchange bytes
-//! through their process group (python/oxmoe/allreduce.py) and are added here.
+//! `allreduce_fusion`: all-reduce + residual + RMSNorm + quantisation. GPUs speak `protocol.rs` (`gpu.rs`, csrc/allreduce/); CPU tensors
+//! exchange bytes through their process group (python/oxmoe/allreduce.py) and are added here.
 
+pub mod gpu;
+mod memory;
 #[cfg(test)]
 mod model;
 mod operands;
 mod pattern;
+pub mod plan;
 pub mod protocol;
 
 use crate::contract;
@@ -29,6 +32,7 @@ unsafe impl<T> Sync for Shared<T> {}
 pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
     guard(|| {
         let checked = operands.check()?;
+        checked.on_cpu()?;
         let word = checked.shape.word();
         let Some((contribution, out)) = checked.contribution()? else {
             return Ok((word, operands.input.clone()));
@@ -53,6 +57,7 @@ pub fn allreduce_finish<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
         let checked = operands.check()?;
+        checked.on_cpu()?;
         let dtype = checked.shape.dtype;
         let bytes = checked.bytes();
         let mut kept = Vec::with_capacity(messages.len());

@@ -97,10 +97,11 @@ impl<'py> Operands<'py> {
         };
         let Some(leader) = leader else { contract!("residual_in: {} needs it", pattern.name) };
         let leader = TensorRef::borrow(name, leader)?;
-        if let Place::Cuda(_) = leader.place {
+        let served = pattern.source == Source::Input && pattern.narrow == Narrow::None;
+        if leader.place != Place::Cpu && !served {
             return Err(Error::Unsupported(format!(
-                "{name}: is on {}; allreduce_fusion serves tensors on cpu, in a group with a CPU backend (gloo)",
-                leader.place
+                "{name}: is on {}; on GPUs allreduce_fusion serves kAllReduce and kARResidualRMSNorm, {} on cpu alone",
+                leader.place, pattern.name
             )));
         }
         let mut contract = Contract::new();
@@ -378,6 +379,38 @@ impl<'py> Checked<'_, 'py> {
     /// Bytes of one rank's message.
     pub fn bytes(&self) -> usize {
         self.shape.tokens as usize * self.shape.hidden as usize * self.elem.bytes()
+    }
+
+    /// Refuses tensors that a workspace of CPU tensors cannot reach.
+    pub fn on_cpu(&self) -> Result<()> {
+        match &self.input {
+            Some(input) if input.place != Place::Cpu => Err(Error::Unsupported(format!(
+                "input: is on {}; this workspace serves tensors on cpu: make one on the GPU (device=\"cuda\")",
+                input.place
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The input, where kernels can read and write all tensors in chunks.
+    pub fn on_gpu(&self) -> Result<&TensorRef> {
+        let tensors = [
+            ("input", &self.input),
+            ("residual_in", &self.residual_in),
+            ("rms_gamma", &self.gamma),
+            ("output", &self.output),
+            ("residual_out", &self.residual_out),
+            ("norm_out", &self.norm_out),
+        ];
+        for (name, tensor) in tensors {
+            if tensor.as_ref().is_some_and(|t| t.data.align_offset(CHUNK_BYTES as usize) != 0) {
+                contract!("{name}: expected an address divisible by {CHUNK_BYTES}");
+            }
+        }
+        match &self.input {
+            Some(input) => Ok(input),
+            None => contract!("input: pattern {} takes none", self.pattern.name),
+        }
     }
 
     /// Outputs must be apart from each other and from what is read, unless an output is exactly an input of the same shape and dtype.

@@ -9,7 +9,8 @@
 //! had ended with its slots empty. Three rules carry that sentence, and the model fails without any of them: every call, also one of no
 //! tokens, exchanges headers; emptying stores are visible before the next call begins (the end of a kernel); ranks make the same calls in
 //! the same order. Sums that owners send out need one buffer: an owner sends a sum of call e + 1 only after it got our part of it.
-//! A wait for a sum that this rank itself makes names no peer: the thread that makes it is the one to report whom it lacks.
+//! A wait for a sum that this rank itself makes names no peer: the thread that makes it is the one to report whom it lacks. Kernels let every
+//! wait for a sum last two deadlines, so that its maker, who waits too, speaks first.
 
 use crate::params::Dtype;
 

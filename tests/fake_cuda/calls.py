@@ -12,6 +12,7 @@ import sys
 
 sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
 
+from allreduce_calls import failure, pair  # noqa: E402, F401
 from tensors import Tensor, install_torch  # noqa: E402
 
 import oxmoe._oxmoe as oxmoe  # noqa: E402

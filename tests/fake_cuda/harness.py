@@ -36,6 +36,7 @@ SIGNATURES = {
     "mxfp4_quantize": ("QuantizeMxfp4Params",),
     "mxfp4_dequantize": ("QuantizeMxfp4Params",),
     "mxfp4_scale_bytes": ("ScaleBytesParams",),
+    "allreduce": ("AllReduceParams",),
 }
 
 
@@ -43,7 +44,7 @@ def parameter_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of src/params.rs as C lays them out."""
     text = (Path(__file__).parents[2] / "src" / "params.rs").read_text()
     types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
-    types |= {"u32": ctypes.c_uint32}
+    types |= {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64}
     types |= dict.fromkeys(re.findall(r"enum (\w+) \{", text), ctypes.c_int32)
     for name, body in re.findall(r"struct (\w+) \{\n(.*?)\n    \}", text, re.DOTALL):
         fields = re.findall(r"^        (\w+): (.+?),$", body, re.MULTILINE)

@@ -78,6 +78,7 @@ class Tensor:
 
     __dlpack_c_exchange_api__ = _new_capsule(ctypes.addressof(_TABLE), _NAME, None)
     requires_grad = False
+    is_cuda = True
     _end = 0x7F00_0000_0000
 
     def __init__(self, shape, dtype="bfloat16", device=0):

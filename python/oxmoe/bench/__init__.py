@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import layers, overhead, report
+from oxmoe.bench import allreduce, layers, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
     parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
+    parser.add_argument(
+        "--allreduce", type=int, metavar="GPUS", help="time allreduce_fusion between so many GPUs, and nothing else"
+    )
     parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
     parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
 
@@ -229,6 +232,8 @@ def run(args: argparse.Namespace) -> int:
     if args.table:
         print(report.markdown(report.read_json(args.table)))
         return 0
+    if args.allreduce is not None:
+        return allreduce.run(args.allreduce, args.tokens, args.peers != ["none"])
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     formats = _known("format", args.format, FORMATS)
     for name, served in oxmoe.device_info()["formats"].items():

@@ -1,0 +1,269 @@
+// What the one-shot and the two-shot all-reduce share. The protocol is src/allreduce/protocol.rs, where a model plays it; here
+// are its memory operations between GPUs, the deadline of every wait, and arithmetic whose order of additions depends on the
+// hidden size alone.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "../common/element.cuh"
+#include "../common/pdl.cuh"
+#include "memory.cuh"
+#include "oxmoe/src/params.rs.h"
+
+namespace oxmoe::allreduce {
+
+constexpr int kLanes = 32;
+constexpr int kMaxRanks = 8;
+constexpr int kMaxGroups = 64;  // groups of 32 chunks in a row: 32 KB a row
+
+// Bits that no conversion or addition produces; the same four words as in protocol.rs.
+constexpr uint32_t kEmpty = 0xFFFFFFFFu;
+constexpr uint32_t kOtherNaN = 0x7FFFFFFFu;
+constexpr uint64_t kNoHeader = ~0ull;
+constexpr uint64_t kTimeout = 1, kMismatch = 2;
+
+// First bytes of a rank's workspace; headers of both parities follow at the next line, 16 bytes a sender.
+struct alignas(128) Control {
+    uint64_t error;    // 0, or the first fault
+    uint32_t epoch;    // finished calls; the last CTA to have read it writes the next one
+    uint32_t arrived;  // CTAs of this launch that have read the epoch
+    uint64_t _pad[14];
+    struct alignas(16) Header {
+        uint64_t shape;
+    } headers[2][kMaxRanks];
+};
+
+static_assert(sizeof(Control) == 384 && offsetof(Control, headers) == 128, "protocol.rs");
+
+__device__ __forceinline__ uint8_t* workspace(const AllReduceParams& p, int rank) { return (&p.workspaces.rank0)[rank]; }
+
+__device__ __forceinline__ Control* control(const AllReduceParams& p, int rank) {
+    return reinterpret_cast<Control*>(workspace(p, rank));
+}
+
+__device__ __forceinline__ bool is_written(const Chunk& v) { return v.x != kEmpty && v.z != kEmpty; }
+
+__device__ __forceinline__ Chunk sendable(Chunk v) {
+    if (v.x == kEmpty) v.x = kOtherNaN;
+    if (v.z == kEmpty) v.z = kOtherNaN;
+    return v;
+}
+
+__device__ __forceinline__ Chunk empty_chunk() { return {kEmpty, kEmpty, kEmpty, kEmpty}; }
+
+// The host sees a fault without synchronising. The fault is written last: it says that the rest is there.
+__device__ __forceinline__ void tell_host(const AllReduceParams& p, uint64_t fault) {
+    volatile uint64_t* report = p.report;
+    if (report[0]) return;
+    report[1] = p.shape;
+    __threadfence_system();
+    report[0] = fault;
+    __threadfence_system();
+}
+
+// One per thread: when it began to wait, and in which call.
+template <int kWorld>
+class Watch {
+    const AllReduceParams& p_;
+    uint32_t epoch_;
+    uint32_t spins_ = 0;
+    uint64_t deadline_ = 0;
+
+    // Looks at the clock once in so many polls: at every poll it costs 0.1 us at one token (H200).
+    static constexpr uint32_t kSpinsPerLook = 64;
+
+    __device__ __forceinline__ bool look(int missing, uint64_t patience) {
+        if (const uint64_t fault = load_relaxed(&control(p_, p_.rank)->error)) {
+            tell_host(p_, fault);
+            return true;
+        }
+        const uint64_t now = nanoseconds();
+        if (deadline_ == 0) deadline_ = now + p_.deadline_ns * patience;
+        if (now < deadline_) return false;
+        report(kTimeout, missing, 0);
+        return true;
+    }
+
+public:
+    __device__ Watch(const AllReduceParams& p, uint32_t epoch) : p_(p), epoch_(epoch) {}
+
+    // True when waiting is pointless: the deadline is over, or some rank has reported a fault.
+    // `patience` deadlines: two for who waits for a sum, since its maker waits too and knows which rank is missing.
+    __device__ __forceinline__ bool give_up(int missing, uint64_t patience = 1) {
+        return ++spins_ % kSpinsPerLook == 0 && look(missing, patience);
+    }
+
+    // The first report wins, on every rank; the others leave their loops at their next look, and at once in later calls.
+    __device__ __forceinline__ void report(uint64_t kind, int peer, uint64_t peer_shape) const {
+        if (peer_shape) {
+            *static_cast<volatile uint64_t*>(p_.report + 2) = peer_shape;
+            __threadfence_system();
+        }
+        const unsigned long long fault = kind << 56 | uint64_t(p_.rank) << 48 | uint64_t(peer) << 40 | epoch_;
+        for (int rank = 0; rank < kWorld; ++rank) {
+            atomicCAS_system(reinterpret_cast<unsigned long long*>(&control(p_, rank)->error), 0ull, fault);
+        }
+        tell_host(p_, load_relaxed(&control(p_, p_.rank)->error));
+    }
+};
+
+// Every thread reads the epoch; one of the grid passes on a fault that a peer left here since the last call.
+__device__ __forceinline__ uint32_t begin_call(const AllReduceParams& p) {
+    const ulonglong2 read = load_pair(&control(p, p.rank)->error);
+    if (read.x && blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, read.x);
+    return uint32_t(read.y);  // `arrived` is its upper half
+}
+
+// By all threads of a CTA once they hold the epoch: late enough that nobody reads the new one, early enough to hide it.
+__device__ __forceinline__ void finish_reading_epoch(const AllReduceParams& p, uint32_t epoch) {
+    Control* const own = control(p, p.rank);
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicInc(&own->arrived, gridDim.x - 1) == gridDim.x - 1) own->epoch = epoch + 1;
+}
+
+// The header of a call, by one thread a peer in the first CTA: sent before the data, heard while they travel.
+template <int kWorld>
+class Greeting {
+    const AllReduceParams& p_;
+    const int parity_, peer_;
+    const bool mine_;
+    uint64_t heard_ = kNoHeader;
+
+    __device__ uint64_t* header(int owner, int sender) const { return &control(p_, owner)->headers[parity_][sender].shape; }
+
+public:
+    __device__ Greeting(const AllReduceParams& p, uint32_t epoch)
+        : p_(p), parity_(epoch & 1), peer_(threadIdx.x), mine_(blockIdx.x == 0 && peer_ < kWorld && peer_ != p.rank) {}
+
+    __device__ __forceinline__ void send() const {
+        if (mine_) store_relaxed(header(peer_, p_.rank), p_.shape);
+    }
+
+    // Asks for what has come; the answer is not looked at before it is needed.
+    __device__ __forceinline__ void listen() {
+        if (mine_) heard_ = load_relaxed(header(p_.rank, peer_));
+    }
+
+    // A shape unlike ours is a fault: both ranks see it, and those who wait for data that will not come hear of it.
+    __device__ __forceinline__ void finish(Watch<kWorld>& watch) {
+        if (!mine_) return;
+        while (heard_ == kNoHeader && !watch.give_up(peer_)) heard_ = load_relaxed(header(p_.rank, peer_));
+        if (heard_ == kNoHeader) return;
+        if (heard_ != p_.shape) watch.report(kMismatch, peer_, heard_);
+        store_relaxed(header(p_.rank, peer_), kNoHeader);
+    }
+};
+
+// One chunk of every rank: our own is `mine`, a peer's comes from its slot, once it is there. All peers are asked in one round,
+// so that their latencies overlap.
+template <int kWorld, class Slot>
+__device__ __forceinline__ void receive(Chunk (&part)[kWorld], int rank, const Chunk& mine, Slot slot, Watch<kWorld>& watch) {
+#pragma unroll
+    for (int peer = 0; peer < kWorld; ++peer) part[peer] = mine;
+    int missing;
+    do {
+        missing = -1;
+#pragma unroll
+        for (int peer = 0; peer < kWorld; ++peer) {
+            if (peer == rank) continue;
+            part[peer] = load_relaxed(slot(peer));
+            if (!is_written(part[peer])) missing = peer;
+        }
+    } while (missing >= 0 && !watch.give_up(missing));
+}
+
+__device__ __forceinline__ uint32_t& word(Chunk& v, int i) { return reinterpret_cast<uint32_t*>(&v)[i]; }
+__device__ __forceinline__ uint32_t word(const Chunk& v, int i) { return reinterpret_cast<const uint32_t*>(&v)[i]; }
+
+// The values of one word.
+template <class Element>
+struct Word {
+    static constexpr int kValues = 2;
+    float value[2];
+    __device__ __forceinline__ explicit Word(uint32_t bits) {
+        const float2 pair = unpack<Element>(bits);
+        value[0] = pair.x;
+        value[1] = pair.y;
+    }
+    __device__ __forceinline__ uint32_t rounded() const { return pack<Element>(value[0], value[1]); }
+};
+
+template <>
+struct Word<float> {
+    static constexpr int kValues = 1;
+    float value[1];
+    __device__ __forceinline__ explicit Word(uint32_t bits) { value[0] = __uint_as_float(bits); }
+    __device__ __forceinline__ uint32_t rounded() const { return __float_as_uint(value[0]); }
+};
+
+template <class Element>
+constexpr int kChunkValues = 4 * Word<Element>::kValues;
+
+// Rank order, fp32, rounded once: the same bits on every rank and in both kernels.
+template <class Element, int kWorld>
+__device__ __forceinline__ Chunk sum_in_rank_order(const Chunk (&part)[kWorld]) {
+    Chunk result;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Word<Element> sum(word(part[0], i));
+#pragma unroll
+        for (int rank = 1; rank < kWorld; ++rank) {
+            const Word<Element> other(word(part[rank], i));
+#pragma unroll
+            for (int k = 0; k < Word<Element>::kValues; ++k) sum.value[k] += other.value[k];
+        }
+        word(result, i) = sum.rounded();
+    }
+    return result;
+}
+
+template <class Element>
+__device__ __forceinline__ Chunk add(const Chunk& a, const Chunk& b) {
+    const Chunk part[2] = {a, b};
+    return sum_in_rank_order<Element>(part);
+}
+
+template <class Element>
+__device__ __forceinline__ float sum_of_squares(const Chunk& v) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Word<Element> x(word(v, i));
+#pragma unroll
+        for (int k = 0; k < Word<Element>::kValues; ++k) sum = fmaf(x.value[k], x.value[k], sum);
+    }
+    return sum;
+}
+
+template <class Element>
+__device__ __forceinline__ Chunk normalised(const Chunk& v, float scale, float weight_bias, const Chunk& gamma) {
+    Chunk result;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Word<Element> x(word(v, i));
+        const Word<Element> weight(word(gamma, i));
+#pragma unroll
+        for (int k = 0; k < Word<Element>::kValues; ++k) x.value[k] = x.value[k] * scale * (weight_bias + weight.value[k]);
+        word(result, i) = x.rounded();
+    }
+    return result;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance; distance /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, distance);
+    return v;
+}
+
+// 1 / sqrt(mean of squares + epsilon) of a row from the sums of its groups: lane l takes groups l and l + 32, then a butterfly.
+// Divisions and the root are rounded as on the CPU.
+template <class Element>
+__device__ __forceinline__ float norm_scale(const AllReduceParams& p, const float* group_sum, int groups) {
+    const int lane = threadIdx.x % kLanes;
+    float sum = lane < groups ? group_sum[lane] : 0.f;
+    if (lane + kLanes < groups) sum += group_sum[lane + kLanes];
+    const float mean = __fdiv_rn(warp_sum(sum), float(p.row_chunks * kChunkValues<Element>));
+    return __fdiv_rn(1.f, __fsqrt_rn(mean + p.epsilon));
+}
+
+}  // namespace oxmoe::allreduce

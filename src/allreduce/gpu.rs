@@ -1,0 +1,317 @@
+//! All-reduce on a GPU: a rank's memory, mapped by all ranks of its group, and the launch.
+
+use super::allreduce_shape;
+use super::memory::{self, HostWords, Mapping};
+use super::operands::Operands;
+use super::plan::{self, AllReducePlan};
+use super::protocol::{Algorithm, Fault, FaultKind, Layout, Shape, LINE_BYTES, MAX_RANKS};
+use crate::contract;
+use crate::device::{self, Current, Gpu};
+use crate::error::{guard, Result};
+use crate::kernel::{self, Args, Stream};
+use crate::params::{AllReduceParams, Workspaces};
+use crate::tensor::Place;
+use crate::variants::allreduce::TWOSHOT_CHUNKS;
+use crate::variants::{AllReduce, Element, Variant};
+use cudarc::driver::result;
+use pyo3::prelude::*;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+
+/// Bit of the header's word in which the pattern's number has room: ranks that chose different algorithms disagree too.
+const TWO_SHOTS: u64 = 1 << 5;
+
+struct Maps {
+    /// Ours, then after `open` everybody's by rank.
+    own: Mapping,
+    peers: Vec<Option<Mapping>>,
+    /// What peers map ours by; closed by `open`.
+    descriptor: Option<OwnedFd>,
+    report: HostWords,
+}
+
+/// One rank's all-reduce memory. Made by oxmoe.create_allreduce_fusion_workspace.
+#[pyclass(frozen, module = "oxmoe")]
+pub struct AllReduceMemory {
+    gpu: &'static Gpu,
+    layout: Layout,
+    /// Of the largest message.
+    capacity: u64,
+    rank: usize,
+    maps: Mutex<Option<Maps>>,
+}
+
+impl AllReduceMemory {
+    fn with<T>(&self, body: impl FnOnce(&mut Maps) -> Result<T>) -> Result<T> {
+        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
+        match maps.as_mut() {
+            Some(maps) => body(maps),
+            None => contract!("workspace: was destroyed"),
+        }
+    }
+
+    fn params(&self, maps: &Maps, plan: &AllReducePlan, shape: &Shape, deadline: f64) -> Result<AllReduceParams> {
+        let mut at = [std::ptr::null_mut(); MAX_RANKS];
+        for (rank, address) in at.iter_mut().enumerate().take(self.layout.ranks) {
+            let map = if rank == self.rank { Some(&maps.own) } else { maps.peers[rank].as_ref() };
+            let Some(map) = map else { contract!("workspace: rank {rank}'s memory was never opened") };
+            *address = map.address();
+        }
+        let [rank0, rank1, rank2, rank3, rank4, rank5, rank6, rank7] = at;
+        let two = plan.algorithm == Algorithm::TwoShot;
+        let layout = &self.layout;
+        Ok(AllReduceParams {
+            workspaces: Workspaces { rank0, rank1, rank2, rank3, rank4, rank5, rank6, rank7 },
+            report: maps.report.address(),
+            input: std::ptr::null(),
+            residual_in: std::ptr::null(),
+            gamma: std::ptr::null(),
+            output: std::ptr::null_mut(),
+            residual_out: std::ptr::null_mut(),
+            norm_out: std::ptr::null_mut(),
+            slots: if two { layout.scatter_slot(0, 0) } else { layout.oneshot_slot(0, 0) },
+            slot_bytes: if two { layout.twoshot / layout.ranks as u64 } else { layout.oneshot },
+            gathered: layout.gathered(),
+            deadline_ns: (deadline * 1e9) as u64,
+            shape: shape.word() | if two { TWO_SHOTS } else { 0 },
+            rank: self.rank as i32,
+            tokens: shape.tokens as i32,
+            row_chunks: plan.row_chunks as i32,
+            range: plan.range as i32,
+            scatter_ctas: plan.stages[0] as i32,
+            reduce_ctas: plan.stages[1] as i32,
+            finish_ctas: plan.stages[2] as i32,
+            epsilon: 0.0,
+            weight_bias: 0.0,
+        })
+    }
+}
+
+#[pymethods]
+impl AllReduceMemory {
+    /// Allocates and empties this rank's workspace for messages of up to `bytes` on GPU `device`.
+    #[new]
+    #[pyo3(signature = (device, world_size, rank, bytes, dtype, *, force_oneshot_support=false))]
+    fn new(
+        py: Python<'_>,
+        device: i32,
+        world_size: u32,
+        rank: usize,
+        bytes: u64,
+        dtype: &str,
+        force_oneshot_support: bool,
+    ) -> PyResult<AllReduceMemory> {
+        guard(|| {
+            plan::serves(world_size)?;
+            if rank >= world_size as usize {
+                contract!("rank: expected 0 to {}, got {rank}", world_size - 1);
+            }
+            let gpu = device::gpu(device)?;
+            let layout = Layout::new(bytes, world_size as usize, force_oneshot_support);
+            let made: Result<Maps> = py.detach(|| {
+                // Before the first call, which may be inside a stream capture.
+                kernel::prepare(gpu, &kernels(dtype, world_size))?;
+                let report = HostWords::new(gpu)?;
+                let (own, descriptor) = memory::create(gpu, layout.bytes(), LINE_BYTES as usize)?;
+                let peers = (0..world_size).map(|_| None).collect();
+                Ok(Maps { own, peers, descriptor: Some(descriptor), report })
+            });
+            Ok(AllReduceMemory { gpu, layout, capacity: bytes, rank, maps: Mutex::new(Some(made?)) })
+        })
+    }
+
+    /// Bytes of this rank's workspace.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// The GPU.
+    #[getter]
+    fn device(&self) -> i32 {
+        self.gpu.ordinal
+    }
+
+    /// The number of the file descriptor that peers map this memory by; it stays this object's and is closed by `open`.
+    fn descriptor(&self) -> PyResult<i32> {
+        guard(|| {
+            self.with(|maps| match &maps.descriptor {
+                Some(descriptor) => Ok(descriptor.as_raw_fd()),
+                None => contract!("workspace: peers' memory was opened before"),
+            })
+        })
+    }
+
+    /// Maps the peers' memory: their descriptors by rank, ours is not looked at. Duplicates them; the caller closes its own.
+    fn open(&self, py: Python<'_>, descriptors: Vec<i32>) -> PyResult<()> {
+        guard(|| {
+            if descriptors.len() != self.layout.ranks {
+                contract!("descriptors: expected {}, got {}", self.layout.ranks, descriptors.len());
+            }
+            py.detach(|| {
+                self.with(|maps| {
+                    for (peer, &number) in descriptors.iter().enumerate().filter(|&(peer, _)| peer != self.rank) {
+                        // SAFETY: the caller's open descriptor, borrowed for the call.
+                        let theirs = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+                        let Ok(theirs) = theirs.try_clone_to_owned() else {
+                            contract!("descriptors: rank {peer}'s ({number}) is not open");
+                        };
+                        maps.peers[peer] = Some(memory::open(self.gpu, &theirs, &maps.own, peer)?);
+                    }
+                    maps.descriptor = None;
+                    Ok(())
+                })
+            })
+        })
+    }
+
+    /// Launches one all-reduce on the current stream. Returns what allreduce_finish returns. deadline: seconds.
+    #[pyo3(signature = (operands, deadline, use_oneshot=None))]
+    fn launch<'py>(
+        &self,
+        py: Python<'py>,
+        operands: Operands<'py>,
+        deadline: f64,
+        use_oneshot: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        guard(|| {
+            let checked = operands.check()?;
+            let input = checked.on_gpu()?;
+            if input.place != Place::Cuda(self.gpu.ordinal) {
+                contract!("input: is on {}, the workspace was made on cuda:{}", input.place, self.gpu.ordinal);
+            }
+            if checked.bytes() as u64 > self.capacity {
+                let what = allreduce_shape(checked.shape.word());
+                contract!("input: {what} has {} bytes, the workspace was made for {}", checked.bytes(), self.capacity);
+            }
+            let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
+            let (rows, result) = checked.rows(vec![input.data.cast_const()])?;
+            let stream = Stream::new(self.gpu, input.current_stream(py)?)?;
+            self.with(|maps| {
+                let params = AllReduceParams {
+                    input: input.data,
+                    residual_in: rows.residual_in,
+                    gamma: rows.gamma,
+                    output: rows.output,
+                    residual_out: rows.residual_out,
+                    norm_out: rows.norm_out,
+                    epsilon: rows.epsilon,
+                    weight_bias: rows.weight_bias,
+                    ..self.params(maps, &plan, &checked.shape, deadline)?
+                };
+                stream.launch("allreduce_fusion", &plan.launch, Args::AllReduce(&params))
+            })?;
+            Ok(result)
+        })
+    }
+
+    /// What went wrong on the GPU, as far as this rank has heard without waiting: None, or (whether it was a wait, text).
+    fn fault(&self) -> PyResult<Option<(bool, String)>> {
+        guard(|| {
+            self.with(|maps| {
+                let Some(fault) = Fault::from_word(maps.report.read(0)) else { return Ok(None) };
+                Ok(Some(describe(&fault, self.rank, [maps.report.read(1), maps.report.read(2)])))
+            })
+        })
+    }
+
+    /// Waits for this GPU's kernels, whose waits all end, and unmaps everything. Peers keep what they map. A second call does nothing.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        guard(|| {
+            py.detach(|| {
+                let maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner).take();
+                if maps.is_none() {
+                    return Ok(());
+                }
+                let _current = Current::new(self.gpu)?;
+                let waited = result::ctx::synchronize();
+                drop(maps);
+                waited.map_err(|e| device::cuda_error("all-reduce workspace: waiting for the GPU", e))
+            })
+        })
+    }
+
+    /// Waits for this GPU's kernels; then `fault` also knows what peers have reported since.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        guard(|| {
+            py.detach(|| {
+                let failed = |e| device::cuda_error("all-reduce workspace: waiting for the GPU", e);
+                self.with(|maps| {
+                    let _current = Current::new(self.gpu)?;
+                    result::ctx::synchronize().map_err(failed)?;
+                    let mut word = [0u64];
+                    // SAFETY: the first word of our own memory, the error word.
+                    unsafe { result::memcpy_dtoh_sync(&mut word, maps.own.address() as u64) }.map_err(failed)?;
+                    if maps.report.read(0) == 0 {
+                        maps.report.write(0, word[0]);
+                    }
+                    Ok(())
+                })
+            })
+        })
+    }
+}
+
+impl Drop for AllReduceMemory {
+    fn drop(&mut self) {
+        let maps = self.maps.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if maps.is_some() {
+            if let Ok(_current) = Current::new(self.gpu) {
+                let _ = result::ctx::synchronize();
+                drop(maps);
+            }
+        }
+    }
+}
+
+/// (Whether it was a wait, what happened), from the fault and the two shape words beside it.
+fn describe(fault: &Fault, rank: usize, [ours, theirs]: [u64; 2]) -> (bool, String) {
+    let Fault { kind, finder, peer, epoch } = *fault;
+    let shape = |word: u64| {
+        let shots = if word & TWO_SHOTS != 0 { " in two shots" } else { "" };
+        allreduce_shape(word & !TWO_SHOTS) + shots
+    };
+    match kind {
+        FaultKind::Timeout => (
+            true,
+            format!(
+                "rank {finder} waited for peer {peer} in call {epoch}: nothing came within the deadline{}",
+                if ours == 0 { String::new() } else { format!(" (rank {rank} calls {})", shape(ours)) }
+            ),
+        ),
+        FaultKind::Mismatch => {
+            let named =
+                |who: String, word| if word == 0 { String::new() } else { format!(", {who} calls {}", shape(word)) };
+            let shapes = named(format!("rank {rank}"), ours) + &named("a peer".into(), theirs);
+            (false, format!("ranks {finder} and {peer} disagree on the shape in call {epoch}{shapes}"))
+        }
+    }
+}
+
+/// The kernels that calls of one dtype and group size can take.
+fn kernels(dtype: &str, ranks: u32) -> Vec<Variant> {
+    let element = match dtype {
+        "float32" => Element::F32,
+        "float16" => Element::F16,
+        _ => Element::Bf16,
+    };
+    let twoshot = TWOSHOT_CHUNKS.map(|chunks| AllReduce::TwoShot { element, ranks, chunks });
+    let twoshot = twoshot.into_iter().filter(|_| ranks > 2);
+    [AllReduce::OneShot { element, ranks }].into_iter().chain(twoshot).map(Variant::AllReduce).collect()
+}
+
+/// Why a group of world_size ranks on GPU `device` cannot all-reduce CUDA tensors: None if it can.
+#[pyfunction]
+pub fn allreduce_unsupported(device: i32, world_size: u32) -> PyResult<Option<String>> {
+    guard(|| {
+        if let Err(error) = plan::serves(world_size) {
+            return Ok(Some(error.to_string()));
+        }
+        let gpu = match device::gpu(device) {
+            Ok(gpu) => gpu,
+            Err(error) => return Ok(Some(error.to_string())),
+        };
+        let missing = kernels("bfloat16", world_size).into_iter().any(|variant| !kernel::available(&variant, gpu));
+        Ok(missing.then(|| format!("this wheel has no all-reduce kernels for {}", gpu.device.arch)))
+    })
+}

@@ -1,0 +1,177 @@
+//! Device memory that every process of a group maps: cuMemCreate, passed on as a file descriptor. It is our own, so torch's allocator and its
+//! expandable segments do not matter, and it may be freed in any order: memory lives as long as somebody maps it.
+
+use crate::device::{cuda_error, Current, Gpu};
+use crate::error::Result;
+use cudarc::driver::{result, sys};
+use std::ffi::c_void;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+const POSIX_FD: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+fn location(gpu: &Gpu) -> sys::CUmemLocation {
+    sys::CUmemLocation { type_: sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.ordinal }
+}
+
+/// An error that says which call failed, on what.
+fn checked(code: sys::CUresult, doing: impl std::fmt::Display) -> Result<()> {
+    code.result().map_err(|e| cuda_error(format_args!("all-reduce workspace: {doing}"), e))
+}
+
+/// A physical allocation in this process's address space.
+pub struct Mapping {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    mapped: bool,
+}
+
+impl Mapping {
+    /// Takes the handle over: the mapping keeps the memory.
+    fn new(gpu: &Gpu, handle: sys::CUmemGenericAllocationHandle, bytes: usize) -> Result<Mapping> {
+        let mut map = Mapping { address: 0, bytes, mapped: false };
+        // SAFETY: out pointers and structs live through the calls; `map` frees what it got when one fails.
+        let mut fill = || unsafe {
+            checked(sys::cuMemAddressReserve(&mut map.address, bytes, 0, 0, 0), "cuMemAddressReserve")?;
+            checked(sys::cuMemMap(map.address, bytes, 0, handle, 0), "cuMemMap")?;
+            map.mapped = true;
+            let access = sys::CUmemAccessDesc {
+                location: location(gpu),
+                flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            };
+            checked(
+                sys::cuMemSetAccess(map.address, bytes, &access, 1),
+                format_args!(
+                    "cuMemSetAccess from cuda:{} (peers must be joined by NVLink or PCIe peer access)",
+                    gpu.ordinal
+                ),
+            )
+        };
+        let filled = fill();
+        // SAFETY: the handle was ours to release.
+        let released = unsafe { checked(sys::cuMemRelease(handle), "cuMemRelease") };
+        filled.and(released).map(|()| map)
+    }
+
+    pub fn address(&self) -> *mut u8 {
+        self.address as *mut u8
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: reserved and mapped above, once; a failure at the end of a process leaves nothing to do.
+        unsafe {
+            if self.mapped {
+                let _ = sys::cuMemUnmap(self.address, self.bytes);
+            }
+            if self.address != 0 {
+                let _ = sys::cuMemAddressFree(self.address, self.bytes);
+            }
+        }
+    }
+}
+
+/// A new allocation of at least `bytes`, filled with 0xFF but for its first `zeros` bytes, and the descriptor that peers map it by.
+pub fn create(gpu: &Gpu, bytes: u64, zeros: usize) -> Result<(Mapping, OwnedFd)> {
+    let _current = Current::new(gpu)?;
+    // SAFETY: a plain struct of numbers and pointers, of which zeros are valid.
+    let mut prop: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    prop.type_ = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.requestedHandleTypes = POSIX_FD;
+    prop.location = location(gpu);
+    let bytes = size(gpu, &prop, bytes)?;
+    let (mut handle, mut descriptor) = (0, -1i32);
+    // SAFETY: out pointers live through the calls.
+    unsafe {
+        checked(
+            sys::cuMemCreate(&mut handle, bytes, &prop, 0),
+            format_args!("cuMemCreate of {bytes} bytes on cuda:{}", gpu.ordinal),
+        )?;
+        let out = (&mut descriptor as *mut i32).cast::<c_void>();
+        let exported = checked(sys::cuMemExportToShareableHandle(out, handle, POSIX_FD, 0), "exporting");
+        if let Err(error) = exported {
+            let _ = sys::cuMemRelease(handle);
+            return Err(error);
+        }
+    }
+    // SAFETY: a new descriptor that nobody else owns.
+    let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
+    let map = Mapping::new(gpu, handle, bytes)?;
+    // SAFETY: inside the mapping.
+    unsafe {
+        checked(sys::cuMemsetD8_v2(map.address, 0xFF, bytes), "filling")?;
+        checked(sys::cuMemsetD8_v2(map.address, 0, zeros), "filling")?;
+    }
+    result::ctx::synchronize().map_err(|e| cuda_error("all-reduce workspace: filling", e))?;
+    Ok((map, descriptor))
+}
+
+/// Maps a peer's allocation of the same size as ours.
+pub fn open(gpu: &Gpu, descriptor: &OwnedFd, like: &Mapping, peer: usize) -> Result<Mapping> {
+    let _current = Current::new(gpu)?;
+    let mut handle = 0;
+    let number = descriptor.as_raw_fd() as usize as *mut c_void;
+    // SAFETY: the driver takes the descriptor's number in place of a pointer.
+    let imported = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, number, POSIX_FD) };
+    checked(imported, format_args!("importing the memory of rank {peer}"))?;
+    Mapping::new(gpu, handle, like.bytes)
+}
+
+/// `bytes` in whole units of the device.
+fn size(gpu: &Gpu, prop: &sys::CUmemAllocationProp, bytes: u64) -> Result<usize> {
+    let mut unit = 0usize;
+    let option = sys::CUmemAllocationGranularity_flags_enum::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
+    // SAFETY: as above.
+    let code = unsafe { sys::cuMemGetAllocationGranularity(&mut unit, prop, option) };
+    checked(code, format_args!("asking cuda:{} for its granularity", gpu.ordinal))?;
+    Ok((bytes as usize).next_multiple_of(unit.max(1)))
+}
+
+/// Words of host memory that kernels write and the host reads without a driver call.
+pub struct HostWords(*mut u64);
+// SAFETY: read and written as volatile words.
+unsafe impl Send for HostWords {}
+// SAFETY: as above.
+unsafe impl Sync for HostWords {}
+
+impl HostWords {
+    const COUNT: usize = 8;
+
+    pub fn new(gpu: &Gpu) -> Result<HostWords> {
+        let _current = Current::new(gpu)?;
+        let mut address = std::ptr::null_mut();
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: the out pointer lives through the call.
+        checked(unsafe { sys::cuMemHostAlloc(&mut address, 8 * Self::COUNT, flags) }, "cuMemHostAlloc")?;
+        // SAFETY: new memory of that size.
+        unsafe { address.cast::<u64>().write_bytes(0, Self::COUNT) };
+        Ok(HostWords(address.cast()))
+    }
+
+    /// As the device sees it: with unified addressing the same.
+    pub fn address(&self) -> *mut u64 {
+        self.0
+    }
+
+    pub fn read(&self, i: usize) -> u64 {
+        assert!(i < Self::COUNT);
+        // SAFETY: inside the allocation.
+        unsafe { self.0.add(i).read_volatile() }
+    }
+
+    pub fn write(&self, i: usize, word: u64) {
+        assert!(i < Self::COUNT);
+        // SAFETY: inside the allocation.
+        unsafe { self.0.add(i).write_volatile(word) }
+    }
+}
+
+impl Drop for HostWords {
+    fn drop(&mut self) {
+        // SAFETY: allocated above, freed once.
+        unsafe {
+            let _ = sys::cuMemFreeHost(self.0.cast());
+        }
+    }
+}
