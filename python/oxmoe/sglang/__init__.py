@@ -1,7 +1,7 @@
 """SGLang's plugin: takes over what OXMOE_SGLANG names through SGLang's own registration points, and patches nothing.
 
-SGLang calls `install` in each of its processes (entry point group `sglang.srt.plugins`); one module per SGLang version
-does the rest.
+SGLang calls `plugin` in each of its processes (entry point group `sglang.srt.plugins`) and `platform.activate` while it
+is imported (`sglang.srt.platforms`); one module per SGLang version does the rest.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import os
 from dataclasses import dataclass
+
+from oxmoe.sglang import setting
+from oxmoe.sglang.setting import SETTING
+
+__all__ = ["ADAPTERS", "SETTING", "Swap", "active", "install", "plugin", "requested", "sglang_version"]
 
 logger = logging.getLogger(__name__)
 
-SETTING = "OXMOE_SGLANG"
-
-# SGLang version -> its module, whose SWAPS maps a name to the function that registers and says what it took over.
-ADAPTERS = {"0.5.23": "oxmoe.sglang.v0_5_23"}
+# SGLang version -> its module, whose SWAPS maps a swap's part to the function that registers it and says what is taken
+# over, and for which formats.
+ADAPTERS = {"0.5.12.post1": "oxmoe.sglang.v0_5_12_post1", "0.5.23": "oxmoe.sglang.v0_5_23"}
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,9 @@ def active() -> tuple[Swap, ...]:
     return tuple(_active.values())
 
 
-def requested() -> list[str]:
-    """The names in OXMOE_SGLANG, in order; empty (the default) means off."""
-    names = os.environ.get(SETTING, "").split(",")
-    return [name for name in dict.fromkeys(name.strip() for name in names) if name]
+def requested() -> tuple[setting.Requested, ...]:
+    """What OXMOE_SGLANG asks of the installed SGLang; none (the default) means off. Raises as `setting.read`."""
+    return setting.read(sglang_version())
 
 
 def sglang_version() -> str:
@@ -49,20 +51,50 @@ def sglang_version() -> str:
 
 
 def install() -> None:
-    """Registers what OXMOE_SGLANG asks for. Does nothing when it is empty, and nothing twice."""
-    missing = [name for name in requested() if name not in _active]
-    if not missing:
+    """Registers what OXMOE_SGLANG asks for. Does nothing when it is empty, and nothing twice.
+
+    Raises where something that is asked for cannot be had: ValueError or RuntimeError for the setting (`setting.read`),
+    RuntimeError where SGLang has no free place for it. What was registered before stays.
+    """
+    if not setting.text():
         return
     version = sglang_version()
-    if version not in ADAPTERS:
-        raise RuntimeError(
-            f"{SETTING}={','.join(missing)}: SGLang {version} is not supported; supported: {', '.join(ADAPTERS)}"
-        )
-    swaps = importlib.import_module(ADAPTERS[version]).SWAPS
-    unknown = [name for name in missing if name not in swaps]
-    if unknown:
-        raise ValueError(f"{SETTING}: unknown {', '.join(unknown)}; SGLang {version} can have: {', '.join(swaps)}")
+    swaps = setting.read(version)
+    names = [f"{swap.name}={part}" for swap in swaps for part in swap.parts] + [
+        swap.name for swap in swaps if not swap.parts
+    ]
+    missing = [name for name in names if name not in _active]
+    if not missing:
+        return
+    adapter = importlib.import_module(ADAPTERS[version])
     for name in missing:
-        swap = Swap(name, version, swaps[name]())
-        _active[name] = swap
+        try:
+            effect = adapter.SWAPS[name]()
+        except Exception as error:
+            raise RuntimeError(f"{SETTING}={setting.text()}: {name} in SGLang {version}: {error}") from error
+        _active[name] = Swap(name, version, effect)
+    # SGLang loads plugins before it sets up its log, where lines of information would be lost.
+    pending = not logger.isEnabledFor(logging.INFO)
+    if not pending:
+        report()
+    layers = importlib.import_module("oxmoe.sglang.layers")
+    layers.watch(swaps, adapter, report if pending else lambda: None)
+
+
+def report() -> None:
+    """One line to the log for each swap that is active."""
+    for swap in active():
         logger.info("oxmoe: %s in SGLang %s: %s", swap.name, swap.sglang_version, swap.effect)
+
+
+def plugin() -> None:
+    """The entry point: `install`, but a failure ends the process.
+
+    SGLang logs a plugin's exception and goes on without it, so that a server would run on other kernels than it was
+    told to.
+    """
+    try:
+        install()
+    except Exception as error:
+        logger.error("oxmoe: %s", error)
+        raise SystemExit(f"oxmoe: {error}") from error

@@ -1,0 +1,259 @@
+"""SGLang's experts on oxmoe's kernels: what its layers hand over, in both of its versions.
+
+Imports nothing of SGLang: its types are told apart by name, so that no module of it is loaded for a format that a
+server does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
+from oxmoe.fused_experts import expert_options, expert_weights
+from oxmoe.topk_output import routing_arguments
+
+SERVED = (
+    "served are bf16 and f16 experts (TritonMoeQuantInfo, TritonKernelsQuantInfo, DeepGemmMoeQuantInfo) and MXFP4 "
+    "experts with 16-bit activations (TritonKernelsQuantInfo, FlashInferCutlassMxfp4MoeQuantInfo)"
+)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What oxmoe knows of one type of quant_info."""
+
+    fields: frozenset[str]  # those that are read; another one that is set is a format that is not served
+    tensors: Callable[[Any], list[Any]]  # what the weights are made of
+    make: Callable[[Any, Any, int | None], ExpertWeights]  # of quant_info, runner configuration, columns of the input
+    inplace: bool = False  # whether the configuration's `inplace` counts
+    global_ids: bool = False  # top-k ids are of all ranks' experts
+
+
+def activation(config: Any, *, fuse_swiglu_interleaved: bool = False) -> dict[str, Any]:
+    """A MoeRunnerConfig's activation as options of ExpertWeights."""
+    return expert_options(
+        activation=config.activation,
+        is_gated=config.is_gated,
+        gemm1_alpha=config.gemm1_alpha,
+        gemm1_beta=getattr(config, "gemm1_beta", None),
+        gemm1_limit=config.gemm1_clamp_limit,
+        swiglu_limit=config.swiglu_limit,
+        gate_up_interleaved=getattr(config, "gate_up_interleaved", True),
+        fuse_swiglu_interleaved=fuse_swiglu_interleaved,
+    )
+
+
+def _triton(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+    interleaved = getattr(info, "fuse_swiglu_interleaved", False)
+    options = activation(config, fuse_swiglu_interleaved=interleaved)
+    return expert_weights(info.w13_weight, info.w2_weight, b13=info.b13, b2=info.b2, **options)
+
+
+def _deep_gemm(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+    if info.w13_weight.dtype not in (torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"oxmoe: no kernel for DeepGemmMoeQuantInfo of {info.w13_weight.dtype}; {SERVED}")
+    if config.gemm1_alpha is not None:
+        # GPT-OSS: its layers have biases, which DeepGEMM's quant_info leaves out.
+        raise NotImplementedError(
+            "oxmoe: --moe-runner-backend deep_gemm hands over no biases, and experts with gemm1_alpha have them; use "
+            "--moe-runner-backend triton_kernel or --quantization oxmoe"
+        )
+    # use_fp8 tells how tokens travel between ranks; weights and tokens are 16-bit here.
+    return expert_weights(info.w13_weight, info.w2_weight, **activation(config))
+
+
+def _triton_kernels(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+    biases = {"w13_bias": info.w13_bias, "w2_bias": info.w2_bias}
+    if len({bias is None for bias in biases.values()}) != 1 or (info.w13_bias is None) != (config.gemm1_alpha is None):
+        given = [name for name, bias in biases.items() if bias is not None]
+        raise NotImplementedError(
+            f"oxmoe: TritonKernelsQuantInfo with {', '.join(given) or 'no bias'} and gemm1_alpha {config.gemm1_alpha}; "
+            "served are both biases with gemm1_alpha (GPT-OSS) or none of the three"
+        )
+    if config.no_combine:
+        raise NotImplementedError("oxmoe: no_combine is not served with --moe-runner-backend triton_kernel")
+    if config.apply_router_weight_on_input and info.w13_bias is not None:
+        raise NotImplementedError("oxmoe: apply_router_weight_on_input is not served for experts with biases")
+    if info.w13_precision_config is not None:
+        return prepare_triton_kernel_experts(
+            info.w13_weight,
+            info.w13_precision_config,
+            info.w13_bias,
+            info.w2_weight,
+            info.w2_precision_config,
+            info.w2_bias,
+            gemm1_alpha=config.gemm1_alpha,
+            gemm1_clamp_limit=config.gemm1_clamp_limit,
+        )
+    # [E, H, 2I] and [E, I, H] here: made rows again, in memory of their own.
+    w13, w2 = (weight.transpose(1, 2).contiguous() for weight in (info.w13_weight, info.w2_weight))
+    return expert_weights(w13, w2, b13=info.w13_bias, b2=info.w2_bias, **activation(config))
+
+
+def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+    padded = 2 * info.w13_weight.shape[-1] * info.w13_weight.element_size()
+    return prepare_cutlass_fused_moe(
+        info.w13_weight,
+        info.w2_weight,
+        (info.w13_weight_scale, info.w2_weight_scale),
+        info.w13_bias,
+        info.w2_bias,
+        info.swiglu_alpha,
+        info.swiglu_beta,
+        info.swiglu_limit,
+        tp_rank=config.moe_tp_rank,
+        activation_type="SwigluStep" if info.use_swiglu_step else "Swiglu",
+        hidden_size=None if columns == padded else columns,
+    )
+
+
+def _memory(*tensors: Any) -> list[Any]:
+    """The tensors behind triton_kernels' wrappers, or they themselves."""
+    return [getattr(getattr(tensor, "storage", None), "data", tensor) for tensor in tensors]
+
+
+_KINDS = {
+    "TritonMoeQuantInfo": _Kind(
+        frozenset({"w13_weight", "w2_weight", "b13", "b2", "fuse_swiglu_interleaved"}),
+        lambda info: [info.w13_weight, info.w2_weight, info.b13, info.b2],
+        _triton,
+        inplace=True,
+    ),
+    "TritonKernelsQuantInfo": _Kind(
+        frozenset(
+            {"w13_weight", "w2_weight", "w13_bias", "w2_bias", "w13_precision_config", "w2_precision_config"}
+            | {"global_num_experts"}
+        ),
+        lambda info: _memory(info.w13_weight, info.w2_weight, info.w13_bias, info.w2_bias),
+        _triton_kernels,
+    ),
+    "DeepGemmMoeQuantInfo": _Kind(
+        frozenset({"w13_weight", "w2_weight", "use_fp8"}),
+        lambda info: [info.w13_weight, info.w2_weight],
+        _deep_gemm,
+    ),
+    "FlashInferCutlassMxfp4MoeQuantInfo": _Kind(
+        frozenset({"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"})
+        | {"swiglu_alpha", "swiglu_beta", "swiglu_limit", "use_swiglu_step", "padded_hidden"},
+        lambda info: [info.w13_weight, info.w2_weight, info.w13_weight_scale, info.w2_weight_scale],
+        _flashinfer_mxfp4,
+        global_ids=True,
+    ),
+}
+
+
+def _kind(info: Any) -> _Kind:
+    name = type(info).__name__
+    if name not in _KINDS:
+        raise NotImplementedError(f"oxmoe: no kernel for {name}; {SERVED}")
+    # NOTE: looked at one by one, so that a format which SGLang adds as a field is refused and not misread.
+    given = {field.name: getattr(info, field.name) for field in fields(info) if field.name not in _KINDS[name].fields}
+    used = [field for field, value in given.items() if value is not None and value is not False]
+    if used:
+        raise NotImplementedError(f"oxmoe: no kernel for {name} with {', '.join(used)}; {SERVED}")
+    return _KINDS[name]
+
+
+class Experts:
+    """One layer's ExpertWeights, made once for each set of weight tensors that SGLang gives it."""
+
+    def __init__(self) -> None:
+        self._made_for: tuple[int, ...] | None = None
+        self._weights: ExpertWeights | None = None
+        self._kind: _Kind | None = None
+        self._sources: list[Tensor] = []
+
+    def prepare(self, quant_info: Any, config: Any, columns: int | None = None) -> ExpertWeights:
+        """The layer's ExpertWeights; the same object until SGLang gives the layer other tensors.
+
+        columns: of the input, where weights may be padded beyond them. Made at the first call, which SGLang makes
+        before it captures graphs; RuntimeError inside a capture.
+        """
+        if type(quant_info).__name__ not in _KINDS:
+            _kind(quant_info)
+        tensors = _KINDS[type(quant_info).__name__].tensors(quant_info)
+        # NOTE: addresses, not tensor objects: SGLang gives a parameter other memory by assigning its `.data`.
+        identity = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        if self._weights is not None and identity == self._made_for:
+            return self._weights
+        self._kind = _kind(quant_info)
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "oxmoe: a MoE layer's weights are prepared at its first call, which a CUDA graph cannot capture; run "
+                "the model once before the capture (SGLang does, unless its warm-up was skipped)"
+            )
+        self._weights = self._kind.make(quant_info, config, columns)
+        self._made_for = identity
+        # While they are held, no other tensor gets their addresses.
+        self._sources = [tensor.detach() for tensor in tensors if tensor is not None]
+        return self._weights
+
+    def run(self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None) -> Tensor:
+        """[T, H] (with no_combine [T, k, H]) of SGLang's dispatched tokens."""
+        if hooks is not None:
+            raise NotImplementedError(
+                "oxmoe: LoRA on MoE layers is not served; run LoRA models without moe in OXMOE_SGLANG"
+            )
+        check_dispatched(dispatch_output)
+        x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
+        weights = self.prepare(quant_info, config, x.shape[1])
+        assert self._kind is not None
+        inplace = self._kind.inplace and config.inplace
+        if self._kind.global_ids:
+            if x.shape[0] == 0:
+                return x
+            # Such layers' factor is in their top-k weights.
+            ranks = {"ep_size": config.moe_ep_size, "ep_rank": config.moe_ep_rank}
+            return moe(x, weights, **routing(topk_output), **ranks)
+        return run_local(x, topk_output, weights, config, inplace=inplace)
+
+
+def check_dispatched(dispatch_output: Any) -> None:
+    """NotImplementedError for tokens that an all-to-all brought, or that are quantised."""
+    name = type(dispatch_output).__name__
+    if not hasattr(dispatch_output, "topk_output"):
+        raise NotImplementedError(
+            f"oxmoe: no kernel for tokens in {name} (expert parallelism with --moe-a2a-backend); served is "
+            "--moe-a2a-backend none, with or without --ep-size"
+        )
+    if getattr(dispatch_output, "hidden_states_scale", None) is not None:
+        raise NotImplementedError(f"oxmoe: no kernel for quantised tokens ({name} with hidden_states_scale)")
+
+
+def routing(topk_output: Any) -> dict[str, Any]:
+    """The top-k result as arguments of `moe`; NotImplementedError for a form that has no weights and ids."""
+    forms = ("topk_ids", "topk_config", "routing_data", "a_ragged_metadata")
+    if not any(hasattr(topk_output, form) for form in forms):
+        raise NotImplementedError(
+            f"oxmoe: no kernel for {type(topk_output).__name__}; served are StandardTopKOutput, TritonKernelTopKOutput "
+            "and BypassedTopKOutput"
+        )
+    return routing_arguments(topk_output)
+
+
+def run_local(x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, *, inplace: bool) -> Tensor:
+    """The layer on ids of this rank's experts, -1 for another rank's."""
+    if inplace and config.no_combine:
+        raise ValueError("oxmoe: inplace and no_combine exclude each other (the result is [T, k, H])")
+    if not hasattr(topk_output, "topk_ids") and config.num_experts != config.num_local_experts:
+        raise NotImplementedError(
+            f"oxmoe: {type(topk_output).__name__} has ids of all ranks' experts; with --ep-size above 1 served is "
+            "StandardTopKOutput"
+        )
+    scale = config.routed_scaling_factor
+    return moe(
+        x,
+        weights,
+        **routing(topk_output),
+        # SGLang scales while it combines: without a combine there is no scale.
+        routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,
+        apply_router_weight_on_input=config.apply_router_weight_on_input,
+        no_combine=config.no_combine,
+        keep_router_weight=getattr(config, "no_combine_keep_router_weight", False),
+        out=x if inplace else None,
+    )

@@ -1,0 +1,102 @@
+"""Sees that every MoE layer that SGLang builds runs on oxmoe, and stops the server at load where one does not.
+
+torch tells of each module that becomes part of another (its `register_module_module_registration_hook`): nothing of
+SGLang is touched, and a running model is not slowed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from oxmoe.sglang import setting
+
+_watched: dict[str, Any] = {}
+
+
+def watch(swaps: tuple[setting.Requested, ...], adapter: ModuleType, report: Callable[[], None]) -> None:
+    """From now on looks at each layer and, once, at the server's arguments. Called again, does it for these swaps.
+
+    report: called once, when the first layer of a model is there and SGLang has set up its log.
+    """
+    _watched.update(swaps={swap.name for swap in swaps}, adapter=adapter, report=report)
+    if "hook" not in _watched:
+        _watched["hook"] = register_module_module_registration_hook(_registered)
+
+
+def unwatch() -> None:
+    """Ends `watch`."""
+    if "hook" in _watched:
+        _watched.pop("hook").remove()
+    _watched.clear()
+
+
+def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if "report" in _watched and type(module).__module__.startswith("sglang."):
+        _watched.pop("report")()
+        if "allreduce" in _watched["swaps"]:
+            check_allreduce(_watched["adapter"])
+    if module is not None and "moe" in _watched.get("swaps", ()):
+        check_layer(module)
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of SGLang if its module is loaded, else None: then no object of it exists either."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def check_layer(module: nn.Module) -> None:
+    """RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe; says why and how to mend it."""
+    with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
+    if with_lora is not None and isinstance(module, with_lora):
+        raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
+    layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
+    if layers is None or not isinstance(module, layers):
+        return
+    method: Any = module.quant_method
+    if getattr(method, "oxmoe", False):
+        return
+    runner = getattr(method, "runner", None)
+    core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
+    if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
+        return
+    what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
+    what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
+    if fused is not None and getattr(core, "oxmoe", False):
+        why = f"SGLang's {fused.__module__}.{fused.__name__} goes before oxmoe's core"
+        mend = "use --quantization oxmoe, or another --moe-runner-backend"
+    elif type(method).__name__ in _MEND:
+        why, mend = "SGLang chose its own kernels for it", _MEND[type(method).__name__]
+    else:
+        why, mend = "oxmoe has no kernels for its format", "serve this model without moe"
+    raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
+
+
+_BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
+_MEND = {
+    "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
+    "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
+    "flashinfer_mxfp4 where it names them",
+}
+
+
+def _message(what: str, mend: str) -> str:
+    return f"{setting.SETTING}={setting.text()}: {what}; {mend} (or change {setting.SETTING}; see docs/sglang.md)"
+
+
+def check_allreduce(adapter: ModuleType) -> None:
+    """RuntimeError if the server was started so that SGLang never calls the fused all-reduce."""
+    from sglang.srt.utils import is_flashinfer_available
+
+    asked = adapter.allreduce_fusion()
+    if asked is False:
+        what = "allreduce is called by SGLang's all-reduce fusion, which is off"
+        raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}"))
+    if asked and not is_flashinfer_available():
+        what = "SGLang fuses its all-reduce only where it can import flashinfer"
+        raise RuntimeError(_message(what, "install the flashinfer-python that this SGLang release asks for"))

@@ -1,0 +1,215 @@
+"""SGLang's quantization "oxmoe", in both of its versions: MoE layers on oxmoe, all others as they are.
+
+`--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
+an MXFP4 checkpoint gets it by itself. Neither is laid out for another package first: MXFP4 weights are packed at load
+in their own memory, 16-bit ones are used as they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+from sglang.srt.utils import set_weight_attrs
+
+from oxmoe import ExpertWeights
+from oxmoe.sglang.experts import Experts, activation, check_dispatched, run_local
+
+NAME = "oxmoe"
+BLOCK = 32  # weights of one MXFP4 scale
+PACKED = 64  # rows and columns of a block of packed weights
+SCALE_OF_ONE = 127  # E8M0
+
+
+def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts) -> Any:
+    """A layer's tokens through its MoeRunner, or where SGLang has none for us (0.5.12.post1) directly."""
+    if hasattr(runner, "run"):
+        return runner.run(dispatch_output, quant_info)
+    return StandardCombineInput(hidden_states=experts.run(dispatch_output, quant_info, runner.config))
+
+
+class DirectRunner:
+    """What stands for a MoeRunner where SGLang takes none under a name of its own."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class OxmoeUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
+    """bf16 and f16 experts on oxmoe; parameters and loading are SGLang's."""
+
+    oxmoe = True
+    make_runner: Any = staticmethod(DirectRunner)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Rows of w13 are [gate; up] here whatever the server's --moe-runner-backend is.
+        self.use_flashinfer_cutlass = False
+        self.experts = Experts()
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        if self.make_runner is DirectRunner and getattr(layer, "use_triton_kernels", False):
+            # This SGLang's loader follows the server's backend: it would transpose weights on their way in.
+            raise NotImplementedError(
+                "--quantization oxmoe needs another --moe-runner-backend than triton_kernel; without it, that backend "
+                "is taken over by OXMOE_SGLANG=moe too"
+            )
+        self.moe_runner_config = moe_runner_config
+        self.runner = self.make_runner(moe_runner_config)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
+        experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
+        experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
+
+    def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
+        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        return getattr(self.runner, "runner_backend", None)
+
+
+class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
+    """MXFP4 experts of a GPT-OSS checkpoint on oxmoe: [E, 2I, H / 2] codes, gate and up rows alternating.
+
+    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp4(in_place=True)`), else the
+    checkpoint's.
+    """
+
+    oxmoe = True
+    runner: Any = None  # tokens go to oxmoe.moe as they come
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: ExpertWeights | None = None
+        self.hidden = 0
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        with_bias: bool = False,
+        **attributes: Any,
+    ) -> None:
+        """num_experts: of this rank. A rank's share of I is rounded up: GPT-OSS is cut at whole blocks of weights."""
+        if params_dtype != torch.bfloat16:
+            raise NotImplementedError(f"oxmoe: MXFP4 experts need --dtype bfloat16, got {params_dtype}")
+        padded = getattr(layer, "use_flashinfer_mxfp4_moe", False)
+        self.hidden = getattr(layer, "hidden_size_unpadded", 0 if padded else hidden_size)
+        if self.hidden == 0:
+            raise NotImplementedError(
+                "oxmoe: with --moe-runner-backend flashinfer_mxfp4 this SGLang pads hidden_size; choose another"
+            )
+        intermediate = -(-intermediate_size_per_partition // PACKED) * PACKED
+
+        def add(name: str, fill: int, *size: int, dtype: torch.dtype = torch.uint8) -> None:
+            parameter = torch.nn.Parameter(torch.full(size, fill, dtype=dtype), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, attributes)
+
+        for name, rows, columns in (("w13", 2 * intermediate, hidden_size), ("w2", hidden_size, intermediate)):
+            add(f"{name}_weight", 0, num_experts, rows, columns // 2)
+            add(f"{name}_weight_scale", SCALE_OF_ONE, num_experts, rows, columns // BLOCK)
+            if with_bias:
+                add(f"{name}_weight_bias", 0, num_experts, rows, dtype=torch.bfloat16)
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        self.moe_runner_config = moe_runner_config
+        if moe_runner_config.gemm1_alpha is None:
+            raise NotImplementedError(
+                "oxmoe: an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)"
+            )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the weights; after a weight update SGLang calls it again."""
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+        columns = 2 * w13.shape[-1]
+        self.weights = ExpertWeights.mxfp4(
+            w13,
+            w2,
+            layer.w13_weight_scale.data,
+            layer.w2_weight_scale.data,
+            b13=_data(layer, "w13_weight_bias"),
+            b2=_data(layer, "w2_weight_bias"),
+            hidden_size=None if self.hidden == columns else self.hidden,
+            in_place=w13.is_cuda and columns % PACKED == 0 and columns - self.hidden < PACKED,
+            **activation(self.moe_runner_config),
+        )
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
+        check_dispatched(dispatch_output)
+        assert self.weights is not None
+        x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
+        result = run_local(x, topk_output, self.weights, self.moe_runner_config, inplace=False)
+        return StandardCombineInput(hidden_states=result)
+
+
+def _data(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
+    parameter = getattr(layer, name, None)
+    return None if parameter is None else parameter.data
+
+
+class OxmoeMxfp4Config(Mxfp4Config):
+    """SGLang's configuration of an MXFP4 checkpoint (its name stays "mxfp4", by which models choose their loader)."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, FusedMoE):
+            return OxmoeMxfp4MoEMethod()
+        return super().get_quant_method(layer, prefix)
+
+
+class OxmoeConfig(QuantizationConfig):
+    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of MXFP4 ones it makes an OxmoeMxfp4Config."""
+
+    unquantized: Any = OxmoeUnquantizedFusedMoEMethod
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
+        """SGLang asks each method whether a checkpoint is its own: MXFP4 ones are, unless the user names another."""
+        method = (hf_quant_cfg or {}).get("quant_method")
+        return NAME if method == "mxfp4" and user_quant in (None, "mxfp4", NAME) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        method = config.get("quant_method")
+        if method == "mxfp4":
+            return OxmoeMxfp4Config.from_config(config)
+        if method is not None:
+            raise NotImplementedError(
+                f"--quantization oxmoe: no kernel for a checkpoint of {method}; served are bf16, f16 and mxfp4"
+            )
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, FusedMoE):
+            return self.unquantized()
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return None
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []

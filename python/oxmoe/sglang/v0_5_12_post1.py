@@ -1,0 +1,103 @@
+"""SGLang 0.5.12.post1: fused functions in its free places, and the quantization "oxmoe".
+
+This version takes no runner under a name of ours: `initialize_moe_config` knows those of its enum only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeQuantInfo, register_fused_func
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.server_args import add_quantization_method_choices, get_global_server_args
+
+from oxmoe.sglang import collective
+from oxmoe.sglang.experts import Experts
+from oxmoe.sglang.quantization import (
+    NAME,
+    OxmoeConfig,
+    OxmoeMxfp4Config,
+    OxmoeMxfp4MoEMethod,
+    OxmoeUnquantizedFusedMoEMethod,
+)
+
+__all__ = ["OxmoeConfig", "OxmoeMxfp4Config", "OxmoeMxfp4MoEMethod", "OxmoeUnquantizedFusedMoEMethod", "fused_experts"]
+
+VERSION = "0.5.12.post1"
+FUSION_FLAG = "--enable-flashinfer-allreduce-fusion"
+
+# A fused function is called with its layer's configuration, an object of its own in each layer.
+_layers: dict[int, tuple[weakref.ref[MoeRunnerConfig], Experts]] = {}
+
+
+def experts_of(config: MoeRunnerConfig) -> Experts:
+    """The Experts of the layer with this configuration."""
+    known = _layers.get(id(config))
+    if known is not None and known[0]() is config:
+        return known[1]
+    key = id(config)
+    experts = Experts()
+
+    def gone(reference: weakref.ref[MoeRunnerConfig]) -> None:
+        if key in _layers and _layers[key][0] is reference:
+            del _layers[key]
+
+    _layers[key] = (weakref.ref(config, gone), experts)
+    return experts
+
+
+def fused_experts(
+    dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig
+) -> StandardCombineInput:
+    """SGLang's fused function of a layer's tokens, weights and configuration."""
+    result = experts_of(runner_config).run(dispatch_output, quant_info, runner_config)
+    return StandardCombineInput(hidden_states=result)
+
+
+fused_experts.oxmoe = True  # type: ignore[attr-defined]
+
+
+def install_oxmoe() -> str:
+    """Registers the quantization; SGLang refuses a name that is taken."""
+    if NAME in QUANTIZATION_METHODS:
+        raise ValueError(f"SGLang already has a quantization {NAME!r}")
+    QUANTIZATION_METHODS[NAME] = OxmoeConfig
+    add_quantization_method_choices([NAME])
+    return f"quantization {NAME!r}: MXFP4 checkpoints, and bf16 and f16 ones with Engine(quantization={NAME!r})"
+
+
+def _fused(name: str, formats: str) -> Callable[[], str]:
+    def install() -> str:
+        if FusedOpPool.get_fused_func("none", name) is not None:
+            raise RuntimeError(f"SGLang has a fused function for {name!r} already; leave this part out")
+        register_fused_func("none", name)(fused_experts)
+        return f"fused function of --moe-runner-backend {name}: {formats}"
+
+    return install
+
+
+def allreduce_fusion() -> bool | None:
+    """Whether the server fuses its all-reduce; None where there is nothing to reduce, or no server."""
+    try:
+        server_args = get_global_server_args()
+    except ValueError:
+        return None
+    return None if server_args.tp_size == 1 else bool(server_args.enable_flashinfer_allreduce_fusion)
+
+
+def install_allreduce() -> str:
+    """Sees that the operator is ours; `oxmoe.sglang.platform` has defined it."""
+    collective.define(VERSION)
+    return f"operator {', '.join(collective.defined())}: bf16, f16 and fp32; called with {FUSION_FLAG}"
+
+
+SWAPS = {
+    "moe=oxmoe": install_oxmoe,
+    "moe=triton_kernel": _fused("triton_kernel", "bf16 (weights copied) and MXFP4 experts (packed copies)"),
+    "moe=deep_gemm": _fused("deep_gemm", "bf16 experts without biases"),
+    "allreduce": install_allreduce,
+}

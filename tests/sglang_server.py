@@ -1,0 +1,193 @@
+"""The state that SGLang's layers ask a server for, without a server, in both of its versions; and its MoE layer."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe.sglang
+from cases import Layer, Shape, make_layer, make_routing, make_x
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.server_args import ServerArgs
+
+VERSION = oxmoe.sglang.sglang_version()
+NEW = VERSION == "0.5.23"
+ADAPTER = importlib.import_module(oxmoe.sglang.ADAPTERS[VERSION])
+SHAPE = Shape("sglang", 8, 2, 128, 96)
+
+
+def _one_rank(port: int) -> None:
+    """Groups of one rank, which 0.5.12.post1's layers look up."""
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        address = f"tcp://127.0.0.1:{port}"
+        init_distributed_environment(
+            backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=address
+        )
+        initialize_model_parallel()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _new_server(backend: str, topology: dict[str, Any]) -> Iterator[None]:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
+    from sglang.srt.runtime_context import get_context, get_flags, get_parallel
+
+    one = dict.fromkeys(("moe_ep_size", "moe_tp_size", "tp_size"), 1)
+    ranks = {**one, **dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "tp_rank"), 0), "tp_group": None, **topology}
+    with ExitStack() as stack:
+        stack.enter_context(get_context().override_server_args(model_path="dummy"))
+        flags = get_flags().moe.override(
+            runner_backend=resolve_moe_runner_backend(backend), a2a_backend=MoeA2ABackend.NONE
+        )
+        stack.enter_context(flags)
+        stack.enter_context(get_parallel().override(**ranks))
+        yield
+
+
+@contextmanager
+def _old_server(backend: str) -> Iterator[None]:
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    _one_rank(_free_port())
+
+    def start(name: str) -> None:
+        arguments = ServerArgs(model_path="dummy", moe_runner_backend=name)
+        set_global_server_args_for_scheduler(arguments)
+        initialize_moe_config(arguments)
+
+    start(backend)
+    yield
+    start("auto")
+
+
+@contextmanager
+def server(backend: str = "auto", **topology: Any) -> Iterator[None]:
+    """A server of one rank with this --moe-runner-backend; topology: what 0.5.23 overrides of its ranks."""
+    with _new_server(backend, topology) if NEW else _old_server(backend):
+        yield
+
+
+def operands(
+    shape: Shape,
+    tokens: int,
+    device: str,
+    rng: torch.Generator,
+    pattern: str = "uniform",
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Layer, Tensor, Tensor, Tensor]:
+    layer = make_layer(shape, dtype, device, rng, bias_dtype=torch.float32)
+    topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+    return layer, make_x(tokens, shape, dtype, device, rng), topk_weights.to(device), topk_ids.to(device)
+
+
+def fused_moe(layer: Layer, *, experts: int | None = None, quantized: bool = True, **options: Any) -> FusedMoE:
+    """SGLang's layer with these weights, loaded as its model loader would end.
+
+    quantized: by the quantization "oxmoe"; else SGLang's own method, which follows --moe-runner-backend.
+    """
+    shape, dtype = layer.shape, layer.w13.dtype
+    with torch.device(layer.w13.device):
+        module = FusedMoE(
+            num_experts=experts or shape.experts,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            layer_id=0,
+            top_k=shape.top_k,
+            params_dtype=dtype,
+            with_bias=shape.bias,
+            is_gated=shape.gated,
+            quant_config=get_quantization_config("oxmoe")() if quantized else None,
+            **options,
+        )
+    with torch.no_grad():
+        for parameter, weight in ((module.w13_weight, layer.w13), (module.w2_weight, layer.w2)):
+            # --moe-runner-backend triton_kernel keeps them transposed.
+            transposed = not quantized and module.use_triton_kernels
+            parameter.copy_(weight.transpose(1, 2) if transposed else weight)
+        if shape.bias:
+            module.w13_weight_bias.copy_(layer.b13)
+            module.w2_weight_bias.copy_(layer.b2)
+    module.quant_method.process_weights_after_loading(module)
+    return module
+
+
+def attributes() -> dict[str, tuple[int, Any]]:
+    """Every attribute of SGLang's modules and classes: which object it is, and what a container holds."""
+    found = {}
+
+    def add(prefix: str, owner: ModuleType | type) -> None:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, dict) and name != "__builtins__":
+                contents: Any = [(key, id(item)) for key, item in value.items()]
+            else:
+                contents = list(value) if isinstance(value, list | set) else None
+            found[f"{prefix}.{name}"] = (id(value), contents)
+            if isinstance(value, type) and value.__module__ == prefix:
+                add(f"{prefix}.{name}", value)
+
+    for name, module in list(sys.modules.items()):
+        if name == "sglang" or name.startswith("sglang."):
+            add(name, module)
+    return found
+
+
+_changes: dict[str, set[str]] = {}
+
+
+def installed() -> dict[str, set[str]]:
+    """Installs every MoE swap, once in this process; which attributes of SGLang were added, replaced and filled."""
+    if _changes:
+        return _changes
+    before = attributes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(oxmoe.sglang.SETTING, "moe")
+        oxmoe.sglang.install()
+    after = attributes()
+    common = before.keys() & after.keys()
+    _changes.update(
+        added=after.keys() ^ before.keys(),
+        replaced={name for name in common if after[name][0] != before[name][0]},
+        filled={name for name in common if after[name][1] != before[name][1]},
+    )
+    return _changes
+
+
+__all__ = [
+    "ADAPTER",
+    "NEW",
+    "SHAPE",
+    "VERSION",
+    "FusedMoE",
+    "MoeRunner",
+    "MoeRunnerBackend",
+    "MoeRunnerConfig",
+    "attributes",
+    "fused_moe",
+    "installed",
+    "operands",
+    "server",
+]
