@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv-test
 DEMO := $(CURDIR)/.venv-demo
 BIN := $(VENV)/bin
+# What differs for the older SGLang that is served: a folder before the environment's own packages on the path.
+OLD_SGLANG := tests/requirements-sglang-0.5.12.post1.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 
 # pip builds in the same folders as cargo, so only what changed is compiled again.
@@ -21,10 +23,12 @@ CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NA
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt
+$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(OLD_SGLANG)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
+	rm -rf $(VENV)/sglang-0.5.12.post1
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/sglang-0.5.12.post1 -r $(OLD_SGLANG)
 	touch $@
 
 venv: $(VENV)/.made ## .venv-test with everything that tests and linters need
@@ -45,6 +49,7 @@ python-names: install
 
 test: lint stubs python-names ## lints, stubs, Rust tests, Python tests that need no GPU
 	$(CARGO) test
+	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(wildcard tests/test_sglang*.py)
 	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
 
 wheel: ## abi3 wheel in .wheel/

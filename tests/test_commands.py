@@ -15,6 +15,7 @@ import torch
 
 import oxmoe
 import oxmoe.sglang
+import oxmoe.sglang.platform
 from oxmoe import __main__, doctor
 from oxmoe.bench import _without_paths, layers, report
 from oxmoe.bench.backend import Oxmoe
@@ -263,20 +264,39 @@ def test_doctor_fails_where_a_swap_fails(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(oxmoe.sglang, "_active", {})
     monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.4.99")
     findings = list(doctor.sglang())
-    assert said(findings)["sglang"].startswith("0.4.99, not supported; supported: 0.5.23")
+    assert said(findings)["sglang"].startswith("0.4.99, not served; served are 0.5.12.post1 and 0.5.23")
     (failed,) = (finding for finding in findings if finding.name == "taken over")
-    assert failed.broken and "SGLang 0.4.99 is not supported" in failed.text
+    assert failed.broken and "SGLang 0.4.99 is not served" in failed.text
 
 
-def test_doctor_sees_that_the_plugin_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SGLANG_PLUGINS", "SGLANG_PLUGINS=other leaves oxmoe out: add it, or unset it"),
+        ("SGLANG_PLATFORM", "SGLANG_PLATFORM=other keeps SGLang from loading oxmoe, which is no platform: unset it"),
+    ],
+)
+def test_doctor_sees_that_the_plugin_is_left_out(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     package(tmp_path, "sglang")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.5.23")
     monkeypatch.setattr(oxmoe.sglang, "install", lambda: None)
     monkeypatch.setenv(oxmoe.sglang.SETTING, "moe")
-    monkeypatch.setenv("SGLANG_PLUGINS", "other")
-    broken = [finding.text for finding in doctor.sglang() if finding.broken]
-    assert "SGLANG_PLUGINS=other leaves oxmoe out" in broken
+    monkeypatch.setenv(name, "other")
+    assert message in [finding.text for finding in doctor.sglang() if finding.broken]
+
+
+def test_doctor_misses_what_an_all_reduce_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package(tmp_path, "sglang")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.5.23")
+    monkeypatch.setattr(oxmoe.sglang, "install", lambda: None)
+    monkeypatch.setattr(oxmoe.sglang.platform, "activate", lambda: None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "flashinfer" else object())
+    monkeypatch.setenv(oxmoe.sglang.SETTING, "allreduce")
+    assert "install flashinfer-python" in said(doctor.sglang())["allreduce"]
 
 
 def test_doctor_tells_two_packages_of_one_name_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -460,3 +462,38 @@ def _methods() -> dict[str, Any]:
 def test_quantization_refuses_other_checkpoints() -> None:
     with pytest.raises(NotImplementedError, match="no kernel for a checkpoint of fp8; served are bf16, f16 and mxfp4"):
         get_quantization_config("oxmoe").from_config({"quant_method": "fp8"})
+
+
+def test_a_gpt_oss_checkpoint_comes_to_us(tmp_path: Path) -> None:
+    """From its config.json to its layers' method, by SGLang's own code, without a flag."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.weight_utils import get_quant_config
+
+    checkpoint = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["full_attention"],
+        "vocab_size": 1024,
+        "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint))
+    with server():
+        model = ModelConfig(model_path=str(tmp_path), dtype="bfloat16")
+        quant_config = get_quant_config(model, LoadConfig(), {})
+        assert model.quantization == "oxmoe"
+        assert quant_config.get_name() == "mxfp4", "by which GPT-OSS chooses its loader"
+        options: dict[str, Any] = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0}
+        layer = FusedMoE(
+            **options, **GPT_OSS_CONFIG, top_k=2, params_dtype=torch.bfloat16, with_bias=True, quant_config=quant_config
+        )
+    assert layer.quant_method.oxmoe

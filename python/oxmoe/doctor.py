@@ -17,6 +17,7 @@ from typing import Any
 
 import oxmoe
 import oxmoe.sglang
+import oxmoe.sglang.platform
 
 
 @dataclass(frozen=True)
@@ -104,30 +105,46 @@ def small_layer_us(device: str) -> float:
 
 
 def sglang() -> Iterator[Finding]:
-    requested = oxmoe.sglang.requested()
-    setting = f"{oxmoe.sglang.SETTING}={','.join(requested)}"
+    setting = oxmoe.sglang.setting.text()
+    asked = f"{oxmoe.sglang.SETTING}={setting}"
     if find_spec("sglang") is None:
-        wanted = f"; {setting} asks for it" if requested else ""
-        yield Finding("sglang", f"not installed{wanted}", broken=bool(requested))
+        yield Finding("sglang", f"not installed{f'; {asked} asks for it' if setting else ''}", broken=bool(setting))
         return
     version = oxmoe.sglang.sglang_version()
-    known = ", ".join(oxmoe.sglang.ADAPTERS)
-    served = "supported" if version in oxmoe.sglang.ADAPTERS else f"not supported; supported: {known}"
+    known = " and ".join(oxmoe.sglang.ADAPTERS)
+    served = "served" if version in oxmoe.sglang.ADAPTERS else f"not served; served are {known}"
     yield Finding("sglang", f"{version}, {served}{_incomplete('sglang')}")
-    if not requested:
+    if not setting:
         yield Finding("taken over", f"nothing: {oxmoe.sglang.SETTING} is empty")
         return
-    if not importlib.metadata.entry_points(group="sglang.srt.plugins", name="oxmoe"):
-        yield Finding("plugin", "SGLang cannot find oxmoe: its entry point is not installed", broken=True)
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
-    if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:
-        yield Finding("plugin", f"SGLANG_PLUGINS={allowed} leaves oxmoe out", broken=True)
+    yield from entry_points()
     try:
+        swaps = {swap.name: swap.parts for swap in oxmoe.sglang.requested()}
+        if "allreduce" in swaps:
+            oxmoe.sglang.platform.activate()  # as SGLang does while it is imported
+            if find_spec("flashinfer") is None:
+                reason = "SGLang fuses its all-reduce only where it can import flashinfer: install flashinfer-python"
+                yield Finding("allreduce", reason, broken=True)
         oxmoe.sglang.install()
-    except Exception as error:  # SGLang would log it and go on without us
-        yield Finding("taken over", f"nothing, {setting}: {type(error).__name__}: {error}", broken=True)
+    except Exception as error:  # with which a server would not start
+        yield Finding("taken over", f"nothing, {asked}: {type(error).__name__}: {error}", broken=True)
     for swap in oxmoe.sglang.active():
         yield Finding("taken over", f"{swap.name}: {swap.effect}")
+
+
+def entry_points() -> Iterator[Finding]:
+    """What keeps SGLang from calling oxmoe."""
+    for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
+        if not importlib.metadata.entry_points(group=group, name="oxmoe"):
+            reason = f"SGLang cannot find oxmoe: its entry point {group} is not installed (pip install oxmoe)"
+            yield Finding("plugin", reason, broken=True)
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:
+        yield Finding("plugin", f"SGLANG_PLUGINS={allowed} leaves oxmoe out: add it, or unset it", broken=True)
+    platform = os.environ.get("SGLANG_PLATFORM", "")
+    if platform:
+        reason = f"SGLANG_PLATFORM={platform} keeps SGLang from loading oxmoe, which is no platform: unset it"
+        yield Finding("plugin", reason, broken=True)
 
 
 def peers() -> Iterator[Finding]:
