@@ -349,8 +349,7 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { gated, .. } | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
                 format!("{header}_{}", gated_name(gated))
             }
-            // Names of their own among headers of other folders.
-            Variant::AllReduce(_) => format!("allreduce_{header}"),
+            Variant::AllReduce(kernel) => kernel.unit(),
             _ => header.into(),
         }
     }

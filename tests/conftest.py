@@ -14,6 +14,7 @@ _SEED = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of all random inputs (default: a new one)")
+    parser.addoption("--allreduce-calls", type=int, default=2000, help="random all-reduces in a row between GPUs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,6 +20,10 @@ from host_kernels import ROOT, parameter_header
 
 ELEMENTS = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 RANKS = (1, 2, 4, 8)
+# What a kernel can do -> chunks of a thread in two shots.
+WORKS = {"Sum": (2,), "Norm": (2, 8), "All": (4, 8)}
+# Clusters of several CTAs do not run here.
+ALONE = {"Sum": "false", "Norm": "true", "All": "false"}
 
 CUDA = r"""
 #pragma once
@@ -40,13 +44,14 @@ using std::min;
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct ulonglong2 { uint64_t x, y; };
 struct float2 { float x, y; };
+struct uint2 { uint32_t x, y; };
 struct Index { unsigned x; };
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 struct Cta {
     std::barrier<> all;
     std::vector<std::unique_ptr<std::barrier<>>> warps;
     std::vector<float> exchanged;
-    float shared[2 * 64];
+    alignas(16) float shared[512];
     explicit Cta(int threads) : all(threads), exchanged(threads) {
         for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32));
         for (float& value : shared) value = NAN;
@@ -78,6 +83,9 @@ inline uint32_t atomicInc(uint32_t* at, uint32_t last) {
 }
 template <class T> T __ldg(const T* from) { return *from; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __frcp_rn(float a) { return 1 / a; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline float __uint_as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -181,13 +189,20 @@ class HostAllReduce:
         (folder / "cuda.h").write_text(CUDA)
         (folder / "common/element.cuh").write_text(ELEMENT)
         (folder / "allreduce/memory.cuh").write_text(MEMORY)
-        for name in ("common/cluster.cuh", "common/pdl.cuh", "allreduce/common.cuh"):
+        copied = ("arithmetic", "common", "contribution", "epilogue")
+        for name in (
+            "common/cluster.cuh",
+            "common/narrow.cuh",
+            "common/pdl.cuh",
+            *(f"allreduce/{n}.cuh" for n in copied),
+        ):
             (folder / name).write_text((ROOT / "csrc" / name).read_text())
         for name in ("oneshot", "twoshot"):
             # A CTA's own; `static` would be everybody's.
             text, count = re.subn(
-                r"__shared__ float group_sum\[2\]\[kMaxGroups\];",
-                "auto& group_sum = *reinterpret_cast<float(*)[2][kMaxGroups]>(cta->shared);",
+                r"__shared__ ExchangeSpace space;",
+                "static_assert(sizeof(ExchangeSpace) <= sizeof(Cta::shared));\n"
+                "auto& space = *reinterpret_cast<ExchangeSpace*>(cta->shared);",
                 (ROOT / "csrc" / "allreduce" / f"{name}.cuh").read_text(),
             )
             assert count == 1
@@ -195,11 +210,12 @@ class HostAllReduce:
         entries = [MAIN]
         for dtype, element in ELEMENTS.items():
             for ranks in RANKS:
-                kernel = f"AllReduceOneShot<{element}, {ranks}>"
-                entries.append(ENTRY.format(name=f"oneshot_{dtype}_{ranks}", kernel=kernel))
-                for chunks in (2, 4) if ranks > 2 else ():
-                    kernel = f"AllReduceTwoShot<{element}, {ranks}, {chunks}>"
-                    entries.append(ENTRY.format(name=f"twoshot_{dtype}_{ranks}_{chunks}", kernel=kernel))
+                for work, chunks in WORKS.items():
+                    kernel = f"AllReduceOneShot<{element}, {ranks}, oxmoe::allreduce::Work::k{work}, {ALONE[work]}>"
+                    entries.append(ENTRY.format(name=f"oneshot_{dtype}_{ranks}_{work}", kernel=kernel))
+                    for each in chunks if ranks > 2 else ():
+                        kernel = f"AllReduceTwoShot<{element}, {ranks}, oxmoe::allreduce::Work::k{work}, {each}>"
+                        entries.append(ENTRY.format(name=f"twoshot_{dtype}_{ranks}_{work}_{each}", kernel=kernel))
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         source.write_text("\n".join(entries))
         flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-pthread", f"-I{folder}"]

@@ -10,13 +10,21 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import oxmoe
+import oxmoe._oxmoe as extension
 from oxmoe import AllReduceFusionPattern as Pattern
+from oxmoe.allreduce import _Operands
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+# Ranks of groups with a GPU each.
+WORLDS = [pytest.param(n, marks=pytest.mark.skipif(GPUS < n, reason=f"needs {n} GPUs")) for n in (2, 4, 8)]
 
 # Processes
 
@@ -76,15 +84,17 @@ class Crew:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, gone: tuple[int, ...] = ()) -> list[Any]:
-        """The results of all ranks; a rank in `gone` gives none."""
+    def run(
+        self, function: Callable[..., Any], *args: Any, gone: tuple[int, ...] = (), patience: float = 60
+    ) -> list[Any]:
+        """The results of all ranks; a rank in `gone` gives none. patience: seconds."""
         for pipe in self.pipes:
             pipe.send((function, args))
         results, failures = [], []
         for rank, pipe in enumerate(self.pipes):
             if rank in gone:
                 continue
-            assert pipe.poll(60), f"rank {rank} hangs"
+            assert pipe.poll(patience), f"rank {rank} hangs"
             failure, result = pipe.recv()
             results.append(result)
             if failure is not None:
@@ -108,6 +118,20 @@ def raised(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def on_cpu(parts: list[torch.Tensor], pattern: int, **operands: Any) -> None:
+    """The CPU implementation on every rank's rows."""
+    names = _Operands.__dataclass_fields__
+    given: dict[str, Any] = dict.fromkeys(names) | {"rms_eps": 1e-6, "weight_bias": 0.0} | operands
+    extension.allreduce_finish(_Operands(**given | {"input": parts[0], "pattern": pattern}), parts)
+
+
+def make(me: Rank, tokens: int, hidden: int, dtype: torch.dtype, size: int | None = None, **options: Any) -> Any:
+    options.setdefault("deadline", 20)
+    return oxmoe.create_allreduce_fusion_workspace(
+        max_token_num=tokens, hidden_dim=hidden, dtype=dtype, group=me.group(size or me.world), device="cuda", **options
+    )
 
 
 # Reference

@@ -10,6 +10,7 @@ import torch
 
 import oxmoe
 from oxmoe import AllReduceFusionPattern as Pattern
+from oxmoe.allreduce import takes
 from ranks import (
     DTYPES,
     QUANT,
@@ -301,3 +302,12 @@ def many_workspaces(me: Rank, seed: int) -> list[str]:
 
 def test_several_workspaces_and_subgroups(four: Crew, rng: torch.Generator) -> None:
     assert four.run(many_workspaces, seed_of(rng)) == [[]] * 4
+
+
+def test_a_callable_without_a_signature_takes_nothing() -> None:
+    assert takes(oxmoe.allreduce_fusion, "residual_in", "fp32_acc") and takes(lambda **options: None, "anything")
+    assert not takes(oxmoe.allreduce_fusion, "residual_in", "nothing")
+    assert not takes(lambda x, /: None, "x")
+    for mute in (type, torch.ops.aten.add.Tensor, dict.fromkeys, 7, None):
+        assert takes(mute, "input") in (False, True)
+    assert not takes(type, "input")

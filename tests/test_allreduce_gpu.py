@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 
 import oxmoe
-import oxmoe._oxmoe as extension
 from oxmoe import AllReduceFusionPattern as Pattern
-from oxmoe.allreduce import _Operands
-from ranks import DTYPES, Crew, Rank, alike, crc, draw, poison, raised, same_bits, seed_of
+from ranks import DTYPES, WORLDS, Crew, Rank, alike, crc, draw, make, on_cpu, poison, raised, same_bits, seed_of
 
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-WORLDS = [pytest.param(n, marks=pytest.mark.skipif(_GPUS < n, reason=f"needs {n} GPUs")) for n in (2, 4, 8)]
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -41,20 +38,6 @@ def shared() -> Iterator[Crew]:
     crew = Crew(4, gpus=True)
     yield crew
     crew.close()
-
-
-def on_cpu(parts: list[torch.Tensor], pattern: int, **operands: Any) -> None:
-    """The CPU implementation on every rank's rows."""
-    names = _Operands.__dataclass_fields__
-    given: dict[str, Any] = dict.fromkeys(names) | {"rms_eps": 1e-6, "weight_bias": 0.0} | operands
-    extension.allreduce_finish(_Operands(**given | {"input": parts[0], "pattern": pattern}), parts)
-
-
-def make(me: Rank, tokens: int, hidden: int, dtype: torch.dtype, size: int | None = None, **options: Any) -> Any:
-    options.setdefault("deadline", 20)
-    return oxmoe.create_allreduce_fusion_workspace(
-        max_token_num=tokens, hidden_dim=hidden, dtype=dtype, group=me.group(size or me.world), device="cuda", **options
-    )
 
 
 def compare(
@@ -115,6 +98,8 @@ CASES = [
     (5, 24),
     (300, 640),
     (2, 16384),
+    (3, 32768),
+    (41, 20480),
 ]
 
 
@@ -135,7 +120,7 @@ def test_one_rank(alone: Crew, rng: torch.Generator, dtype: str) -> None:
 @pytest.mark.skipif(_GPUS >= 4, reason="there is a GPU for each of four ranks")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_four_ranks_on_fewer_gpus(shared: Crew, rng: torch.Generator, dtype: str) -> None:
-    cases = [(1, 2880), (9, 1408), (130, 3584), (2, 8192)] + [(1, 16384)] * (dtype != "f32")
+    cases = [(1, 2880), (9, 1408), (130, 3584), (2, 8192), (1, 16384)] + [(1, 32768)] * (dtype != "f32")
     alike(shared.run(shapes, seed_of(rng), DTYPES[dtype], cases), 4)
     alike(shared.run(shapes, seed_of(rng), DTYPES[dtype], cases[:2], 2), 2)
 
@@ -178,6 +163,7 @@ def many_calls(me: Rank, seed: int, rounds: int) -> list[str]:
     dtype, kinds = torch.bfloat16, [(1, 2880), (5, 7168), (40, 2880), (128, 7168), (0, 64), (9, 8192)]
     space = make(me, 128, 7168, dtype, force_oneshot_support=True)
     pool = [draw(seed, f"pool {i}", 1 << 21, dtype=dtype).cuda() for i in range(me.world)]
+    zeros = torch.zeros(128 * 7168, dtype=dtype, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def total(offset: int, tokens: int, hidden: int) -> torch.Tensor:
@@ -216,8 +202,17 @@ def many_calls(me: Rank, seed: int, rounds: int) -> list[str]:
             continue
         t, h = kinds[kind % len(kinds)]
         x = pool[me.rank][offset : offset + t * h].view(t, h)
-        out = torch.full((t, h), float("nan"), dtype=dtype, device="cuda")
-        oxmoe.allreduce_fusion(x, space, 0, output=out, use_oneshot=(None, True, False)[use % 3])
+        out, way = torch.full((t, h), float("nan"), dtype=dtype, device="cuda"), (None, True, False)[use % 3]
+        if use % 2:
+            oxmoe.allreduce_fusion(x, space, 0, output=out, use_oneshot=way)
+        else:
+            extra = {"residual_in": zeros[: t * h].view(t, h), "residual_out": out, "rms_gamma": zeros[:h]}
+            if use % 4:
+                quant = torch.empty(t, h, dtype=torch.uint8, device="cuda")
+                scales = torch.empty(t, 1, device="cuda")
+                oxmoe.allreduce_fusion(x, space, 10, quant_out=quant, scale_out=scales, use_oneshot=way, **extra)
+            else:
+                oxmoe.allreduce_fusion(x, space, 1, norm_out=torch.empty_like(x), use_oneshot=way, **extra)
         wrong += (out != total(offset, t, h)).sum()
     torch.cuda.synchronize()
     space.check()
@@ -226,8 +221,9 @@ def many_calls(me: Rank, seed: int, rounds: int) -> list[str]:
 
 
 @pytest.mark.multi_gpu
-def test_many_calls_and_graphs(crew: Crew, rng: torch.Generator) -> None:
-    assert crew.run(many_calls, seed_of(rng), 2000) == [[]] * len(crew.processes)
+def test_many_calls_and_graphs(crew: Crew, rng: torch.Generator, request: pytest.FixtureRequest) -> None:
+    calls = request.config.getoption("--allreduce-calls")
+    assert crew.run(many_calls, seed_of(rng), calls, patience=600) == [[]] * len(crew.processes)
 
 
 def long_replay(me: Rank, replays: int) -> list[str]:
@@ -341,11 +337,16 @@ def refused(me: Rank) -> list[tuple[str, str]]:
     flat = torch.ones(8 * 2880 + 1, dtype=torch.bfloat16, device="cuda")
     gamma = x[0].clone()
     fp8 = torch.empty(8, 2880, dtype=torch.uint8, device="cuda")
+    scales = torch.empty(8, 8, dtype=torch.int32, device="cuda").t()[:, :8]
     norm = {"residual_in": x, "residual_out": x, "rms_gamma": gamma}
     results = [
         raised(lambda: oxmoe.allreduce_fusion(flat[1:].view(8, 2880), space, 0)),
         raised(lambda: oxmoe.allreduce_fusion(x.repeat(2, 1), space, 0)),
-        raised(lambda: oxmoe.allreduce_fusion(x, space, 2, quant_out=fp8, scale_factor=1.0, **norm)),
+        raised(
+            lambda: oxmoe.allreduce_fusion(
+                x, space, 8, quant_out=fp8, scale_out=scales, block_quant_group_size=96, **norm
+            )
+        ),
         raised(lambda: oxmoe.allreduce_fusion(x, space, 1, norm_out=x.cpu(), **norm)),
     ]
     # CPU tensors work too, and nothing of it harmed the workspace.
@@ -361,7 +362,7 @@ def test_refusals(crew: Crew) -> None:
     for result in crew.run(refused):
         assert result[0] == ("ValueError", "input: expected an address divisible by 16")
         assert result[1][0] == "ValueError" and "the workspace was made for" in result[1][1]
-        assert result[2][0] == "NotImplementedError" and "kARResidualRMSNormFP8Quant on cpu alone" in result[2][1]
+        assert result[2][0] == "NotImplementedError" and "up to 512 are served, got 96 bfloat16" in result[2][1]
         assert result[3][0] == "ValueError" and result[3][1].startswith("norm_out: is on cpu")
         assert result[4] == ("equal", "True")
 

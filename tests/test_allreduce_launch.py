@@ -90,6 +90,34 @@ def test_launches(driver: Path, tmp_path: Path, world: int, dtype: str) -> None:
         assert result["nbytes"] >= 1024 + 2 * world * size
 
 
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_launches_of_other_patterns(driver: Path, tmp_path: Path, world: int, dtype: str) -> None:
+    calls = [(t, 7168, pattern, two) for pattern in (4, 5, 7, 9, 11) for t, two in ((8, None), (128, None), (8, False))]
+    for result in run(driver, tmp_path, world=world, calls=calls, dtype=dtype, most=[128, 7168]):
+        assert result["raised"] == [None] * (len(calls) + 1) and result["refused"] == []
+        for (tokens, hidden, pattern, _), launch, given in zip(
+            calls, result["launches"], result["tensors"], strict=True
+        ):
+            (p,) = parameters_of(launch)
+            n, e = p.narrowing, p.experts
+            assert "_all" in launch["kernel"] and p.inverse_hidden == pytest.approx(1 / hidden)
+            assert (p.gamma, p.norm_out, p.residual_out) == tuple(
+                given[name] for name in ("rms_gamma", "norm_out", "residual_out")
+            )
+            assert (n.kind, n.scale) == {4: (1, 0.5), 5: (2, 31.0), 7: (0, 0), 9: (3, 0), 11: (4, 0)}[pattern]
+            assert ((n.quant_out or 0), (n.scale_out or 0)) == (given.get("quant_out", 0), given.get("scale_out", 0))
+            assert n.tile_rows == (8 if pattern == 5 else 0)
+            item = BYTES[dtype]
+            assert (n.group_chunks, n.column_stride) == ((128 * item // 16, tokens) if pattern == 9 else (0, 0))
+            if pattern == 7:
+                assert (e.rows, e.row_count, e.top_k, e.weight_dtype) == (given["input"], 9, 2, 0)
+                assert e.row_of_slot == given["expanded_idx_to_permuted_idx"] and not p.input
+                assert (e.weights, e.shared) == (given["expert_scale_factor"], given["shared_expert_output"])
+            else:
+                assert not e.rows and p.input == given["input"]
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_memory_is_empty_and_shared(driver: Path, tmp_path: Path, world: int) -> None:
     calls = [(1, 64, 0, None)]

@@ -1,20 +1,16 @@
-// What the one-shot and the two-shot all-reduce share. The protocol is src/allreduce/protocol.rs, where a model plays it; here
-// are its memory operations between GPUs, the deadline of every wait, and arithmetic whose order of additions depends on the
-// hidden size alone.
+// What the one-shot and the two-shot all-reduce share of the protocol. It is src/allreduce/protocol.rs, where a model plays it;
+// here are its headers, its epochs and the deadline of every wait.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#include "../common/element.cuh"
 #include "../common/pdl.cuh"
 #include "memory.cuh"
 #include "oxmoe/src/params.rs.h"
 
 namespace oxmoe::allreduce {
 
-constexpr int kLanes = 32;
 constexpr int kMaxRanks = 8;
-constexpr int kMaxGroups = 64;  // groups of 32 chunks in a row: 32 KB a row
 
 // Bits that no conversion or addition produces; the same four words as in protocol.rs.
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;
@@ -170,100 +166,6 @@ __device__ __forceinline__ void receive(Chunk (&part)[kWorld], int rank, const C
             if (!is_written(part[peer])) missing = peer;
         }
     } while (missing >= 0 && !watch.give_up(missing));
-}
-
-__device__ __forceinline__ uint32_t& word(Chunk& v, int i) { return reinterpret_cast<uint32_t*>(&v)[i]; }
-__device__ __forceinline__ uint32_t word(const Chunk& v, int i) { return reinterpret_cast<const uint32_t*>(&v)[i]; }
-
-// The values of one word.
-template <class Element>
-struct Word {
-    static constexpr int kValues = 2;
-    float value[2];
-    __device__ __forceinline__ explicit Word(uint32_t bits) {
-        const float2 pair = unpack<Element>(bits);
-        value[0] = pair.x;
-        value[1] = pair.y;
-    }
-    __device__ __forceinline__ uint32_t rounded() const { return pack<Element>(value[0], value[1]); }
-};
-
-template <>
-struct Word<float> {
-    static constexpr int kValues = 1;
-    float value[1];
-    __device__ __forceinline__ explicit Word(uint32_t bits) { value[0] = __uint_as_float(bits); }
-    __device__ __forceinline__ uint32_t rounded() const { return __float_as_uint(value[0]); }
-};
-
-template <class Element>
-constexpr int kChunkValues = 4 * Word<Element>::kValues;
-
-// Rank order, fp32, rounded once: the same bits on every rank and in both kernels.
-template <class Element, int kWorld>
-__device__ __forceinline__ Chunk sum_in_rank_order(const Chunk (&part)[kWorld]) {
-    Chunk result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        Word<Element> sum(word(part[0], i));
-#pragma unroll
-        for (int rank = 1; rank < kWorld; ++rank) {
-            const Word<Element> other(word(part[rank], i));
-#pragma unroll
-            for (int k = 0; k < Word<Element>::kValues; ++k) sum.value[k] += other.value[k];
-        }
-        word(result, i) = sum.rounded();
-    }
-    return result;
-}
-
-template <class Element>
-__device__ __forceinline__ Chunk add(const Chunk& a, const Chunk& b) {
-    const Chunk part[2] = {a, b};
-    return sum_in_rank_order<Element>(part);
-}
-
-template <class Element>
-__device__ __forceinline__ float sum_of_squares(const Chunk& v) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const Word<Element> x(word(v, i));
-#pragma unroll
-        for (int k = 0; k < Word<Element>::kValues; ++k) sum = fmaf(x.value[k], x.value[k], sum);
-    }
-    return sum;
-}
-
-template <class Element>
-__device__ __forceinline__ Chunk normalised(const Chunk& v, float scale, float weight_bias, const Chunk& gamma) {
-    Chunk result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        Word<Element> x(word(v, i));
-        const Word<Element> weight(word(gamma, i));
-#pragma unroll
-        for (int k = 0; k < Word<Element>::kValues; ++k) x.value[k] = x.value[k] * scale * (weight_bias + weight.value[k]);
-        word(result, i) = x.rounded();
-    }
-    return result;
-}
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-    for (int distance = kLanes / 2; distance; distance /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, distance);
-    return v;
-}
-
-// 1 / sqrt(mean of squares + epsilon) of a row from the sums of its groups: lane l takes groups l and l + 32, then a butterfly.
-// Divisions and the root are rounded as on the CPU.
-template <class Element>
-__device__ __forceinline__ float norm_scale(const AllReduceParams& p, const float* group_sum, int groups) {
-    const int lane = threadIdx.x % kLanes;
-    float sum = lane < groups ? group_sum[lane] : 0.f;
-    if (lane + kLanes < groups) sum += group_sum[lane + kLanes];
-    const float mean = __fdiv_rn(warp_sum(sum), float(p.row_chunks * kChunkValues<Element>));
-    return __fdiv_rn(1.f, __fsqrt_rn(mean + p.epsilon));
 }
 
 }  // namespace oxmoe::allreduce

@@ -1,23 +1,25 @@
-// Two-shot all-reduce in one launch, alone or with residual and RMSNorm. The message, as one flat array, is cut into N ranges:
+// Two-shot all-reduce in one launch. The message, as one flat array, is cut into N ranges:
 //   scatter  every rank pushes its values of range o to rank o;
 //   reduce   rank o adds the N contributions to its range in rank order and pushes the sums to everybody;
-//   finish   every rank adds the residual and normalises all rows.
+//   finish   every rank makes the outputs of all rows.
 // 2 (N - 1) / N x bytes on the wire: only sums are gathered. Residual and norm of all rows cost device memory traffic, which
 // overlaps.
 #pragma once
 #include "common.cuh"
+#include "contribution.cuh"
+#include "epilogue.cuh"
 
 namespace oxmoe {
 
 // Grid: scatter_ctas + reduce_ctas + finish_ctas, meant to be resident at once so that the stages overlap; in this order, so that
 // those which wait come behind those they wait for. Threads: whole warps, kChunks of them one a chunk of a row.
-template <class Element, int kWorld, int kChunks>
+template <class Element, int kWorld, allreduce::Work kWork, int kChunks>
 class AllReduceTwoShot {
     using Chunk = allreduce::Chunk;
+    using Epilogue = allreduce::Epilogue<Element, kWork, 16 * kChunks>;
 
     // Loads in flight of a scattering thread: kUnroll x peers.
     static constexpr int kUnroll = kWorld == 2 ? 4 : kWorld == 4 ? 2 : 1;
-    static constexpr int kLanes = allreduce::kLanes;
 
     const AllReduceParams& p;
     allreduce::Watch<kWorld>& watch;
@@ -30,7 +32,9 @@ class AllReduceTwoShot {
           turn(params.slots + (epoch & 1) * kWorld * params.slot_bytes),
           total(params.tokens * params.row_chunks) {}
 
-    __device__ const Chunk* input() const { return reinterpret_cast<const Chunk*>(p.input); }
+    __device__ __forceinline__ Chunk contribution(int at) const {
+        return allreduce::contribution<Element, kWork == allreduce::Work::kAll>(p, at);
+    }
     __device__ Chunk* slot(int owner, int sender) const {
         return reinterpret_cast<Chunk*>(allreduce::workspace(p, owner) + turn + sender * p.slot_bytes);
     }
@@ -45,7 +49,7 @@ class AllReduceTwoShot {
 #pragma unroll
                 for (int hop = 1; hop < kWorld; ++hop) {  // each rank starts at another peer
                     const int i = base + u * blockDim.x, at = (p.rank + hop) % kWorld * p.range + i;
-                    if (i < p.range && at < total) value[u][hop] = input()[at];
+                    if (i < p.range && at < total) value[u][hop] = contribution(at);
                 }
             }
 #pragma unroll
@@ -67,7 +71,7 @@ class AllReduceTwoShot {
         for (int i = cta * blockDim.x + threadIdx.x; i < owned; i += p.reduce_ctas * blockDim.x) {
             Chunk part[kWorld];
             const auto from = [&](int peer) { return slot(p.rank, peer) + i; };
-            allreduce::receive<kWorld>(part, p.rank, input()[first + i], from, watch);
+            allreduce::receive<kWorld>(part, p.rank, contribution(first + i), from, watch);
             const Chunk sum = allreduce::sum_in_rank_order<Element>(part);  // never looks empty: additions give other NaNs
 #pragma unroll
             for (int hop = 1; hop <= kWorld; ++hop) {  // the last hop is ourselves
@@ -79,68 +83,55 @@ class AllReduceTwoShot {
     }
 
     // All owners deliver their ranges from the front at the same time, so rows are taken from the ranges in turn.
-    __device__ __forceinline__ void finish(int cta, float (&group_sum)[2][allreduce::kMaxGroups]) const {
-        const int lane = threadIdx.x % kLanes, groups = (p.row_chunks + kLanes - 1) / kLanes;
+    __device__ __forceinline__ void finish(int cta, const Epilogue& epilogue) const {
         const int rows_per_range = (p.tokens + kWorld - 1) / kWorld;
-        const bool norm = p.gamma != nullptr;
+        const int threads = blockDim.x;
         Chunk* const sums = gathered(p.rank);
-        int half = 0;  // one barrier a row is enough with two halves
         for (int turn = cta; turn < rows_per_range * kWorld; turn += p.finish_ctas) {
             const int row = turn % kWorld * rows_per_range + turn / kWorld;
             if (row >= p.tokens) continue;
-            const int at = row * p.row_chunks + threadIdx.x;
-            Chunk value[kChunks], sum[kChunks];
-            if (norm) {
+            const int first = threadIdx.x, at = row * p.row_chunks + first;
+            Chunk residual[kChunks], sum[kChunks];
 #pragma unroll
-                for (int k = 0; k < kChunks; ++k) {
-                    if (threadIdx.x + k * blockDim.x < p.row_chunks) {
-                        value[k] = reinterpret_cast<const Chunk*>(p.residual_in)[at + k * blockDim.x];
-                    }
-                }
+            for (int k = 0; k < kChunks; ++k) {
+                if (first + k * threads < p.row_chunks) residual[k] = epilogue.residual(at + k * threads);
             }
             int missing;
             do {
                 missing = -1;
 #pragma unroll
                 for (int k = 0; k < kChunks; ++k) {
-                    if (threadIdx.x + k * blockDim.x < p.row_chunks) {
-                        sum[k] = allreduce::load_relaxed(sums + at + k * blockDim.x);
-                        if (!allreduce::is_written(sum[k])) missing = at + k * blockDim.x;
+                    if (first + k * threads < p.row_chunks) {
+                        sum[k] = allreduce::load_relaxed(sums + at + k * threads);
+                        if (!allreduce::is_written(sum[k])) missing = at + k * threads;
                     }
                 }
             } while (missing >= 0 && !watch.give_up(missing / p.range, 2));
-            if (!norm) {
+            if constexpr (kWork == allreduce::Work::kSum) {
 #pragma unroll
                 for (int k = 0; k < kChunks; ++k) {
-                    if (threadIdx.x + k * blockDim.x >= p.row_chunks) break;
-                    reinterpret_cast<Chunk*>(p.output)[at + k * blockDim.x] = sum[k];
-                    sums[at + k * blockDim.x] = allreduce::empty_chunk();
+                    if (first + k * threads >= p.row_chunks) break;
+                    epilogue.store_sum(at + k * threads, sum[k]);
+                    sums[at + k * threads] = allreduce::empty_chunk();
                 }
-                continue;
-            }
+            } else {
 #pragma unroll
-            for (int k = 0; k < kChunks; ++k) {
-                const int chunk = threadIdx.x + k * blockDim.x;
-                float squares = 0;
-                if (chunk < p.row_chunks) {
-                    sums[at + k * blockDim.x] = allreduce::empty_chunk();
-                    value[k] = allreduce::add<Element>(sum[k], value[k]);
-                    squares = allreduce::sum_of_squares<Element>(value[k]);
+                for (int k = 0; k < kChunks; ++k) {
+                    float squares = 0;
+                    if (first + k * threads < p.row_chunks) {
+                        sums[at + k * threads] = allreduce::empty_chunk();
+                        squares = epilogue.add_residual(at + k * threads, sum[k], residual[k]);
+                    }
+                    epilogue.put(first + k * threads, squares);
                 }
-                const float group = allreduce::warp_sum(squares);
-                if (lane == 0 && chunk / kLanes < groups) group_sum[half][chunk / kLanes] = group;
-            }
-            __syncthreads();
-            const float scale = allreduce::norm_scale<Element>(p, group_sum[half], groups);
-            half ^= 1;
+                const float scale = epilogue.scale();
 #pragma unroll
-            for (int k = 0; k < kChunks; ++k) {
-                const int chunk = threadIdx.x + k * blockDim.x;
-                if (chunk >= p.row_chunks) break;
-                const Chunk gamma = __ldg(reinterpret_cast<const Chunk*>(p.gamma) + chunk);
-                reinterpret_cast<Chunk*>(p.norm_out)[at + k * blockDim.x] =
-                    allreduce::normalised<Element>(value[k], scale, p.weight_bias, gamma);
-                reinterpret_cast<Chunk*>(p.residual_out)[at + k * blockDim.x] = value[k];
+                for (int k = 0; k < kChunks; ++k) {
+                    if (first + k * threads >= p.row_chunks) break;
+                    const Chunk gamma = __ldg(reinterpret_cast<const Chunk*>(p.gamma) + first + k * threads);
+                    sum[k] = epilogue.store_norm(at + k * threads, sum[k], scale, gamma);
+                }
+                epilogue.quantise(row, first, sum);
             }
         }
     }
@@ -151,10 +142,12 @@ public:
 
     static __device__ __forceinline__ void run(const AllReduceParams& p) {
         using namespace allreduce;
-        __shared__ float group_sum[2][kMaxGroups];
+        __shared__ ExchangeSpace space;
+        Exchange exchange(space, 1, (p.row_chunks + kLanes - 1) / kLanes);
         pdl::wait();
         // After the wait: a successor that starts now finds at most this kernel before it.
         pdl::launch_dependents();
+        const Epilogue epilogue(p, exchange);
         const uint32_t epoch = begin_call(p);
         Watch<kWorld> watch(p, epoch);
         Greeting<kWorld> greeting(p, epoch);
@@ -164,11 +157,12 @@ public:
         int cta = blockIdx.x;
         if (cta < p.scatter_ctas) shot.scatter(cta);
         finish_reading_epoch(p, epoch);
+        epilogue.pad();
         greeting.finish(watch);
         cta -= p.scatter_ctas;
         if (cta >= 0 && cta < p.reduce_ctas) shot.reduce(cta);
         cta -= p.reduce_ctas;
-        if (cta >= 0) shot.finish(cta, group_sum);
+        if (cta >= 0) shot.finish(cta, epilogue);
     }
 };
 

@@ -76,6 +76,16 @@ public:
 #endif
     }
 
+    // By one thread, once it has opened: for the next time.
+    __device__ __forceinline__ void reopen(uint32_t bytes) const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
+                         uint32_t(__cvta_generic_to_shared(barrier_))),
+                     "r"(bytes)
+                     : "memory");
+#endif
+    }
+
     // After wait(): 16 bytes to the place of `local` in the shared memory of CTA `rank`, whose mailbox counts them. Needs no
     // fence: it does not wait for this thread's other writes.
     __device__ __forceinline__ void send(uint4* local, int rank, const uint4& value) const {
@@ -91,13 +101,28 @@ public:
 #endif
     }
 
-    // Returns once everything has landed. A CTA must not end before that.
-    __device__ __forceinline__ void receive() const {
+    // The same with 4 bytes.
+    __device__ __forceinline__ void send(float* local, int rank, float value) const {
+#if __CUDA_ARCH__ >= 900
+        const uint32_t here = uint32_t(__cvta_generic_to_shared(local)), barrier = uint32_t(__cvta_generic_to_shared(barrier_));
+        asm volatile(
+            "{\n.reg .b32 there, box;\n"
+            "mapa.shared::cluster.u32 there, %0, %3;\n"
+            "mapa.shared::cluster.u32 box, %1, %3;\n"
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [box];\n}" ::"r"(here),
+            "r"(barrier), "r"(__float_as_uint(value)), "r"(rank)
+            : "memory");
+#endif
+    }
+
+    // Returns once everything has landed; `parity` is how often it has opened before, mod 2. A CTA must not end before that.
+    __device__ __forceinline__ void receive(uint32_t parity = 0) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile(
             "{\n.reg .pred done;\n"
-            "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-            "@!done bra again;\n}" ::"r"(uint32_t(__cvta_generic_to_shared(barrier_)))
+            "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again;\n}" ::"r"(uint32_t(__cvta_generic_to_shared(barrier_))),
+            "r"(parity)
             : "memory");
 #endif
     }

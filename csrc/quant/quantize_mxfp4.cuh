@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params.rs.h"
 
@@ -91,16 +92,6 @@ __device__ __forceinline__ uint32_t scale_byte(uint32_t amax, bool up) {
     return up ? (__float_as_uint(__fdiv_rn(value, 6.0f)) + 0x007FFFFF) >> 23 : __float_as_uint(__fmul_rn(value, 0.25f)) >> 23;
 }
 
-// The code of the e2m1 magnitude nearest to y >= 0, ties to even. From 1 on, codes count steps of half the power of two below y;
-// below 1, steps of 0.5. Adding 2^23 steps leaves their rounded number in the low bits.
-__device__ __forceinline__ uint32_t nearest(float y) {
-    const uint32_t bits = min(__float_as_uint(y), 0x40C00000u);  // 6
-    const uint32_t power = max(bits, 0x3F800000u) & kInfinity;   // 1, 2 or 4
-    const uint32_t many = power + (22u << 23);
-    const uint32_t steps = __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(many))) - many;
-    return steps + (power >> 22) - 254;
-}
-
 // Eight numbers to a word of codes, the first in the lowest bits; `scale` is below 254.
 __device__ __forceinline__ uint32_t encode(const float (&x)[8], uint32_t scale) {
     // 2^(127 - scale); 0 for the byte 0: there amax / 6 has underflowed.
@@ -109,7 +100,7 @@ __device__ __forceinline__ uint32_t encode(const float (&x)[8], uint32_t scale) 
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
         const uint32_t bits = __float_as_uint(x[i]);
-        word = word << 4 | (bits >> 28 & 8) | nearest(__fmul_rn(__uint_as_float(bits & kMagnitude), inverse));
+        word = word << 4 | (bits >> 28 & 8) | e2m1_magnitude(__fmul_rn(__uint_as_float(bits & kMagnitude), inverse));
     }
     return word;
 }

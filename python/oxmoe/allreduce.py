@@ -7,6 +7,7 @@ for ever: a peer that does not come, or is gone, is a TimeoutError that names it
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ __all__ = [
     "QuantizationSFLayout",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
+    "takes",
     "workspace_bytes",
 ]
 
@@ -86,6 +88,19 @@ class _Operands:
     weight_bias: float
 
 
+def takes(function: Any, *names: str) -> bool:
+    """Whether a callable takes these keyword arguments. Never raises: one without a signature (builtins, operators of
+    torch.ops) says nothing, which counts as no. For calls of other packages whose versions differ."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    positional = inspect.Parameter.POSITIONAL_ONLY
+    return all(name in parameters and parameters[name].kind is not positional for name in names)
+
+
 def allreduce_fusion(
     input: Tensor,
     workspace: AllReduceFusionWorkspace,
@@ -142,8 +157,10 @@ def allreduce_fusion(
     use_oneshot must be the same on all ranks; it counts between 4 or 8 GPUs, where the workspace has room for it.
     deadline: seconds, instead of the workspace's.
 
-    CUDA tensors, contiguous and at multiples of 16 bytes, on the workspace's GPU: kAllReduce and kARResidualRMSNorm,
-    one launch on torch's current stream, also in a CUDA graph; nothing is synchronised. One stream at a time. What goes
+    CUDA tensors, contiguous and at multiples of 16 bytes, on the workspace's GPU: one launch on torch's current stream,
+    also in a CUDA graph; nothing is synchronised. One stream at a time. Rows of up to 64 KB (16 KB before sm_90), scale
+    groups of 16 x 2^n bytes up to 512. rms_gamma is a weight: the kernel right before must not write it. scale_factor
+    may lie there; expanded_idx_to_permuted_idx is not checked: a number that is no row's makes the token NaN. What goes
     wrong on the GPU is raised by the next call, or by `workspace.check()`. A rank that raises launches nothing, so the
     others find it missing.
 

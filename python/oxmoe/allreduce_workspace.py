@@ -217,7 +217,9 @@ class AllReduceFusionWorkspace:
 
     def _run(self, operands: Any, deadline: float | None, use_oneshot: bool | None) -> Any:
         link = self._usable()
-        if self._memory is not None and getattr(operands.input, "is_cuda", False):
+        # The MoE patterns' input may be something they do not read.
+        leaders = (operands.input, operands.residual_in)
+        if self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders):
             self.check()
             seconds = self.deadline if deadline is None else _checked_deadline(deadline)
             return self._memory.launch(operands, seconds, use_oneshot)

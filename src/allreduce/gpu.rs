@@ -6,13 +6,13 @@ use super::operands::Operands;
 use super::plan::{self, AllReducePlan};
 use super::protocol::{Algorithm, Fault, FaultKind, Layout, Shape, LINE_BYTES, MAX_RANKS};
 use crate::contract;
+use crate::cpu::{Quantise, ReduceRows, ScaleLayout};
 use crate::device::{self, Current, Gpu};
 use crate::error::{guard, Result};
 use crate::kernel::{self, Args, Stream};
-use crate::params::{AllReduceParams, Workspaces};
+use crate::params::{AllReduceParams, Dtype, ExpertRows, Narrowing, QuantKind, Workspaces};
 use crate::tensor::Place;
-use crate::variants::allreduce::TWOSHOT_CHUNKS;
-use crate::variants::{AllReduce, Element, Variant};
+use crate::variants::{allreduce, Element, Variant};
 use cudarc::driver::result;
 use pyo3::prelude::*;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -50,7 +50,13 @@ impl AllReduceMemory {
         }
     }
 
-    fn params(&self, maps: &Maps, plan: &AllReducePlan, shape: &Shape, deadline: f64) -> Result<AllReduceParams> {
+    fn params(
+        &self,
+        maps: &Maps,
+        plan: &AllReducePlan,
+        (shape, rows): (&Shape, &ReduceRows),
+        deadline: f64,
+    ) -> Result<AllReduceParams> {
         let mut at = [std::ptr::null_mut(); MAX_RANKS];
         for (rank, address) in at.iter_mut().enumerate().take(self.layout.ranks) {
             let map = if rank == self.rank { Some(&maps.own) } else { maps.peers[rank].as_ref() };
@@ -64,15 +70,18 @@ impl AllReduceMemory {
             workspaces: Workspaces { rank0, rank1, rank2, rank3, rank4, rank5, rank6, rank7 },
             report: maps.report.address(),
             input: std::ptr::null(),
-            residual_in: std::ptr::null(),
-            gamma: std::ptr::null(),
-            output: std::ptr::null_mut(),
-            residual_out: std::ptr::null_mut(),
-            norm_out: std::ptr::null_mut(),
+            residual_in: rows.residual_in,
+            gamma: rows.gamma,
+            output: rows.output,
+            residual_out: rows.residual_out,
+            norm_out: rows.norm_out,
+            experts: NO_EXPERTS,
+            narrowing: narrowing(rows, plan.row_chunks),
             slots: if two { layout.scatter_slot(0, 0) } else { layout.oneshot_slot(0, 0) },
             slot_bytes: if two { layout.twoshot / layout.ranks as u64 } else { layout.oneshot },
             gathered: layout.gathered(),
-            deadline_ns: (deadline * 1e9) as u64,
+            // Far from overflow: kernels add it to the clock, some twice.
+            deadline_ns: (deadline * 1e9).min(1e18) as u64,
             shape: shape.word() | if two { TWO_SHOTS } else { 0 },
             rank: self.rank as i32,
             tokens: shape.tokens as i32,
@@ -81,9 +90,52 @@ impl AllReduceMemory {
             scatter_ctas: plan.stages[0] as i32,
             reduce_ctas: plan.stages[1] as i32,
             finish_ctas: plan.stages[2] as i32,
-            epsilon: 0.0,
-            weight_bias: 0.0,
+            inverse_hidden: 1.0 / rows.hidden as f32,
+            epsilon: rows.epsilon,
+            weight_bias: rows.weight_bias,
         })
+    }
+}
+
+const NO_EXPERTS: ExpertRows = ExpertRows {
+    rows: std::ptr::null(),
+    row_count: 0,
+    row_of_slot: std::ptr::null(),
+    weights: std::ptr::null(),
+    weight_dtype: Dtype::F32,
+    top_k: 0,
+    shared: std::ptr::null(),
+};
+
+fn narrowing(rows: &ReduceRows, row_chunks: u32) -> Narrowing {
+    let none = Narrowing {
+        kind: QuantKind::None,
+        quant_out: rows.quant_out,
+        scale_out: rows.scale_out,
+        scale_factor: rows.scale_factor,
+        scale: 0.0,
+        tile_rows: 0,
+        group_chunks: 0,
+        column_stride: 0,
+    };
+    match rows.quantise {
+        Quantise::None => none,
+        Quantise::Fp8 { scale } => Narrowing { kind: QuantKind::Fp8, scale, ..none },
+        Quantise::PerToken => Narrowing { kind: QuantKind::PerToken, ..none },
+        Quantise::Groups { group, stride } => Narrowing {
+            kind: QuantKind::Groups,
+            group_chunks: (group * row_chunks as usize / rows.hidden) as i32,
+            column_stride: stride as i64,
+            ..none
+        },
+        Quantise::Nvfp4 { scale, layout } => {
+            let tile_rows = match layout {
+                ScaleLayout::Swizzled128x4 => 128,
+                ScaleLayout::Swizzled8x4 => 8,
+                ScaleLayout::Linear => 0,
+            };
+            Narrowing { kind: QuantKind::Nvfp4, scale, tile_rows, ..none }
+        }
     }
 }
 
@@ -176,28 +228,22 @@ impl AllReduceMemory {
     ) -> PyResult<Bound<'py, PyAny>> {
         guard(|| {
             let checked = operands.check()?;
-            let input = checked.on_gpu()?;
-            if input.place != Place::Cuda(self.gpu.ordinal) {
-                contract!("input: is on {}, the workspace was made on cuda:{}", input.place, self.gpu.ordinal);
+            let leader = checked.on_gpu()?;
+            if leader.place != Place::Cuda(self.gpu.ordinal) {
+                contract!("input: is on {}, the workspace was made on cuda:{}", leader.place, self.gpu.ordinal);
             }
             if checked.bytes() as u64 > self.capacity {
                 let what = allreduce_shape(checked.shape.word());
                 contract!("input: {what} has {} bytes, the workspace was made for {}", checked.bytes(), self.capacity);
             }
             let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
-            let (rows, result) = checked.rows(vec![input.data.cast_const()])?;
-            let stream = Stream::new(self.gpu, input.current_stream(py)?)?;
+            let (rows, result) = checked.rows(Vec::new())?;
+            let stream = Stream::new(self.gpu, leader.current_stream(py)?)?;
             self.with(|maps| {
                 let params = AllReduceParams {
-                    input: input.data,
-                    residual_in: rows.residual_in,
-                    gamma: rows.gamma,
-                    output: rows.output,
-                    residual_out: rows.residual_out,
-                    norm_out: rows.norm_out,
-                    epsilon: rows.epsilon,
-                    weight_bias: rows.weight_bias,
-                    ..self.params(maps, &plan, &checked.shape, deadline)?
+                    input: checked.input(),
+                    experts: checked.expert_rows().unwrap_or(NO_EXPERTS),
+                    ..self.params(maps, &plan, (&checked.shape, &rows), deadline)?
                 };
                 stream.launch("allreduce_fusion", &plan.launch, Args::AllReduce(&params))
             })?;
@@ -295,9 +341,7 @@ fn kernels(dtype: &str, ranks: u32) -> Vec<Variant> {
         "float16" => Element::F16,
         _ => Element::Bf16,
     };
-    let twoshot = TWOSHOT_CHUNKS.map(|chunks| AllReduce::TwoShot { element, ranks, chunks });
-    let twoshot = twoshot.into_iter().filter(|_| ranks > 2);
-    [AllReduce::OneShot { element, ranks }].into_iter().chain(twoshot).map(Variant::AllReduce).collect()
+    allreduce::of(element, ranks).into_iter().map(Variant::AllReduce).collect()
 }
 
 /// Why a group of world_size ranks on GPU `device` cannot all-reduce CUDA tensors: None if it can.

@@ -6,6 +6,7 @@ use super::protocol::{Shape, CHUNK_BYTES};
 use crate::contract;
 use crate::cpu::{Contribution, Quantise, ReduceRows, ScaleLayout};
 use crate::error::{Error, Result};
+use crate::params::{Dtype, ExpertRows};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
 
@@ -50,6 +51,7 @@ pub struct Checked<'a, 'py> {
     quant_out: Option<TensorRef>,
     scale_out: Option<TensorRef>,
     quantise: Quantise,
+    scale_factor: Option<TensorRef>,
     experts: Option<Experts>,
 }
 
@@ -97,13 +99,6 @@ impl<'py> Operands<'py> {
         };
         let Some(leader) = leader else { contract!("residual_in: {} needs it", pattern.name) };
         let leader = TensorRef::borrow(name, leader)?;
-        let served = pattern.source == Source::Input && pattern.narrow == Narrow::None;
-        if leader.place != Place::Cpu && !served {
-            return Err(Error::Unsupported(format!(
-                "{name}: is on {}; on GPUs allreduce_fusion serves kAllReduce and kARResidualRMSNorm, {} on cpu alone",
-                leader.place, pattern.name
-            )));
-        }
         let mut contract = Contract::new();
         contract.check(name, &leader, &[Dim::Named("tokens"), Dim::Named("hidden")], &COMPUTE)?;
         let (tokens, hidden, elem) = (leader.shape()[0], leader.shape()[1], leader.elem);
@@ -136,8 +131,8 @@ impl<'py> Operands<'py> {
         };
         let quant_out = borrow("quant_out", &self.quant_out)?;
         let scale_out = borrow("scale_out", &self.scale_out)?;
-        let quantise = match &quant_out {
-            None => Quantise::None,
+        let (quantise, scale_factor) = match &quant_out {
+            None => (Quantise::None, None),
             Some(quant_out) => {
                 self.quantisation(pattern, quant_out, scale_out.as_ref(), (tokens, hidden), &mut contract)?
             }
@@ -159,6 +154,7 @@ impl<'py> Operands<'py> {
             quant_out,
             scale_out,
             quantise,
+            scale_factor,
             experts,
         };
         checked.overlaps()?;
@@ -227,6 +223,8 @@ impl<'py> Operands<'py> {
             let slots = table.numel() as usize;
             let numbers = match slots {
                 0 => &[],
+                // Looking at them would wait for the GPU; kernels do.
+                _ if table.place != Place::Cpu => &[],
                 // SAFETY: a contiguous int32 CPU tensor.
                 _ => unsafe { std::slice::from_raw_parts(table.data.cast::<i32>(), slots) },
             };
@@ -267,18 +265,19 @@ impl<'py> Operands<'py> {
         scale_out: Option<&TensorRef>,
         shape: (i64, i64),
         contract: &mut Contract,
-    ) -> Result<Quantise> {
+    ) -> Result<(Quantise, Option<TensorRef>)> {
         let (tokens, hidden) = shape;
         let fp8 = [Dim::Named("tokens"), Dim::Named("hidden")];
         match (pattern.narrow, scale_out) {
             (Narrow::Fp8, _) => {
                 contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
-                Ok(Quantise::Fp8 { scale: self.scale()? })
+                let (scale, tensor) = self.scale(quant_out.place)?;
+                Ok((Quantise::Fp8 { scale }, tensor))
             }
             (Narrow::PerToken, Some(scale_out)) => {
                 contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
                 contract.check("scale_out", scale_out, &[Dim::Named("tokens"), Dim::Is("one", 1)], &[Elem::F32])?;
-                Ok(Quantise::PerToken)
+                Ok((Quantise::PerToken, None))
             }
             (Narrow::Groups, Some(scale_out)) => {
                 contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
@@ -297,10 +296,10 @@ impl<'py> Operands<'py> {
                         scale_out.elem
                     );
                 }
-                if scale_out.place != Place::Cpu {
-                    contract!("scale_out: is on {}, but input is on cpu", scale_out.place);
+                if scale_out.place != quant_out.place {
+                    contract!("scale_out: is on {}, but quant_out is on {}", scale_out.place, quant_out.place);
                 }
-                Ok(Quantise::Groups { group: group as usize, stride })
+                Ok((Quantise::Groups { group: group as usize, stride }, None))
             }
             (Narrow::Nvfp4, Some(scale_out)) => {
                 let layout = match self.layout_code.unwrap_or(0) {
@@ -328,32 +327,36 @@ impl<'py> Operands<'py> {
                         scale_out.bytes()
                     );
                 }
-                Ok(Quantise::Nvfp4 { scale: self.scale()?, layout })
+                let (scale, tensor) = self.scale(quant_out.place)?;
+                Ok((Quantise::Nvfp4 { scale, layout }, tensor))
             }
             (Narrow::None, _) | (_, None) => contract!("quant_out: pattern {} writes none", pattern.name),
         }
     }
 
-    /// scale_factor: a number, or a tensor of one fp32.
-    fn scale(&self) -> Result<f32> {
+    /// scale_factor: a number, or a tensor of one fp32 on the CPU or beside the other operands on `place`, where kernels read it.
+    fn scale(&self, place: Place) -> Result<(f32, Option<TensorRef>)> {
         let Some(object) = &self.scale_factor else { contract!("scale_factor: is missing") };
         if object.getattr_opt("__dlpack__")?.is_none() {
             let Ok(number) = object.extract::<f64>() else {
                 contract!("scale_factor: expected a number or a tensor, got {}", object.get_type().name()?)
             };
-            return Ok(number as f32);
+            return Ok((number as f32, None));
         }
         let tensor = TensorRef::borrow("scale_factor", object)?;
-        if tensor.elem != Elem::F32 || tensor.numel() != 1 || tensor.place != Place::Cpu {
+        if tensor.elem != Elem::F32 || tensor.numel() != 1 || ![Place::Cpu, place].contains(&tensor.place) {
             contract!(
-                "scale_factor: expected a number or one float32 on cpu, got {} of shape {:?} on {}",
+                "scale_factor: expected a number or one float32 on {place}, got {} of shape {:?} on {}",
                 tensor.elem,
                 tensor.shape(),
                 tensor.place
             );
         }
+        if tensor.place != Place::Cpu {
+            return Ok((1.0, Some(tensor)));
+        }
         // SAFETY: one float32 on the CPU.
-        Ok(unsafe { tensor.data.cast::<f32>().read_unaligned() })
+        Ok((unsafe { tensor.data.cast::<f32>().read_unaligned() }, None))
     }
 }
 
@@ -383,34 +386,70 @@ impl<'py> Checked<'_, 'py> {
 
     /// Refuses tensors that a workspace of CPU tensors cannot reach.
     pub fn on_cpu(&self) -> Result<()> {
-        match &self.input {
-            Some(input) if input.place != Place::Cpu => Err(Error::Unsupported(format!(
+        match self.input.as_ref().or(self.residual_in.as_ref()) {
+            Some(leader) if leader.place != Place::Cpu => Err(Error::Unsupported(format!(
                 "input: is on {}; this workspace serves tensors on cpu: make one on the GPU (device=\"cuda\")",
-                input.place
+                leader.place
             ))),
             _ => Ok(()),
         }
     }
 
-    /// The input, where kernels can read and write all tensors in chunks.
+    /// The tensor that gives the result its shape, where kernels can read and write all tensors in chunks.
     pub fn on_gpu(&self) -> Result<&TensorRef> {
+        let experts = self.experts.as_ref();
         let tensors = [
-            ("input", &self.input),
-            ("residual_in", &self.residual_in),
-            ("rms_gamma", &self.gamma),
-            ("output", &self.output),
-            ("residual_out", &self.residual_out),
-            ("norm_out", &self.norm_out),
+            ("input", self.input.as_ref()),
+            ("residual_in", self.residual_in.as_ref()),
+            ("rms_gamma", self.gamma.as_ref()),
+            ("output", self.output.as_ref()),
+            ("residual_out", self.residual_out.as_ref()),
+            ("norm_out", self.norm_out.as_ref()),
+            ("quant_out", self.quant_out.as_ref()),
+            ("scale_out", self.scale_out.as_ref()),
+            ("the experts' rows", experts.map(|e| &e.rows)),
+            ("the shared expert's output", experts.and_then(|e| e.shared.as_ref())),
         ];
         for (name, tensor) in tensors {
-            if tensor.as_ref().is_some_and(|t| t.data.align_offset(CHUNK_BYTES as usize) != 0) {
+            if tensor.is_some_and(|t| t.data.align_offset(CHUNK_BYTES as usize) != 0) {
                 contract!("{name}: expected an address divisible by {CHUNK_BYTES}");
             }
         }
-        match &self.input {
-            Some(input) => Ok(input),
-            None => contract!("input: pattern {} takes none", self.pattern.name),
+        if let Quantise::Groups { group, .. } = self.quantise {
+            let (bytes, chunk) = (group * self.elem.bytes(), CHUNK_BYTES as usize);
+            if bytes % chunk != 0 || !(bytes / chunk).is_power_of_two() || bytes / chunk > 32 {
+                return Err(Error::Unsupported(format!(
+                    "block_quant_group_size: on GPUs groups of {chunk} x 2^n bytes up to {} are served, got {group} {}",
+                    32 * chunk,
+                    self.elem
+                )));
+            }
         }
+        match self.input.as_ref().or(self.residual_in.as_ref()) {
+            Some(leader) => Ok(leader),
+            None => contract!("residual_in: {} needs it", self.pattern.name),
+        }
+    }
+
+    /// The rows that are this rank's contribution; null where experts' rows are.
+    pub fn input(&self) -> *const u8 {
+        read(&self.input)
+    }
+
+    /// Where the contribution of a MoE pattern comes from, for kernels.
+    pub fn expert_rows(&self) -> Option<ExpertRows> {
+        let experts = self.experts.as_ref()?;
+        // Null would mean that there are none; of an empty tensor nothing is read.
+        let rows = if experts.rows.data.is_null() { read(&self.residual_in) } else { experts.rows.data.cast_const() };
+        Some(ExpertRows {
+            rows,
+            row_count: experts.rows.shape()[0],
+            row_of_slot: read(&experts.table).cast(),
+            weights: read(&experts.weights),
+            weight_dtype: experts.weights.as_ref().map_or(Dtype::F32, |w| dtype_of(w.elem)),
+            top_k: experts.slots as i32,
+            shared: read(&experts.shared),
+        })
     }
 
     /// Outputs must be apart from each other and from what is read, unless an output is exactly an input of the same shape and dtype.
@@ -503,6 +542,7 @@ impl<'py> Checked<'_, 'py> {
             epsilon: given.rms_eps as f32,
             weight_bias: given.weight_bias as f32,
             quantise: self.quantise,
+            scale_factor: read(&self.scale_factor).cast(),
         };
         Ok((rows, result.clone()))
     }

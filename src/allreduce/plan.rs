@@ -1,16 +1,17 @@
 //! How an all-reduce is launched on a GPU: a function of shape, ranks and device. Ranks must agree on the algorithm alone; slots belong to
 //! chunks, not to CTAs.
 
+use super::pattern::{Narrow, Source, PATTERNS};
 use super::protocol::{algorithm, owned, Algorithm, Layout, Shape, CHUNK_BYTES};
 use crate::device::{Arch, Device};
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::allreduce::{RANKS, TWOSHOT_CHUNKS};
+use crate::variants::allreduce::{Work, RANKS};
 use crate::variants::{AllReduce, Element, Variant};
 
-/// Chunks of a row that the kernels can hold.
-const MAX_ROW_CHUNKS: u32 = 2048;
+/// Chunks of a row that the kernels can hold; without clusters a CTA's threads.
+const MAX_ROW_CHUNKS: u32 = 4096;
 /// Up to here several CTAs of a cluster share a row: at 1 x 7168 8 CTAs take 3.10 us where one takes 3.80 (H200, two ranks). With many rows
 /// the cluster's barrier costs more than it gains.
 const FEW_TOKENS: u32 = 32;
@@ -40,7 +41,7 @@ impl AllReducePlan {
         serves(ranks)?;
         let bytes = shape.tokens as u64 * shape.hidden as u64 * item;
         let row_chunks = (shape.hidden as u64 * item / CHUNK_BYTES) as u32;
-        let widest = if device.arch >= Arch::SM90 { MAX_ROW_CHUNKS } else { MAX_ROW_CHUNKS / 2 };
+        let widest = if device.arch >= Arch::SM90 { MAX_ROW_CHUNKS } else { 1024 };
         if row_chunks > widest || bytes / CHUNK_BYTES > i32::MAX as u64 {
             return Err(Error::Unsupported(format!(
                 "input: all-reduces on {} serve rows of up to {} bytes and messages of up to 32 GB, got {} rows of {}",
@@ -55,10 +56,20 @@ impl AllReducePlan {
             Some(false) if ranks > 2 && bytes > 0 && bytes <= layout.twoshot => Algorithm::TwoShot,
             _ => algorithm(bytes, layout.ranks),
         };
+        let work = work(shape.pattern);
         Ok(match algorithm {
-            Algorithm::OneShot => oneshot(element, ranks, shape.tokens, row_chunks, device),
-            Algorithm::TwoShot => twoshot(element, ranks, shape.tokens, row_chunks, device),
+            Algorithm::OneShot => oneshot(element, ranks, work, shape.tokens, row_chunks, device),
+            Algorithm::TwoShot => twoshot(element, ranks, work, shape.tokens, row_chunks, device),
         })
+    }
+}
+
+/// The least that a pattern needs.
+fn work(pattern: u8) -> Work {
+    match PATTERNS.get(pattern as usize) {
+        Some(p) if !p.norm => Work::Sum,
+        Some(p) if p.source == Source::Input && p.narrow == Narrow::None => Work::Norm,
+        _ => Work::All,
     }
 }
 
@@ -71,18 +82,17 @@ pub fn serves(ranks: u32) -> Result<()> {
 }
 
 /// One chunk a thread. As many rows at once as fit; each cluster pushes its next row before it waits for the present one.
-fn oneshot(element: Element, ranks: u32, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
-    let kernel = AllReduce::OneShot { element, ranks };
+fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
     let wanted = match (tokens <= FEW_TOKENS, row_chunks) {
         _ if device.arch < Arch::SM90 => 1,
         (true, 512..) => 8,
         (true, _) => 4,
-        (false, 1025..) => 2,
-        (false, _) => 1,
+        (false, _) => row_chunks.div_ceil(1024).next_power_of_two(),
     };
     // A warp at least for each CTA.
     let warps = row_chunks.div_ceil(LANES);
     let cluster = (0..=3).rev().map(|i| 1 << i).find(|&n| n <= wanted && n <= warps).unwrap_or(1);
+    let kernel = AllReduce::OneShot { element, ranks, work, alone: work == Work::Norm && cluster == 1 };
     let block = row_chunks.div_ceil(cluster).next_multiple_of(LANES);
     let rows = (resident(&kernel, block, device) / cluster).clamp(1, tokens.max(1));
     let launch = Launch { variant: Variant::AllReduce(kernel), grid: rows * cluster, block, cluster, shared_bytes: 0 };
@@ -91,10 +101,9 @@ fn oneshot(element: Element, ranks: u32, tokens: u32, row_chunks: u32, device: &
 
 /// All CTAs that are resident together: 1/12 scatter, 1/4 reduce, the rest finishes (H200: a scatter of 1/4 changes 3 %, a reduce of 1/8
 /// costs 17 %, a finish of 1/4 19 %).
-fn twoshot(element: Element, ranks: u32, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
-    let [few, many] = TWOSHOT_CHUNKS;
-    let chunks = if row_chunks > few * 512 { many } else { few };
-    let kernel = AllReduce::TwoShot { element, ranks, chunks };
+fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
+    let chunks = work.chunks().iter().copied().find(|n| row_chunks <= n * 512).unwrap_or(MAX_ROW_CHUNKS / 512);
+    let kernel = AllReduce::TwoShot { element, ranks, work, chunks };
     let block = row_chunks.div_ceil(chunks).next_multiple_of(LANES);
     let grid = resident(&kernel, block, device);
     let (scatter, reduce) = (grid / 12, grid / 4);
@@ -118,7 +127,7 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    const SHAPES: [(u32, u32); 14] = [
+    const SHAPES: [(u32, u32); 16] = [
         (0, 8),
         (1, 8),
         (1, 2880),
@@ -127,6 +136,8 @@ mod tests {
         (16, 8192),
         (32, 24),
         (33, 16384),
+        (2, 32768),
+        (65, 24576),
         (64, 2880),
         (128, 7168),
         (300, 1408),
@@ -142,15 +153,15 @@ mod tests {
             let device = Device::typical(Arch(arch));
             for (tokens, hidden) in SHAPES {
                 for (dtype, item) in [(Dtype::Bf16, 2), (Dtype::F16, 2), (Dtype::F32, 4)] {
-                    for (ranks, use_oneshot) in
-                        RANKS.into_iter().flat_map(|n| [None, Some(true), Some(false)].map(|u| (n, u)))
-                    {
-                        let shape = Shape { pattern: 1, dtype, tokens, hidden };
+                    for (ranks, use_oneshot, pattern) in RANKS.into_iter().flat_map(|n| {
+                        [None, Some(true), Some(false)].into_iter().flat_map(move |u| [0, 1, 7, 9].map(|p| (n, u, p)))
+                    }) {
+                        let shape = Shape { pattern, dtype, tokens, hidden };
                         let bytes = tokens as u64 * hidden as u64 * item;
                         let layout = Layout::new(bytes, ranks as usize, false);
                         let row_chunks = hidden as u64 * item / CHUNK_BYTES;
                         let Ok(plan) = AllReducePlan::new(&shape, &layout, &device, use_oneshot) else {
-                            assert!(row_chunks > if arch < 90 { 1024 } else { 2048 });
+                            assert!(row_chunks > if arch < 90 { 1024 } else { 4096 });
                             continue;
                         };
                         let Launch { variant, grid, block, cluster, .. } = plan.launch;

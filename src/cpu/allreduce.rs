@@ -87,6 +87,8 @@ pub struct ReduceRows {
     pub epsilon: f32,
     pub weight_bias: f32,
     pub quantise: Quantise,
+    /// On GPUs, one fp32 that counts in place of the number in `quantise`.
+    pub scale_factor: *const f32,
 }
 
 /// Any NaN becomes the one that GPU conversions give, so that its payload depends on no order of operands.
@@ -161,7 +163,7 @@ unsafe fn reduce_row<T: Element>(p: &ReduceRows, row: usize, values: &mut [f32],
     if p.norm_out.is_null() && p.quant_out.is_null() {
         return;
     }
-    let mean = sum_of_squares(values, 16 / size_of::<T>(), group_sums) / p.hidden as f32;
+    let mean = sum_of_squares(values, 16 / size_of::<T>(), group_sums) * (1.0 / p.hidden as f32);
     let scale = 1.0 / (mean + p.epsilon).sqrt();
     for (i, value) in values.iter_mut().enumerate() {
         let norm: T = round(*value * scale * (p.weight_bias + load(p.gamma, i)));

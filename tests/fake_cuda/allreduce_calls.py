@@ -89,6 +89,32 @@ def words(address, count):
     return list((ctypes.c_uint64 * count).from_address(address))
 
 
+def operands(rank, tokens, hidden, pattern, dtype):
+    new = lambda *shape, kind=dtype: Tensor(shape, kind, rank)  # noqa: E731
+    given = {"input": new(tokens, hidden)}
+    if pattern == 0:
+        return given | {"output": new(tokens, hidden)}
+    given |= {"rms_gamma": new(hidden), "norm_out": new(tokens, hidden), "residual_in": new(tokens, hidden)}
+    given["residual_out"] = given["residual_in"]
+    if pattern == 7:
+        given["input"] = new(9, hidden)
+        given["expanded_idx_to_permuted_idx"] = new(tokens, 2, kind="int32")
+        given["expert_scale_factor"] = new(tokens, 2, kind="float32")
+        return given | {"shared_expert_output": new(tokens, hidden)}
+    if pattern == 1:
+        return given
+    given["quant_out"] = new(tokens, hidden // 2 if pattern == 5 else hidden, kind="uint8")
+    if pattern == 4:
+        return given | {"scale_factor": 0.5}
+    if pattern == 5:
+        given["scale_out"] = new(-(-tokens // 8) * 8, -(-hidden // 64) * 4, kind="uint8")
+        return given | {"scale_factor": 31.0, "layout_code": 1}
+    if pattern == 11:
+        return given | {"scale_out": new(tokens, 1, kind="float32")}
+    given["scale_out"] = new(-(-hidden // 512), tokens, kind="int32").swapaxes(0, 1)
+    return given | {"block_quant_group_size": 128}
+
+
 def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=False):
     """Makes a workspace, calls, destroys: launches, tensors, what lies in all ranks' memory, what was raised."""
     space = create_allreduce_fusion_workspace(
@@ -105,16 +131,10 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
     made = len(records(log))
     tensors, raised = [], []
     for tokens, hidden, pattern, use_oneshot in calls:
-        new = lambda *shape: Tensor(shape, dtype, rank)  # noqa: E731
-        given = {"input": new(tokens, hidden)}
-        if pattern == 0:
-            given["output"] = new(tokens, hidden)
-        else:
-            given |= {"rms_gamma": new(hidden), "norm_out": new(tokens, hidden), "residual_in": new(tokens, hidden)}
-            given["residual_out"] = given["residual_in"]
+        given = operands(rank, tokens, hidden, pattern, dtype)
         options = {"workspace": space, "pattern": pattern, "use_oneshot": use_oneshot, "deadline": 2.5}
         raised.append(attempt(allreduce_fusion, **given, **options, weight_bias=1.0, rms_eps=1e-5))
-        tensors.append({name: tensor.address for name, tensor in given.items()})
+        tensors.append({name: x.address for name, x in given.items() if isinstance(x, Tensor)})
     launched = [record for record in records(log)[made:] if record["call"] == "cuLaunchKernelEx"]
     other = [record["call"] for record in records(log)[made:] if record["call"] != "cuLaunchKernelEx"]
     result = {"nbytes": space.nbytes, "device": space.device, "launches": launched, "tensors": tensors, "other": other}

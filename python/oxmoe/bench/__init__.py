@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import allreduce, layers, overhead, report
+from oxmoe.bench import allreduce, allreduce_peers, layers, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
@@ -78,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
     parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
     parser.add_argument(
-        "--allreduce", type=int, metavar="GPUS", help="time allreduce_fusion between so many GPUs, and nothing else"
+        "--allreduce",
+        type=int,
+        metavar="GPUS",
+        help="time allreduce_fusion between so many GPUs, and nothing else; peers: " + ", ".join(allreduce_peers.PEERS),
     )
     parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
     parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
@@ -233,7 +236,10 @@ def run(args: argparse.Namespace) -> int:
         print(report.markdown(report.read_json(args.table)))
         return 0
     if args.allreduce is not None:
-        return allreduce.run(args.allreduce, args.tokens, args.peers != ["none"])
+        known = allreduce_peers.PEERS
+        peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(known), known)
+        environment = _environment("cuda" if torch.cuda.is_available() else "cpu")
+        return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     formats = _known("format", args.format, FORMATS)
     for name, served in oxmoe.device_info()["formats"].items():

@@ -1,18 +1,19 @@
-"""Times allreduce_fusion between the GPUs of this host, one process each, beside NCCL + norm and flashinfer."""
+"""Times allreduce_fusion between the GPUs of this host, one process each, beside other all-reduces and a norm."""
 
 from __future__ import annotations
 
 import os
 import socket
 import statistics
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import oxmoe
+from oxmoe.bench import report
+from oxmoe.bench.allreduce_peers import PEERS, WITHOUT_MULTICAST, Call, Peer
 
 # (tokens, hidden): decode and prefill of GPT-OSS and DeepSeek.
 SHAPES = (
@@ -32,7 +33,6 @@ CALLS = 20  # in one graph
 REPLAYS = 9  # of which the median counts
 SLEEP_CYCLES = 200_000  # long enough for the host to queue what follows
 LINK = 366e9  # bytes a second and direction that stores reach between two H200s
-Call = Callable[[], object]
 
 
 class Clock:
@@ -43,12 +43,12 @@ class Clock:
         self.step = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
         self.here = torch.zeros_like(self.step)
 
-    def us(self, call: Call) -> float:
+    def us(self, call: Call, capturing: AbstractContextManager[Any] | None = None) -> float:
         """The slowest rank's."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing or nullcontext(), torch.cuda.graph(graph):
             for _ in range(CALLS):
                 call()
         graph.replay()
@@ -70,63 +70,23 @@ class Clock:
         return float(mine)
 
 
-def _flashinfer(nccl: Any, most: tuple[int, int]) -> Callable[..., Call]:
-    """Its fused kernel, one-shot or two-shot as it chooses."""
-    from flashinfer.comm import AllReduceFusionPattern, allreduce_fusion, create_allreduce_fusion_workspace
-
-    space = create_allreduce_fusion_workspace(
-        backend="trtllm",
-        world_size=dist.get_world_size(nccl),
-        rank=dist.get_rank(nccl),
-        max_token_num=most[0],
-        hidden_dim=most[1],
-        dtype=torch.bfloat16,
-        group=nccl,
-    )
-
-    def prepare(x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
-        return lambda: allreduce_fusion(
-            input=x,
-            workspace=space,
-            pattern=AllReduceFusionPattern.kARResidualRMSNorm,
-            launch_with_pdl=True,
-            trigger_completion_at_end=True,
-            residual_in=residual,
-            residual_out=residual_out,
-            norm_out=norm_out,
-            rms_gamma=gamma,
-            rms_eps=1e-6,
-            fp32_acc=True,
-        )
-
-    return prepare
+def _line(cells: list[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _nccl(nccl: Any) -> Callable[..., Call]:
-    """NCCL's all-reduce, then residual and norm in torch."""
-
-    def prepare(x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
-        total = x.clone()
-
-        def call() -> None:
-            total.copy_(x)
-            dist.all_reduce(total, group=nccl)
-            torch.add(total, residual, out=residual_out)
-            norm_out.copy_(torch.nn.functional.rms_norm(residual_out, (x.shape[1],), gamma, 1e-6))
-
-        return call
-
-    return prepare
-
-
-def _rank(rank: int, world: int, port: int, shapes: list[tuple[int, int]], peers: bool) -> None:
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    shapes: list[tuple[int, int]],
+    peers: list[str],
+    record: tuple[str | None, dict[str, Any]],
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Everybody here does without multicast.
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    os.environ |= WITHOUT_MULTICAST
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if peers else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
+    backend = "cpu:gloo,cuda:nccl" if peers else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     group = dist.new_group(backend="gloo")
     rows = max(tokens * hidden for tokens, hidden in shapes)
     dtype = torch.bfloat16
@@ -134,19 +94,20 @@ def _rank(rank: int, world: int, port: int, shapes: list[tuple[int, int]], peers
         max_token_num=-(-rows // 64), hidden_dim=64, dtype=dtype, group=group, device="cuda"
     )
     clock = Clock(group, space)
-    others: dict[str, Callable[..., Call]] = {}
-    if peers:
-        others["NCCL + norm"] = _nccl(dist.group.WORLD)
+    most = max(tokens for tokens, _ in shapes), max(hidden for _, hidden in shapes)
+    others: list[Peer] = []
+    for name in peers:
         try:
-            most = max(tokens for tokens, _ in shapes), max(hidden for _, hidden in shapes)
-            others["flashinfer"] = _flashinfer(dist.group.WORLD, most)
+            others.append(PEERS[name](dist.group.WORLD, group, most))
         except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
             if rank == 0:
-                print(f"flashinfer: {type(error).__name__}: {error}")
+                print(f"skipped {name}: {type(error).__name__}: {str(error)[:200]}")
+    path, environment = record
     if rank == 0:
         print(f"{world} x {torch.cuda.get_device_name()}, bf16, us a call in a CUDA graph, slowest rank")
-        print("| tokens x hidden | KB | link | all-reduce | + residual + norm | " + " | ".join(others) + " |")
-        print("|---" * (5 + len(others)) + "|")
+        heads = ["tokens x hidden", "KB", "link", "all-reduce", "+ residual + norm", *(peer.label for peer in others)]
+        _line(heads)
+        _line(["---"] * len(heads))
     for tokens, hidden in shapes:
         torch.manual_seed(rank)
         x, residual = (torch.randn(tokens, hidden, device="cuda", dtype=dtype) for _ in range(2))
@@ -156,24 +117,30 @@ def _rank(rank: int, world: int, port: int, shapes: list[tuple[int, int]], peers
         alone = clock.us(lambda x=x, out=outs[0]: oxmoe.allreduce_fusion(x, space, 0, output=out))  # type: ignore[misc]
         ours = clock.us(lambda x=x, fused=fused: oxmoe.allreduce_fusion(x, space, 1, **fused))  # type: ignore[misc]
         space.check()
-        theirs = []
-        for name, prepare in others.items():
+        times = {"oxmoe": ours, "oxmoe all-reduce alone": alone}
+        for peer in others:
             try:
-                theirs.append(f"{clock.us(prepare(x, residual, gamma, *outs)):.2f}")
+                times[peer.label] = clock.us(peer.prepare(x, residual, gamma, *outs), peer.capturing())
             except Exception as error:
-                theirs.append(type(error).__name__)
                 if rank == 0:
-                    print(f"{name}: {error}")
+                    print(f"skipped {peer.label} at {tokens} x {hidden}: {type(error).__name__}: {str(error)[:200]}")
         link = 2 * (world - 1) / world * x.nbytes / LINK * 1e6
         if rank == 0:
-            cells = [f"{tokens} x {hidden}", f"{x.nbytes >> 10}", f"{link:.1f}", f"{alone:.2f}", f"{ours:.2f}", *theirs]
-            print("| " + " | ".join(cells) + " |", flush=True)
+            shown = (times.get(peer.label) for peer in others)
+            cells = [f"{tokens} x {hidden}", f"{x.nbytes >> 10}", f"{link:.1f}", f"{alone:.2f}", f"{ours:.2f}"]
+            _line([*cells, *("" if us is None else f"{us:.2f}" for us in shown)])
+            common = {"op": "allreduce", "ranks": world, "tokens": tokens, "hidden": hidden, "format": "bf16"}
+            common |= {"link_us": link, "calls": CALLS, "replays": REPLAYS}
+            lines = [{**common, "backend": name, "us": us, **environment} for name, us in times.items()]
+            report.append_json(path, lines)
     space.destroy()
     dist.destroy_process_group()
 
 
-def run(world: int, tokens: list[int] | None, peers: bool) -> int:
-    """Prints a table; tokens: only shapes with these. Where `peers`, those that are installed run too."""
+def run(
+    world: int, tokens: list[int] | None, peers: list[str], json_path: str | None, environment: dict[str, Any]
+) -> int:
+    """Prints a table and appends JSON lines; tokens: only shapes with these. Of peers, those that start run too."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world not in (2, 4, 8) or there < world:
         raise SystemExit(f"bench: --allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
@@ -183,5 +150,6 @@ def run(world: int, tokens: list[int] | None, peers: bool) -> int:
     shapes = [shape for shape in SHAPES if tokens is None or shape[0] in tokens]
     if not shapes:
         raise SystemExit(f"bench: --tokens: none of {sorted({shape[0] for shape in SHAPES})}")
-    torch.multiprocessing.spawn(_rank, (world, port, shapes, peers), nprocs=world)  # type: ignore[no-untyped-call]
+    arguments = (world, port, shapes, peers, (json_path, environment))
+    torch.multiprocessing.spawn(_rank, arguments, nprocs=world)  # type: ignore[no-untyped-call]
     return 0

@@ -1,0 +1,278 @@
+// What becomes of a row's sums, in one shot and in two: residual, RMSNorm, quantisation (src/cpu/allreduce.rs has the same bits).
+#pragma once
+#include "../common/cluster.cuh"
+#include "../common/narrow.cuh"
+#include "arithmetic.cuh"
+#include "oxmoe/src/params.rs.h"
+
+namespace oxmoe::allreduce {
+
+constexpr int kMaxGroups = 128;  // groups of 32 chunks in a row: 64 KB a row
+
+// What a kernel can do: the sum alone; residual and norm as well; everything, whatever of it a call asks for.
+enum class Work { kSum, kNorm, kAll };
+
+// Of each CTA.
+struct alignas(8) ExchangeSpace {
+    uint64_t boxes[2];
+    float values[2][kMaxGroups];
+};
+
+// One value of each group of a row, from the group's warp to all warps of the row, which are those of a CTA or of a cluster. Two
+// halves in turn: who puts into a half again has got everything of the other one, which each warp put after it had read this
+// half.
+class Exchange {
+    ExchangeSpace& space_;
+    const int ctas_, groups_;
+    int half_ = 0;
+    uint32_t parity_ = 0;
+
+public:
+    // By all threads, with ready() before the first put(). `ctas` share a row.
+    __device__ __forceinline__ Exchange(ExchangeSpace& space, int ctas, int groups)
+        : space_(space), ctas_(ctas), groups_(groups) {
+        if (ctas == 1) return;
+        if (threadIdx.x == 0) {
+            for (uint64_t& box : space.boxes) cluster::Mailbox(&box).open(groups * sizeof(float));
+        }
+        cluster::arrive_relaxed();
+    }
+
+    __device__ __forceinline__ void ready() const {
+        if (ctas_ > 1) cluster::wait();
+    }
+
+    // By all lanes of the warp that has `group`, with the same value.
+    __device__ __forceinline__ void put(int group, float value) {
+        const int lane = threadIdx.x % kLanes;
+        float* const place = &space_.values[half_][group];
+        if (group >= groups_) return;
+        if (ctas_ == 1) {
+            if (lane == 0) *place = value;
+        } else if (lane < ctas_) {
+            // A cluster's barrier would wait until peers have acknowledged this thread's stores to them.
+            cluster::Mailbox(&space_.boxes[half_]).send(place, lane, value);
+        }
+    }
+
+    // By all threads. Valid until the next but one.
+    __device__ __forceinline__ const float* get() {
+        const float* const values = space_.values[half_];
+        if (ctas_ == 1) {
+            __syncthreads();
+        } else {
+            const cluster::Mailbox box(&space_.boxes[half_]);
+            box.receive(parity_);
+            if (threadIdx.x == 0) box.reopen(groups_ * sizeof(float));
+        }
+        half_ ^= 1;
+        parity_ ^= half_ ^ 1;
+        return values;
+    }
+
+    // Lane l takes groups l, l + 32, ..., then a butterfly. A row has at most kGroups.
+    template <class Op, int kGroups>
+    __device__ __forceinline__ float fold() {
+        const float* const values = get();
+        const int lane = threadIdx.x % kLanes;
+        float result = 0;
+        // Straight code: with few tokens kernels are as slow as their code is long and jumps.
+#pragma unroll
+        for (int group = 0; group < kGroups; group += kLanes) {
+            const float value = values[group + lane];
+            if (group + lane < groups_) result = Op()(result, value);
+        }
+        return across<Op>(result);
+    }
+};
+
+// Where the scale of 16 values lies: in tiles of 128 or 8 rows by 4 blocks, or row by row.
+__device__ __forceinline__ int64_t block_scale_offset(int tile_rows, int64_t row, int block, int blocks) {
+    const int64_t tiles = (blocks + 3) / 4;
+    if (tile_rows == 128) return (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+    if (tile_rows == 8) return (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4;
+    return row * blocks + block;
+}
+
+// x rounded up to a power of two; infinity stays.
+__device__ __forceinline__ float power_of_two_above(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return __uint_as_float(bits & 0x7FFFFFu ? (bits + 0x800000u) & 0x7F800000u : bits);
+}
+
+template <class Element, Work kWork, int kGroups>
+class Epilogue {
+    static constexpr int kValues = kChunkValues<Element>;
+    static constexpr int kBlockLanes = 16 / kValues;  // of 16 values
+
+    const AllReduceParams& p;
+    Exchange& exchange;
+    float scale_factor_ = 0;
+
+    __device__ __forceinline__ static void store(uint8_t* to, int at, const Chunk& value) {
+        reinterpret_cast<Chunk*>(to)[at] = value;
+    }
+
+    __device__ __forceinline__ int groups() const { return (p.row_chunks + kLanes - 1) / kLanes; }
+    __device__ __forceinline__ int blocks() const { return p.row_chunks / kBlockLanes; }
+
+    __device__ __forceinline__ static float largest(const float (&x)[kValues]) {
+        float result = 0;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) result = fmaxf(fabsf(x[i]), result);
+        return result;
+    }
+
+    // A chunk's values as e4m3.
+    __device__ __forceinline__ void store_e4m3(int at, const float (&x)[kValues]) const {
+        uint32_t words[kValues / 4];
+#pragma unroll
+        for (int i = 0; i < kValues / 4; ++i)
+            words[i] = e4m3_pair(x[4 * i], x[4 * i + 1]) | e4m3_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+        uint32_t* const out = reinterpret_cast<uint32_t*>(p.narrowing.quant_out) + at * (kValues / 4);
+        if constexpr (kValues == 8) {
+            *reinterpret_cast<uint2*>(out) = uint2{words[0], words[1]};
+        } else {
+            *out = words[0];
+        }
+    }
+
+    __device__ __forceinline__ void nvfp4(int row, int chunk, bool here, float (&x)[kValues]) const {
+        const Narrowing& n = p.narrowing;
+        const uint32_t code = e4m3(scale_factor_ * (across<Largest>(largest(x), kBlockLanes) * (1.f / 6.f)));
+        const float narrow = e4m3_value(code), factor = narrow != 0 ? __fdiv_rn(scale_factor_, narrow) : 0.f;
+        uint32_t pairs = 0;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) pairs |= e2m1(x[i] * factor) << 4 * i;
+        if (!here) return;
+        const int64_t at = int64_t(row) * p.row_chunks + chunk;
+        if constexpr (kValues == 8) {
+            reinterpret_cast<uint32_t*>(n.quant_out)[at] = pairs;
+        } else {
+            reinterpret_cast<uint16_t*>(n.quant_out)[at] = uint16_t(pairs);
+        }
+        if (chunk % kBlockLanes) return;
+        const int block = chunk / kBlockLanes;
+        n.scale_out[block_scale_offset(n.tile_rows, row, block, blocks())] = uint8_t(code);
+        if (!n.tile_rows || block != blocks() - 1) return;
+        for (int past = block + 1; past % 4; ++past) n.scale_out[block_scale_offset(n.tile_rows, row, past, blocks())] = 0;
+    }
+
+    // e4m3 with the scale of its group of chunks.
+    __device__ __forceinline__ void grouped(int row, int chunk, bool here, float (&x)[kValues]) const {
+        const Narrowing& n = p.narrowing;
+        const float amax = across<Largest>(largest(x), n.group_chunks);
+        const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, 448.f), 1e-10f));
+        const float inverse = __frcp_rn(scale);  // exact
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) x[i] *= inverse;
+        if (!here) return;
+        store_e4m3(row * p.row_chunks + chunk, x);
+        if (chunk % n.group_chunks) return;
+        const int group = chunk / n.group_chunks, count = p.row_chunks / n.group_chunks;
+        const auto byte = [&](int g) -> uint8_t& { return n.scale_out[(g / 4 * n.column_stride + row) * 4 + g % 4]; };
+        byte(group) = uint8_t(__float_as_uint(scale) >> 23);
+        if (group != count - 1) return;
+        for (int past = count; past % 4; ++past) byte(past) = 0;
+    }
+
+    template <int kChunks>
+    __device__ __forceinline__ void narrow(int row, int first, const Chunk (&norm)[kChunks]) const {
+        const Narrowing& n = p.narrowing;
+        float row_scale = 0;
+        if (n.kind == QuantKind::PerToken) {
+#pragma unroll
+            for (int k = 0; k < kChunks; ++k) {
+                float x[kValues];
+                values_of<Element>(norm[k], x);
+                const int chunk = first + k * int(blockDim.x);
+                exchange.put(chunk / kLanes, across<Largest>(chunk < p.row_chunks ? largest(x) : 0.f));
+            }
+            row_scale = fmaxf(__fdiv_rn(exchange.template fold<Largest, kGroups>(), 448.f), 1.f / 512 / 448);
+            if (first == 0) reinterpret_cast<float*>(n.scale_out)[row] = row_scale;
+        }
+        const float inverse = __fdiv_rn(1.f, scale_factor_);
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+            const int chunk = first + k * int(blockDim.x);
+            const bool here = chunk < p.row_chunks;
+            float x[kValues];
+            values_of<Element>(norm[k], x);
+            if (n.kind == QuantKind::Nvfp4) {
+                nvfp4(row, chunk, here, x);
+            } else if (n.kind == QuantKind::Groups) {
+                grouped(row, chunk, here, x);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kValues; ++i) x[i] = n.kind == QuantKind::Fp8 ? x[i] * inverse : __fdiv_rn(x[i], row_scale);
+                if (here) store_e4m3(row * p.row_chunks + chunk, x);
+            }
+        }
+    }
+
+public:
+    // After the wait for the kernels before.
+    __device__ __forceinline__ Epilogue(const AllReduceParams& params, Exchange& rows) : p(params), exchange(rows) {
+        if constexpr (kWork == Work::kAll) {
+            scale_factor_ = p.narrowing.scale_factor ? *p.narrowing.scale_factor : p.narrowing.scale;
+        }
+    }
+
+    __device__ __forceinline__ Chunk residual(int at) const {
+        return kWork == Work::kSum ? Chunk{0, 0, 0, 0} : reinterpret_cast<const Chunk*>(p.residual_in)[at];
+    }
+
+    __device__ __forceinline__ void store_sum(int at, const Chunk& value) const { store(p.output, at, value); }
+
+    // Turns a sum into the next residual; its sum of squares.
+    __device__ __forceinline__ float add_residual(int at, Chunk& value, const Chunk& residual) const {
+        if (kWork == Work::kAll && p.output) store(p.output, at, value);
+        value = add<Element>(value, residual);
+        return sum_of_squares<Element>(value);
+    }
+
+    // By all threads that share the row, also by those past its end (0), for each of their chunks; then scale().
+    __device__ __forceinline__ void put(int chunk, float squares) const { exchange.put(chunk / kLanes, across<Sum>(squares)); }
+
+    // 1 / sqrt(mean of squares + epsilon); every step is rounded as on the CPU.
+    __device__ __forceinline__ float scale() const {
+        const float mean = __fmul_rn(exchange.template fold<Sum, kGroups>(), p.inverse_hidden);
+        return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, p.epsilon)));
+    }
+
+    // Writes and returns the norm.
+    __device__ __forceinline__ Chunk store_norm(int at, const Chunk& value, float scale, const Chunk& gamma) const {
+        const Chunk norm = normalised<Element>(value, scale, p.weight_bias, gamma);
+        if (kWork == Work::kNorm || p.norm_out) store(p.norm_out, at, norm);
+        if (kWork == Work::kNorm || p.residual_out) store(p.residual_out, at, value);
+        return norm;
+    }
+
+    // The chunks first, first + blockDim.x, ... of a row's norm. By all threads that share the row, also those past its end.
+    template <int kChunks>
+    __device__ __forceinline__ void quantise(int row, int first, const Chunk (&norm)[kChunks]) const {
+        if (kWork == Work::kAll && p.narrowing.kind != QuantKind::None) narrow(row, first, norm);
+    }
+
+    // Zeros where readers of whole tiles of scales find no row. By all threads of the grid.
+    __device__ __forceinline__ void pad() const {
+        if constexpr (kWork != Work::kAll) return;
+        const Narrowing& n = p.narrowing;
+        const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+        if (n.kind == QuantKind::Nvfp4 && n.tile_rows) {
+            const int tiles = (blocks() + 3) / 4, rows = (n.tile_rows - p.tokens % n.tile_rows) % n.tile_rows;
+            for (int i = first; i < rows * tiles; i += step) {
+                const int64_t at = block_scale_offset(n.tile_rows, int64_t(p.tokens) + i / tiles, i % tiles * 4, blocks());
+                *reinterpret_cast<uint32_t*>(n.scale_out + at) = 0;
+            }
+        } else if (n.kind == QuantKind::Groups) {
+            // After the last column nothing follows.
+            const int columns = (p.row_chunks / n.group_chunks + 3) / 4 - 1, rows = int(n.column_stride - p.tokens);
+            for (int i = first; i < rows * columns; i += step) {
+                reinterpret_cast<uint32_t*>(n.scale_out)[i / rows * n.column_stride + p.tokens + i % rows] = 0;
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe::allreduce

@@ -1,0 +1,183 @@
+"""What `python -m oxmoe bench --allreduce` runs beside allreduce_fusion. None of it uses NVLink multicast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oxmoe.allreduce import takes
+
+Call = Callable[[], object]
+# (x, residual, residual_out, norm_out) after the sum over ranks.
+Norm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+# For the environment of every rank, before torch.distributed starts.
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def _torch_norm(total: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> None:
+    torch.add(total, residual, out=residual_out)
+    norm_out.copy_(torch.nn.functional.rms_norm(residual_out, (gamma.numel(),), gamma, 1e-6))
+
+
+def _fused_norm() -> tuple[str, Norm]:
+    """A fused residual add and RMSNorm where a package has one; it works in place."""
+    for package in ("sgl_kernel", "flashinfer"):
+        try:
+            fused = import_module(package).fused_add_rmsnorm
+        except (ImportError, AttributeError):
+            continue
+
+        def norm(
+            total: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor, fused: Any = fused
+        ) -> None:
+            fused(total, residual_out, gamma, 1e-6)
+
+        return f"{package} norm", norm
+    return "torch norm", _torch_norm
+
+
+class Peer:
+    """An all-reduce of a process group, followed by a norm where it has none of its own."""
+
+    name = ""
+
+    def __init__(self, group: Any, cpu_group: Any, most: tuple[int, int]) -> None:
+        """most: tokens and hidden size of the largest workspace."""
+        self.group = group
+        self.norm_name, self.norm = _fused_norm()
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} + {self.norm_name}"
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """Around the capture of a graph."""
+        return nullcontext()
+
+    def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
+        reduce = self.reduction(x)
+
+        def call() -> None:
+            self.norm(reduce(), residual, gamma, residual_out, norm_out)
+
+        return call
+
+    def reduction(self, x: Tensor) -> Callable[[], Tensor]:
+        raise NotImplementedError
+
+
+class Nccl(Peer):
+    name = "NCCL"
+
+    def reduction(self, x: Tensor) -> Callable[[], Tensor]:
+        total = x.clone()
+
+        def reduce() -> Tensor:
+            dist.all_reduce(total, group=self.group)
+            return total
+
+        return reduce
+
+
+class _Symmetric(Peer):
+    """torch's symmetric memory; x is taken to be there already."""
+
+    def reduction(self, x: Tensor) -> Callable[[], Tensor]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        total = symmetric.empty(x.shape, dtype=x.dtype, device=x.device)
+        symmetric.rendezvous(total, self.group.group_name)
+        total.copy_(x)
+        return lambda: self.sum(total)
+
+    def sum(self, total: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SymmetricOneShot(_Symmetric):
+    name = "torch symm one-shot"
+
+    def sum(self, total: Tensor) -> Tensor:
+        return torch.ops.symm_mem.one_shot_all_reduce(total, "sum", self.group.group_name)
+
+
+class SymmetricTwoShot(_Symmetric):
+    name = "torch symm two-shot"
+
+    def sum(self, total: Tensor) -> Tensor:
+        return torch.ops.symm_mem.two_shot_all_reduce_(total, "sum", self.group.group_name)
+
+
+class SGLang(Peer):
+    """SGLang's custom all-reduce; it exports allocations, so torch must not use expandable segments."""
+
+    name = "SGLang custom"
+
+    def __init__(self, group: Any, cpu_group: Any, most: tuple[int, int]) -> None:
+        super().__init__(group, cpu_group, most)
+        module = import_module("sglang.srt.distributed.device_communicators.custom_all_reduce")
+        self.reducer = module.CustomAllreduce(cpu_group, torch.cuda.current_device())
+        if self.reducer.disabled:
+            raise RuntimeError("it is disabled for this group")
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        return self.reducer.capture()  # type: ignore[no-any-return]
+
+    def reduction(self, x: Tensor) -> Callable[[], Tensor]:
+        if not self.reducer.should_custom_ar(x):
+            raise RuntimeError("too large for it")
+        return lambda: self.reducer.custom_all_reduce(x)
+
+
+class FlashInfer(Peer):
+    """Its fused kernel, one-shot or two-shot as it chooses, with fp32 sums."""
+
+    name = "flashinfer"
+
+    def __init__(self, group: Any, cpu_group: Any, most: tuple[int, int]) -> None:
+        self.comm = import_module("flashinfer.comm")
+        self.space = self.comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=dist.get_world_size(group),
+            rank=dist.get_rank(group),
+            max_token_num=most[0],
+            hidden_dim=most[1],
+            dtype=torch.bfloat16,
+            group=group,
+        )
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
+        # Older versions lack some of these.
+        options = {"launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True}
+        options = {name: value for name, value in options.items() if takes(self.comm.allreduce_fusion, name)}
+        return lambda: self.comm.allreduce_fusion(
+            input=x,
+            workspace=self.space,
+            pattern=self.comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            residual_in=residual,
+            residual_out=residual_out,
+            norm_out=norm_out,
+            rms_gamma=gamma,
+            rms_eps=1e-6,
+            **options,
+        )
+
+
+PEERS: dict[str, type[Peer]] = {
+    "nccl": Nccl,
+    "symm-one-shot": SymmetricOneShot,
+    "symm-two-shot": SymmetricTwoShot,
+    "sglang-custom": SGLang,
+    "flashinfer": FlashInfer,
+}
