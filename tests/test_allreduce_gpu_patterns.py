@@ -14,6 +14,7 @@ from oxmoe import AllReduceFusionPattern as Pattern
 from oxmoe.allreduce import _Operands
 from ranks import (
     DTYPES,
+    GPUS,
     QUANT,
     WORLDS,
     Crew,
@@ -55,6 +56,14 @@ def on_gpu(operands: dict[str, Any]) -> dict[str, Any]:
         name: whole(x).cuda().as_strided(x.shape, x.stride()) if torch.is_tensor(x) else x
         for name, x in operands.items()
     }
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Crew]:
+    """Four ranks on the GPUs there are, in time slices."""
+    crew = Crew(4, gpus=True)
+    yield crew
+    crew.close()
 
 
 # Tokens, hidden, NVFP4's layout, scale group.
@@ -127,6 +136,15 @@ def test_quantised_patterns(crew: Crew, rng: torch.Generator, dtype: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantised_patterns_of_one_rank(alone: Crew, rng: torch.Generator, dtype: str) -> None:
     alike(alone.run(quantised, seed_of(rng), DTYPES[dtype], CASES[:5], (True,)), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS >= 4, reason="there is a GPU for each of four ranks")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_four_ranks_on_fewer_gpus(shared: Crew, rng: torch.Generator, dtype: str) -> None:
+    cases = [(1, 2880, 0, 64), (37, 1408, 1, 128), (2, 16384, 0, 128)]
+    alike(shared.run(quantised, seed_of(rng), DTYPES[dtype], cases, (True, False), patience=90), 4)
+    alike(shared.run(experts_rows, seed_of(rng), DTYPES[dtype], 21, 1408, (True, False), patience=90), 4)
 
 
 def experts_rows(
