@@ -252,7 +252,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["formats"] == "bf16, f16, mxfp4; on CPU also f32"
+    assert lines["formats"] == "bf16, f16, mxfp4, fp8_block; on CPU also f32"
     assert lines["layer on cpu"].startswith("right, ")
 
 
