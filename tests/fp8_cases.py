@@ -12,7 +12,7 @@ import oxmoe
 from cases import Shape, draws, make_layer, make_x
 from mxfp4_cases import call
 from oxmoe import reference
-from oxmoe.testing import Bar, assert_close_ulp
+from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm
 
 # A model's ratios, one block, an odd number of blocks in every place, and sizes that others pad: 704 is refused.
 SHAPES = (
@@ -23,9 +23,9 @@ SHAPES = (
 )
 MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7168, 256))
 
-# A sum that rounds to its neighbour in bf16 can move its code to the next, a sixteenth away: one such in a row of few
-# columns moves many results, but none far.
-FP8_BAR = Bar(max_ulp=16.0, ulps=1.9, share=5e-2)
+# On CPUs sums differ in the last bits of fp32 alone.
+CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
+NORM = 1.2e-2
 
 
 @dataclasses.dataclass
@@ -83,5 +83,8 @@ def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | N
     expected = [
         reference.moe(drawn, layer.w13, layer.w2, *given, **layer.options, **scales, **options) for drawn in draws(x)
     ]
-    assert_close_ulp(torch.cat(results), torch.cat(expected), FP8_BAR)
+    result, truth = torch.cat(results), torch.cat(expected)
+    assert_close_ulp(result, truth, FP8_BAR if x.is_cuda else CPU_BAR)
+    finite = truth.isfinite()
+    assert relative_norm(result[finite], truth[finite]) < NORM
     return results[0]

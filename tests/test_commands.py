@@ -65,6 +65,18 @@ def test_bench_writes_a_row_for_each_backend(
     assert "skipped torch-" in capsys.readouterr().out
 
 
+def test_bench_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setitem(layers.SHAPES, "blocks", layers.Shape(4, 2, 256, 128))
+    arguments = ["bench", "--shapes", "blocks", "--tokens", "1,9", "--format", "fp8-block", "--peers", "torch-loop"]
+    assert __main__.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["backend"], row["format"], row["tokens"]) for row in rows] == [
+        ("oxmoe", "fp8-block", 1),
+        ("oxmoe", "fp8-block", 9),
+    ]
+
+
 def test_bench_of_mxfp4(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ["bench", "--shapes", tiny, "--tokens", "3", "--format", "mxfp4", "--peers", "torch-loop"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import ACTIVATIONS, PATTERNS, Shape, make_routing, tie_free_logits
-from fp8_cases import SHAPES, call, check, make_fp8
+from fp8_cases import MODELS, SHAPES, call, check, make_fp8
 from oxmoe import quantize, reference
 from oxmoe.testing import same_bits
 
@@ -215,6 +216,88 @@ def test_zero_blocks(device: str, rng: torch.Generator) -> None:
     layer.w13.view(torch.uint8)[:, :128] = 0
     layer.w2_scale[:, 1] = 0
     check(layer, layer.x(20, rng), *make_routing("uniform", 20, SMALL.experts, SMALL.top_k, rng))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 40, 300, 3000])
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
+def test_models(shape: Shape, tokens: int, rng: torch.Generator) -> None:
+    layer = make_fp8(shape, "cuda", rng)
+    check(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.gpu
+def test_graph_takes_other_routing(rng: torch.Generator) -> None:
+    layer = make_fp8(SMALL, "cuda", rng)
+    made, x = layer.weights(), layer.x(300, rng)
+    first, second = (
+        [part.cuda() for part in make_routing("uniform", 300, SMALL.experts, SMALL.top_k, rng)] for _ in range(2)
+    )
+    given, out = [part.clone() for part in first], torch.empty_like(x)
+    oxmoe.moe(x, made, *given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oxmoe.moe(x, made, *given, out=out)
+    for routing in (second, first):
+        for place, part in zip(given, routing, strict=True):
+            place.copy_(part)
+        out.fill_(math.nan)
+        graph.replay()
+        assert same_bits(out, call(x, made, *routing))
+
+
+# SGLang's call
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_fused_experts(inplace: bool, device: str, rng: torch.Generator) -> None:
+    layer, tokens = make_fp8(SMALL, device, rng), 20
+    x, routing = layer.x(tokens, rng), make_routing("holes", tokens, SMALL.experts, SMALL.top_k, rng)
+    routing = tuple(part.to(device) for part in routing)
+    expected = call(x, layer.weights(), *routing)
+    result = oxmoe.fused_experts(
+        x,
+        layer.w13,
+        layer.w2,
+        routing,
+        SimpleNamespace(inplace=inplace),
+        b1=layer.b13,
+        b2=layer.b2,
+        use_fp8_w8a8=True,
+        w1_scale=layer.w13_scale,
+        w2_scale=layer.w2_scale,
+        block_shape=[128, 128],
+    )
+    assert same_bits(result, expected) and (result is x) == inplace
+
+
+def test_fused_experts_refused(rng: torch.Generator) -> None:
+    layer = make_fp8(SMALL, "cpu", rng)
+    routing = make_routing("uniform", 3, SMALL.experts, SMALL.top_k, rng)
+    good: dict[str, Any] = {"w1_scale": layer.w13_scale, "w2_scale": layer.w2_scale, "block_shape": [128, 128]}
+
+    def attempt(w1: Tensor = layer.w13, **options: Any) -> None:
+        x, config = layer.x(3, rng), SimpleNamespace(inplace=False)
+        oxmoe.fused_experts(x, w1, layer.w2, routing, config, use_fp8_w8a8=True, **{**good, **options})
+
+    with pytest.raises(NotImplementedError, match=r"block_shape: no kernel for \[64, 128\]; served is \[128, 128\]"):
+        attempt(block_shape=[64, 128])
+    with pytest.raises(ValueError, match="w1_scale and w2_scale: both are needed with block_shape"):
+        attempt(w2_scale=None)
+    with pytest.raises(ValueError, match="w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got bfloat16"):
+        attempt(layer.w13.bfloat16())
+    with pytest.raises(NotImplementedError, match="no kernel for a1_scale"):
+        attempt(a1_scale=torch.ones(1))
+    with pytest.raises(ValueError, match="x: expected dtype bfloat16, got float32"):
+        oxmoe.fused_experts(
+            layer.x(3, rng).float(),
+            layer.w13,
+            layer.w2,
+            routing,
+            SimpleNamespace(inplace=False),
+            use_fp8_w8a8=True,
+            **good,
+        )
 
 
 # What is said of it
