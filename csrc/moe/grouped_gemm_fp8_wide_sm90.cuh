@@ -6,11 +6,12 @@
 // blocks of 128 weight rows: gated, a block of gate rows and that of the matching up rows, else neighbours. So the four lanes of
 // a token hold whole groups of 128 outputs, which they activate, round to bf16 and quantise in registers.
 //
-// `p.k` counts pairs of elements. The weights' tensor map, in pairs, orders the rows of a block so that a lane's outputs are
-// neighbours: 64 x 2 x 4 x 16 x 1 elements a box,
-//   dimension         k    column of pair   lane of four   pair    block
-//   size              k    2                4              16      experts rows / 128
-//   stride in rows         1                32             2       128
+// `p.k` counts pairs of elements. The weights' tensor map, in pairs, orders the rows of a block so that a lane has eight
+// neighbouring outputs, 16 bytes, of each 32, and the four lanes of a token store whole sectors: 64 x 2 x 4 x 4 x 4 elements a
+// box,
+//   dimension         k    column of pair   lane of four   pair    strip
+//   size              k    2                4              4       experts rows / 32
+//   stride in rows         1                8              2       32
 //
 // Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), 16-byte aligned x, weights and out.
 #pragma once
@@ -33,8 +34,9 @@ struct GroupedGemmFp8WideSm90 {
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kBlockBytes = kBlockRows * 128;
-    static constexpr int kReaders = 4;  // arrivals of a warpgroup that free a stage
-    static constexpr int kLaneColumns = 32;
+    static constexpr int kReaders = 4;                                  // arrivals of a warpgroup that free a stage
+    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
+    static constexpr int kBlockStrips = kBlockRows / kRunStride;
 
     struct alignas(128) Shared {
         struct {
@@ -92,7 +94,8 @@ private:
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
             const int first = work.expert * (p.rows / kBlockRows);
-            const int blocks[kBlocks] = {first + block_of(p, work, 0), first + block_of(p, work, 1)};
+            const int strips[kBlocks] = {(first + block_of(p, work, 0)) * kBlockStrips,
+                                         (first + block_of(p, work, 1)) * kBlockStrips};
 #pragma unroll 1
             for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                 if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
@@ -101,7 +104,7 @@ private:
 #pragma unroll
                 for (int i = 0; i < kBlocks; ++i) {
                     sm90::copy_tensor_5d(shared.stage[ring.slot].weights[i], &weights,
-                                         {block * Base::kBlockK, 0, 0, 0, blocks[i]}, &shared.full[ring.slot]);
+                                         {block * Base::kBlockK, 0, 0, 0, strips[i]}, &shared.full[ring.slot]);
                 }
             }
         }
@@ -206,7 +209,7 @@ private:
         }
     }
 
-    // ---- epilogue: a lane has 32 neighbouring columns of two tokens in each block ----
+    // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
     // Where in a block's sums a lane's column of its token `half` lies.
     static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
@@ -215,7 +218,7 @@ private:
 
     // Bias, router weights, activation, stores. `row`: a lane's first token; it and the second may be beyond the tile.
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
-        const int column = threadIdx.x % 4 * kLaneColumns;
+        const int column = threadIdx.x % 4 * kRun;
         if (p.bias) {
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b) {
@@ -261,14 +264,14 @@ private:
             const float4* from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(p.bias) + at);
 #pragma unroll
             for (int i = 0; i < kLaneColumns; i += 4) {
-                const float4 bias = from[i / 4];
+                const float4 bias = from[(i / kRun * kRunStride + i % kRun) / 4];
                 add(i, bias.x), add(i + 1, bias.y), add(i + 2, bias.z), add(i + 3, bias.w);
             }
         } else {
             const uint4* from = reinterpret_cast<const uint4*>(reinterpret_cast<const __nv_bfloat16*>(p.bias) + at);
 #pragma unroll
             for (int i = 0; i < kLaneColumns; i += 8) {
-                const uint4 words = from[i / 8];
+                const uint4 words = from[i / kRun * kRunStride / 8];
                 const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -301,7 +304,7 @@ private:
         for (int i = 0; i < kSums; ++i) sums[0][i] = activation(sums[0][i]) * sums[1][i];
     }
 
-    // A token's group of 128 outputs: 32 neighbours each of its four lanes. `place` -1: none.
+    // A token's group of 128 outputs, 32 of each of its four lanes. `place` -1: none.
     static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
                                                        const float (&sums)[kBlockRows / 2]) {
         const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
@@ -312,10 +315,11 @@ private:
         }
         if (!p.out_scales) {
             if (place < 0) return;
-            uint4* out = reinterpret_cast<uint4*>(reinterpret_cast<__nv_bfloat16*>(p.out) + at);
+            __nv_bfloat16* out = reinterpret_cast<__nv_bfloat16*>(p.out) + at;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sm90::store_global_16(out + i, {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]});
+                sm90::store_global_16(out + i * kRunStride,
+                                      {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]});
             }
             return;
         }
@@ -337,8 +341,8 @@ private:
             codes[i] = fp8::pack(__fmul_rn(low.x, scale.inverse), __fmul_rn(low.y, scale.inverse),
                                  __fmul_rn(high.x, scale.inverse), __fmul_rn(high.y, scale.inverse));
         }
-        sm90::store_global_16(p.out + at, {codes[0], codes[1], codes[2], codes[3]});
-        sm90::store_global_16(p.out + at + 16, {codes[4], codes[5], codes[6], codes[7]});
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
         if (threadIdx.x % 4 == 0) p.out_scales[size_t(place) * (p.out_columns / kBlockRows) + block] = scale.scale;
     }
 };

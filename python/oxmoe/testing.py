@@ -13,9 +13,10 @@ from torch import Tensor
 # Mantissa bits (without the hidden one) and the exponent of the smallest normal number.
 _FORMATS = {torch.float32: (23, -126), torch.float16: (10, -14), torch.bfloat16: (7, -126)}
 
-# H200, measured: device copy bandwidth and sustained bf16 matrix rate.
+# H200, measured: device copy bandwidth and sustained matrix rates of bf16 and fp8.
 MEMORY_BYTES_PER_SECOND = 4.3e12
 MATRIX_FLOPS_PER_SECOND = 790e12
+FP8_MATRIX_FLOPS_PER_SECOND = 1400e12
 
 
 # Errors
@@ -185,10 +186,11 @@ def roofline(
     gated: bool = True,
     weight_bits: float = 16.0,
     activation_bits: float = 16.0,
+    matrix_flops: float = MATRIX_FLOPS_PER_SECOND,
 ) -> Floor:
     """Active experts' weights, x and out once, against memory; two flops a weight and slot against the matrix units."""
     matrices = 3 if gated else 2
     weights = matrices * hidden_size * intermediate_size
     moved = active_experts * weights * weight_bits / 8 + 2 * tokens * hidden_size * activation_bits / 8
     flops = 2 * tokens * top_k * weights
-    return Floor(moved / MEMORY_BYTES_PER_SECOND * 1e6, flops / MATRIX_FLOPS_PER_SECOND * 1e6)
+    return Floor(moved / MEMORY_BYTES_PER_SECOND * 1e6, flops / matrix_flops * 1e6)

@@ -60,7 +60,7 @@ fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool)
     let map = |tile: &Fp8Tile| -> Result<_> {
         let slices = 4 * tile.consumers;
         let dims = match gated {
-            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 32, 4), (16, 2, 16), (experts * rows / 128, 128, 1)],
+            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)],
             true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
             false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
         };

@@ -12,6 +12,9 @@ use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use crate::variants::{fp8::Fp8, Variant};
 use pyo3::prelude::*;
 
+/// About two waves on the largest GPUs.
+const MANY_CTAS: i64 = 2048;
+
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
 
 /// e4m3 of bf16, f16 or fp32 x [..., K] with a scale for each `group` columns of a row: (codes [..., K], scales). Scales are fp32
@@ -93,11 +96,12 @@ pub fn quantize_fp8<'py>(
     })
 }
 
-/// The launch that quantises `rows` rows: eight numbers a thread.
+/// The launch that quantises `rows` rows: eight numbers a thread, or four times as many where there are CTAs enough.
 pub fn plan(rows: i64, columns: i64) -> Launch {
     let variant = Variant::Fp8(Fp8::RowsToE4m3);
     let ctas = (rows * columns / 8 + i64::from(variant.threads()) - 1) / i64::from(variant.threads());
-    Launch { variant, grid: ctas.max(1) as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    let grid = if ctas > MANY_CTAS { (ctas + 3) / 4 } else { ctas.max(1) };
+    Launch { variant, grid: grid as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeFp8Params) -> Result<()> {

@@ -188,7 +188,7 @@ class _Bench:
         for pattern in patterns:
             for number in tokens:
                 inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
-                floor = layers.floor_us(shape, inputs, self.device, weight_bits)
+                floor = layers.floor_us(shape, inputs, self.device, format_name, weight_bits)
                 cell = report.Cell("moe", name, format_name, pattern, number, floor)
                 self._cell(cell, backends, weights, inputs)
 

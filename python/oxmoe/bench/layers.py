@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from oxmoe import reference
-from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm, roofline
+from oxmoe.testing import (
+    FP8_BAR,
+    FP8_MATRIX_FLOPS_PER_SECOND,
+    MATRIX_FLOPS_PER_SECOND,
+    assert_close_ulp,
+    relative_norm,
+    roofline,
+)
 
 GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
@@ -175,7 +182,7 @@ def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, weight_bits: float) -> float | None:
+def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, format_name: str, weight_bits: float) -> float | None:
     """The roofline of one layer on the one GPU whose ceilings were measured, else None."""
     if device != "cuda" or "H200" not in torch.cuda.get_device_name():
         return None
@@ -187,6 +194,7 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, weight_bits: f
         intermediate_size=shape.intermediate,
         active_experts=sum(active) / len(active),
         weight_bits=weight_bits,
+        matrix_flops=FP8_MATRIX_FLOPS_PER_SECOND if format_name == "fp8-block" else MATRIX_FLOPS_PER_SECOND,
     ).us
 
 
