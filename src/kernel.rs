@@ -4,10 +4,11 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params,
-    QuantizeMxfp4Params, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, SelectParams,
+    QuantizeFp8Params, QuantizeMxfp4Params, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams,
+    SelectParams,
 };
 use crate::tma::TensorMap;
-use crate::variants::Variant;
+use crate::variants::{fp8::Fp8, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
 use std::sync::OnceLock;
@@ -83,6 +84,7 @@ pub enum Args<'a> {
     LayoutMxfp4(&'a LayoutMxfp4Params),
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
     AllReduce(&'a AllReduceParams),
+    QuantizeFp8(&'a QuantizeFp8Params),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -107,6 +109,7 @@ impl Args<'_> {
             Args::LayoutMxfp4(p) => [address(p), none, none],
             Args::QuantizeMxfp4(p) => [address(p), none, none],
             Args::AllReduce(p) => [address(p), none, none],
+            Args::QuantizeFp8(p) => [address(p), none, none],
         }
     }
 
@@ -119,7 +122,7 @@ impl Args<'_> {
                     Variant::Route { experts_per_lane: 0, .. } | Variant::Histogram | Variant::Place { .. }
                 )
                 | (Args::Ragged(_), Variant::Ragged)
-                | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. })
+                | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. } | Variant::Fp8(_))
                 | (
                     Args::Gemm(_),
                     Variant::GroupedGemmPortable { .. }
@@ -134,6 +137,7 @@ impl Args<'_> {
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
                 | (Args::AllReduce(_), Variant::AllReduce(_))
+                | (Args::QuantizeFp8(_), Variant::Fp8(Fp8::RowsToE4m3))
         )
     }
 }

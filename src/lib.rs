@@ -33,6 +33,8 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::moe::{moe, moe_tensors};
     #[pymodule_export]
+    use crate::quant::fp8_ops::quantize_fp8;
+    #[pymodule_export]
     use crate::quant::layout_ops::{
         deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4,
     };

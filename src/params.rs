@@ -211,8 +211,11 @@ pub mod ffi {
         schedule_is_older: bool,
         /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
         weights: *const u8,
-        /// Packed MXFP4 (`weights`: codes, both as in csrc/common/mxfp4.cuh), else null.
+        /// Packed MXFP4: E8M0 (`weights`: codes, both as in csrc/common/mxfp4.cuh). fp8: fp32 `[experts, rows / 128, k / 128]`. Else
+        /// null.
         block_scales: *const u8,
+        /// fp8 (`x` and `weights`: e4m3): fp32 `[*, k / 128]`, one for 128 columns of a row of x, else null.
+        x_scales: *const f32,
         /// fp32 `[experts]`, packed MXFP4: powers of two that multiply an expert's sums, else null.
         expert_scales: *const f32,
         /// `[experts, rows]` in `bias_dtype`, or null.
@@ -222,6 +225,8 @@ pub mod ffi {
         slot_weights: *const f32,
         /// `[places, out_columns]`.
         out: *mut u8,
+        /// fp32 `[places, out_columns / 128]`: then `out` is e4m3, else null.
+        out_scales: *mut f32,
         /// Weight rows of an expert: `2 * out_columns` when gated, else `out_columns`.
         rows: i32,
         k: i32,
@@ -444,6 +449,31 @@ pub mod ffi {
         narrowing: Narrowing,
     }
 
+    /// Rows of numbers to e4m3 with a scale for each group of columns: amax / 448, or the next power of two.
+    #[derive(Clone, Copy, Debug)]
+    struct QuantizeFp8Params {
+        /// `[rows, columns]` in `dtype`.
+        x: *const u8,
+        dtype: Dtype,
+        /// e4m3 `[rows, columns]`.
+        codes: *mut u8,
+        /// fp32, or E8M0 bytes, four groups of a row a word (`powers`).
+        scales: *mut u8,
+        rows: i64,
+        /// Device scalar or null: rows from this one on are left alone.
+        row_count: *const i32,
+        /// A multiple of `group`: 16, 32, 64 or 128.
+        columns: i32,
+        group: i32,
+        /// Scales (words) between neighbouring rows and groups (fours of groups).
+        row_stride: i64,
+        group_stride: i64,
+        /// Least amax.
+        eps: f32,
+        /// Scales are powers of two, as bytes.
+        powers: bool,
+    }
+
     /// E8M0 bytes of fp32 powers of two.
     #[derive(Clone, Copy, Debug)]
     struct ScaleBytesParams {
@@ -461,6 +491,10 @@ pub use ffi::*;
 unsafe impl Send for GroupedGemmParams {}
 // SAFETY: as above.
 unsafe impl Sync for GroupedGemmParams {}
+// SAFETY: as above.
+unsafe impl Send for QuantizeFp8Params {}
+// SAFETY: as above.
+unsafe impl Sync for QuantizeFp8Params {}
 // SAFETY: as above.
 unsafe impl Send for PackMxfp4Params {}
 // SAFETY: as above.

@@ -26,6 +26,7 @@ pub enum Elem {
 
 impl Elem {
     pub const I8: Elem = Elem::Other(0, 8);
+    pub const E4M3: Elem = Elem::Other(10, 8);
     /// A power of two: the exponent plus 127 in a byte.
     pub const E8M0: Elem = Elem::Other(14, 8);
     /// Two four-bit floats a byte; torch's shapes count the bytes.
@@ -82,7 +83,7 @@ impl fmt::Display for Elem {
             Elem::I32 => f.write_str("int32"),
             Elem::I64 => f.write_str("int64"),
             Elem::U8 => f.write_str("uint8"),
-            Elem::Other(10, 8) => f.write_str("float8_e4m3fn"),
+            Elem::E4M3 => f.write_str("float8_e4m3fn"),
             Elem::Other(12, 8) => f.write_str("float8_e5m2"),
             Elem::E8M0 => f.write_str("float8_e8m0fnu"),
             Elem::E2M1_X2 => f.write_str("float4_e2m1fn_x2"),
@@ -418,6 +419,7 @@ pub fn empty<'py>(
         Elem::Bf16 => intern!(py, "bfloat16"),
         Elem::I32 => intern!(py, "int32"),
         Elem::I64 => intern!(py, "int64"),
+        Elem::E4M3 if borrowed.origin != Origin::Other => intern!(py, "float8_e4m3fn"),
         _ => intern!(py, "uint8"),
     };
     let kwargs = PyDict::new(py);

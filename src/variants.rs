@@ -1,15 +1,22 @@
 //! The table of kernel instantiations. `build.rs` includes this file and writes one stub per row; the host looks rows up by value.
 //! No dependencies: it must compile inside the build script too.
 
+// NOTE: with paths, since the build script has this file elsewhere in its tree.
 #[path = "variants/allreduce.rs"]
 pub mod allreduce;
+#[path = "variants/fp8.rs"]
+pub mod fp8;
 #[path = "variants/layer.rs"]
 mod layer;
+#[path = "variants/portable.rs"]
+mod portable;
 
 pub use allreduce::AllReduce;
+use fp8::Fp8;
 use layer::layer_shared_bytes;
 #[allow(unused_imports)] // the build script needs but some of them
 pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+pub use portable::{PortableTile, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,6 +110,7 @@ pub enum Variant {
     Mxfp4Quantize,
     Mxfp4Dequantize,
     AllReduce(AllReduce),
+    Fp8(Fp8),
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -156,6 +164,7 @@ pub fn all() -> Vec<Variant> {
     rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
     rows.extend(CONVERSIONS);
     rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
+    rows.extend(fp8::all().into_iter().map(Variant::Fp8));
     rows
 }
 
@@ -197,6 +206,7 @@ impl Variant {
     /// The kernel's name in the image.
     pub fn symbol(&self) -> String {
         match *self {
+            Variant::Fp8(kernel) => kernel.symbol(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
                 element.name(),
@@ -238,6 +248,7 @@ impl Variant {
     /// The struct whose static `run` is the kernel's body.
     pub fn device_type(&self) -> String {
         match *self {
+            Variant::Fp8(kernel) => kernel.device_type(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
                 element.device_type()
@@ -277,6 +288,7 @@ impl Variant {
     /// The header under csrc/ that defines it.
     pub fn header(&self) -> &'static str {
         match self {
+            Variant::Fp8(kernel) => kernel.header(),
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
@@ -300,6 +312,7 @@ impl Variant {
     /// (parameter list of the kernel, arguments of `run`).
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
+            Variant::Fp8(kernel) => kernel.signature(),
             Variant::GroupedGemmSm90 { .. } => (
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
                 "weights, p",
@@ -357,6 +370,7 @@ impl Variant {
     /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
     pub fn runs_on(&self, arch: &str) -> bool {
         match self {
+            Variant::Fp8(kernel) => kernel.runs_on(arch),
             Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } | Variant::LayerSm90 { .. } => {
                 arch == "90a"
             }
@@ -491,6 +505,7 @@ impl Variant {
     /// Threads of a CTA; of routing and all-reduce kernels the most that a launch may ask for.
     pub fn threads(&self) -> u32 {
         match *self {
+            Variant::Fp8(kernel) => kernel.threads(),
             Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
                 128 * (1 + consumers)
             }
@@ -510,6 +525,7 @@ impl Variant {
             (Some((gated, tile)), ..) => sm90_ctas(gated, tile),
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
+            (.., Variant::Fp8(kernel)) => kernel.ctas(),
             (.., Variant::LayerSm90 { .. }) => 2,
             (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
@@ -528,69 +544,10 @@ impl Variant {
             }
             (_, Some(tile), _) => Some(tile.shared_bytes()),
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
+            (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Combine { .. } | Variant::Ragged | Variant::AllReduce(_)) => Some(0),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }
     }
 }
-
-/// Tile of the portable kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PortableTile {
-    /// Weights are packed MXFP4, else 16-bit elements.
-    pub packed: bool,
-    pub tokens: u32,
-    pub rows: u32,
-    pub warps: u32,
-    pub stages: u32,
-    pub vector: u32,
-}
-
-impl PortableTile {
-    /// `element` is bf16 where weights are packed.
-    pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let PortableTile { packed, tokens, rows, warps, stages, vector } = self;
-        if packed {
-            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector }
-        } else {
-            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector }
-        }
-    }
-
-    /// Stages of 64 K: 128 bytes of each token and weight row; packed, a row has 34.
-    pub const fn shared_bytes(self) -> u32 {
-        self.stages * (self.rows * if self.packed { 34 } else { 128 } + self.tokens * 128)
-    }
-
-    /// Most registers a thread may have.
-    pub const fn registers(self) -> u32 {
-        match self.rows * self.tokens / (32 * self.warps) {
-            ..=16 if self.packed => 128,
-            ..=64 => 168,
-            _ => 255,
-        }
-    }
-
-    /// CTAs that registers allow on one multiprocessor.
-    pub const fn ctas(self) -> u32 {
-        65536 / (self.registers() * 32 * self.warps)
-    }
-}
-
-/// By tokens. The one of vector 1 serves every k that is no multiple of 8.
-pub const PORTABLE_TILES: [PortableTile; 4] = [
-    PortableTile { packed: false, tokens: 16, rows: 128, warps: 4, stages: 5, vector: 8 },
-    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { packed: false, tokens: 128, rows: 128, warps: 4, stages: 3, vector: 8 },
-    PortableTile { packed: false, tokens: 64, rows: 128, warps: 4, stages: 2, vector: 1 },
-];
-
-/// The same for packed MXFP4, where a stage is a third as large. Chosen from bytes in flight, not measured: with 16 tokens 20 KiB of
-/// weights a CTA, 40 to 80 KiB a multiprocessor; with 128, two CTAs fit in 99 KiB.
-pub const MXFP4_PORTABLE_TILES: [PortableTile; 4] = [
-    PortableTile { packed: true, tokens: 16, rows: 128, warps: 4, stages: 6, vector: 8 },
-    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 4, vector: 8 },
-    PortableTile { packed: true, tokens: 128, rows: 128, warps: 4, stages: 2, vector: 8 },
-    PortableTile { packed: true, tokens: 64, rows: 128, warps: 4, stages: 3, vector: 1 },
-];

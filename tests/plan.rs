@@ -7,6 +7,7 @@ use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
+use _oxmoe::variants::fp8::{Fp8, WIDE_TOKENS};
 use _oxmoe::variants::{self, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
@@ -39,8 +40,12 @@ const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
         // Hidden may be part of the columns of MXFP4 weights, so anything.
-        let formats = [Format::Bf16, Format::F16, Format::Mxfp4].into_iter();
-        formats.filter(move |&f| f != Format::Mxfp4 || intermediate % f.spec().block == 0).flat_map(move |format| {
+        let formats = [Format::Bf16, Format::F16, Format::Mxfp4, Format::Fp8Block].into_iter();
+        let fits = move |format: Format| match format {
+            Format::Fp8Block => hidden % format.spec().block == 0 && intermediate % format.spec().block == 0,
+            _ => intermediate % format.spec().block == 0,
+        };
+        formats.filter(move |&format| fits(format)).flat_map(move |format| {
             [true, false].map(|gated| {
                 let dtype = format.spec().compute;
                 (LayerDesc { experts, hidden, intermediate, gated, dtype, format }, top_k)
@@ -49,13 +54,17 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     })
 }
 
+fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
+    layers().filter(|(layer, _)| layer.require_cuda(device).is_ok())
+}
+
 fn devices() -> impl Iterator<Item = Device> {
     ARCHS.into_iter().map(|arch| Device::typical(Arch(arch)))
 }
 
-/// Every layer with every number of tokens, with logits and with given ids.
-fn descs() -> impl Iterator<Item = MoeDesc> {
-    layers().flat_map(|(layer, top_k)| {
+/// Every layer that a device serves, with every number of tokens, with logits and with given ids.
+fn descs(device: &Device) -> impl Iterator<Item = MoeDesc> + '_ {
+    layers_on(device).flat_map(|(layer, top_k)| {
         TOKENS.into_iter().flat_map(move |tokens| {
             let logits = |plain| Some(Logits { experts: layer.experts as u32, groups: 1, plain });
             [(logits(true), true), (logits(true), false), (logits(false), true), (None, false)]
@@ -82,7 +91,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     assert_eq!(table.len(), variants::all().len(), "a row is there twice");
     let mut chosen = HashSet::new();
     for device in devices() {
-        for desc in descs() {
+        for desc in descs(&device) {
             chosen.extend(plan_of(&desc, &device).launches().into_iter().map(|l| l.variant));
             let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
             chosen.extend(alone.map(|l| l.variant));
@@ -107,9 +116,9 @@ fn symbols_are_unique() {
 #[test]
 fn every_launch_is_legal_and_loaded_with_the_weights() {
     for device in devices() {
-        for (layer, top_k) in layers() {
+        for (layer, top_k) in layers_on(&device) {
             let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
-            for desc in descs().filter(|d| d.layer == layer && d.top_k == top_k) {
+            for desc in descs(&device).filter(|d| d.layer == layer && d.top_k == top_k) {
                 for l in plan_of(&desc, &device).launches() {
                     let say = || format!("{desc:?} on {device:?}: {l:?}");
                     assert!(loaded.contains(&l.variant), "{}", say());
@@ -136,9 +145,10 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
 
 #[test]
 fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
-    let hopper = |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. });
+    let hopper =
+        |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. } | Variant::Fp8(_));
     for device in devices() {
-        for (layer, top_k) in layers() {
+        for (layer, top_k) in layers_on(&device) {
             let families: HashSet<bool> = TOKENS
                 .iter()
                 .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false }, &device))
@@ -152,7 +162,7 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
 #[test]
 fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
-        for desc in descs() {
+        for desc in descs(&device) {
             let plan = plan_of(&desc, &device);
             let (Experts::Fused(launch) | Experts::Routed(launch)) = plan.experts else {
                 assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
@@ -193,7 +203,7 @@ fn max_tiles_is_the_worst_case() {
 #[test]
 fn schedule_fits_its_range() {
     for device in devices() {
-        for desc in descs() {
+        for desc in descs(&device) {
             let plan = plan_of(&desc, &device);
             let slots = desc.tokens * desc.top_k;
             assert_eq!(plan.max_tiles, plan::max_tiles(slots, desc.layer.experts, plan.tile_tokens), "{desc:?}");
@@ -208,6 +218,8 @@ fn schedule_fits_its_range() {
                 | Variant::GroupedGemmPortable { tokens, .. }
                 | Variant::GroupedGemmMxfp4Sm90 { tokens, .. }
                 | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
+                Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. }) => tokens,
+                Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. }) => WIDE_TOKENS,
                 other => panic!("{other:?} is no GEMM"),
             };
             assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
@@ -228,9 +240,11 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 9] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 13] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
+    let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
+    let fp8 = usize::from(layer.format == Format::Fp8Block);
     [
         (w.ids.offset, w.ids.bytes, slots * 4),
         (w.weights.offset, w.weights.bytes, slots * 4),
@@ -241,6 +255,10 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.tile_count.offset, w.tile_count.bytes, 4),
         (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
         (w.rows.offset, w.rows.bytes, slots * layer.hidden as usize * element),
+        (w.x_codes.offset, w.x_codes.bytes, fp8 * x),
+        (w.x_scales.offset, w.x_scales.bytes, fp8 * x / 128 * 4),
+        (w.hidden_codes.offset, w.hidden_codes.bytes, fp8 * hidden),
+        (w.hidden_scales.offset, w.hidden_scales.bytes, fp8 * hidden / 128 * 4),
     ]
 }
 

@@ -66,6 +66,18 @@ def test_bench_writes_a_row_for_each_backend(
     assert "skipped torch-" in capsys.readouterr().out
 
 
+def test_bench_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setitem(layers.SHAPES, "blocks", layers.Shape(4, 2, 256, 128))
+    arguments = ["bench", "--shapes", "blocks", "--tokens", "1,9", "--format", "fp8-block", "--peers", "torch-loop"]
+    assert __main__.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["backend"], row["format"], row["tokens"]) for row in rows] == [
+        ("oxmoe", "fp8-block", 1),
+        ("oxmoe", "fp8-block", 9),
+    ]
+
+
 def test_bench_of_mxfp4(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ["bench", "--shapes", tiny, "--tokens", "3", "--format", "mxfp4", "--peers", "torch-loop"]
@@ -253,7 +265,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["formats"] == "bf16, f16, mxfp4; on CPU also f32"
+    assert lines["formats"] == "bf16, f16, mxfp4, fp8_block; on CPU also f32"
     assert lines["layer on cpu"].startswith("right, ")
 
 

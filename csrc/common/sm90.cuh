@@ -64,6 +64,11 @@ __device__ __forceinline__ void copy_16_async(uint32_t destination, const void* 
                  : "memory");
 }
 
+// 4 bytes global to shared, through the first-level cache.
+__device__ __forceinline__ void copy_4_async(void* destination, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(destination)), "l"(source) : "memory");
+}
+
 // The barrier gets this thread's arrival when all its earlier cp.async have landed; the arrival is part of barrier_init's count.
 __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

@@ -92,7 +92,33 @@ class ExpertWeights:
         smaller and multiplied back in fp32: no weight saturates, and scales below 2^(E - 260) lose bits.
         """
 
-    # The arguments, as given (fp32 scales as E8M0 bytes): torch.compile and the operators take the experts apart
+    @staticmethod
+    def fp8_block(
+        w13: Tensor,  # float8_e4m3fn [El, 2I, H], or [El, I, H] when not gated
+        w2: Tensor,  # float8_e4m3fn [El, H, I]
+        w13_scale: Tensor,  # fp32 [El, 2I / 128, H / 128]: SGLang's w13_weight_scale_inv
+        w2_scale: Tensor,  # fp32 [El, H / 128, I / 128]
+        *,
+        b13: Tensor | None = None,  # [El, 2I] bf16 or fp32
+        b2: Tensor | None = None,  # [El, H] bf16 or fp32
+        layout: Literal["gate_up", "up_gate"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float | Tensor = 1.0,  # as for bf16, these three also fp32 [El]
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
+        clamp: Literal["before", "after"] = "before",
+    ) -> ExpertWeights:
+        """fp8 experts with block scales, as DeepSeek's and Qwen's checkpoints have them: a weight is its code times the
+        scale of its 128 x 128 block. H and I are multiples of 128: NotImplementedError for others, as for
+        layout="interleaved".
+
+        x is bf16. Its rows, and GEMM1's activated output rounded to bf16, are quantised for each 128 columns
+        (oxmoe.quantize.per_token_group_quant_fp8). The products of 128 columns are added to fp32 sums times the scale
+        of the row and that of the block.
+        """
+
+    # The arguments, as given (fp32 scales of MXFP4 as E8M0 bytes): torch.compile and the operators take experts apart
     # through these. Of packed experts the weights and scales are None.
     w13: Tensor | None
     w2: Tensor | None
@@ -111,7 +137,7 @@ class ExpertWeights:
     limit: float | Tensor | None
     clamp: str
 
-    format: str  # "bf16", "f16", "f32", "mxfp4"
+    format: str  # "bf16", "f16", "f32", "mxfp4", "fp8_block"
     dtype: str  # of x and the output: "bf16", "f16", "f32"
     num_experts: int  # El
     hidden_size: int
@@ -206,6 +232,20 @@ def moe_tensors(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_i
     w13_scale, w2_scale and format="mxfp4", on CPU (on CUDA they are packed once, by ExpertWeights.mxfp4).
 
     Describes the weights at every call, so nothing can go stale when a caller swaps or moves them.
+    """
+
+def quantize_fp8(
+    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of group, on CPU or CUDA
+    group: int,  # 16, 32, 64 or 128
+    eps: float,
+    *,
+    column_major: bool = False,
+    row_multiple: int = 1,
+    powers: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(codes float8_e4m3fn [..., K], scales) of what `oxmoe.quantize.per_token_group_quant_fp8` gives; column-major
+    scales [K / group, rows rounded up to row_multiple] and powers of two [ceil(K / group / 4), the same] as they lie in
+    memory.
     """
 
 def quantize_mxfp4(
@@ -319,7 +359,7 @@ def explain(
     intermediate_size: int,
     num_tokens: int,
     *,
-    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4"
+    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4", "fp8_block"
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:

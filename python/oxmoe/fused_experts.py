@@ -22,8 +22,13 @@ _BUILDERS: dict[str, Callable[..., _oxmoe.ExpertWeights]] = {
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _SERVED = (
     "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
-    "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale"
+    "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale; "
+    "with use_fp8_w8a8 and block_shape [128, 128] float8_e4m3fn experts with w1_scale and w2_scale, for bfloat16 tokens"
 )
+
+
+def _is_e4m3(weights: Tensor) -> bool:
+    return str(weights.dtype).endswith("float8_e4m3fn")
 
 
 @functools.cache
@@ -103,8 +108,10 @@ def run(
     """The layer with SGLang's configuration taken apart: kernel of `torch.ops.oxmoe.fused_experts`."""
     blocks: dict[str, Any] = {}
     if w1_scale is not None or w2_scale is not None:
-        name = str(hidden_states.dtype).rpartition(".")[2]
-        blocks = {"w13_scale": w1_scale, "w2_scale": w2_scale, "format": "mxfp4", "dtype": _DTYPES.get(name, name)}
+        blocks = {"w13_scale": w1_scale, "w2_scale": w2_scale, "format": "fp8_block"}
+        if not _is_e4m3(w1):
+            name = str(hidden_states.dtype).rpartition(".")[2]
+            blocks.update(format="mxfp4", dtype=_DTYPES.get(name, name))
     return _oxmoe.moe_tensors(
         hidden_states,
         w1,
@@ -154,22 +161,35 @@ def fused_experts(
     ExpertWeights.mxfp4 has them, on CPU. On CUDA they would be packed at every call: make ExpertWeights.mxfp4 of them
     once, for oxmoe.moe.
 
+    use_fp8_w8a8 with block_shape [128, 128]: w1 and w2 of float8_e4m3fn, w1_scale and w2_scale as
+    ExpertWeights.fp8_block has them; hidden_states of bfloat16 are quantised by token and 128 columns.
+
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
     mxfp4 = str(w1.dtype).endswith("int8")
+    blocks = use_fp8_w8a8 and block_shape is not None
+    if blocks:
+        if list(block_shape or ()) != [128, 128]:
+            raise NotImplementedError(f"block_shape: no kernel for {block_shape}; served is [128, 128]")
+        if not _is_e4m3(w1):
+            raise ValueError(
+                f"w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got {str(w1.dtype).rpartition('.')[2]}"
+            )
+        if w1_scale is None or w2_scale is None:
+            raise ValueError("w1_scale and w2_scale: both are needed with block_shape")
     unserved = {
-        "use_fp8_w8a8": use_fp8_w8a8,
+        "use_fp8_w8a8": use_fp8_w8a8 and not blocks,
         "use_int8_w8a8": use_int8_w8a8,
         "use_int8_w8a16": use_int8_w8a16,
         "use_int4_w4a16": use_int4_w4a16,
         "per_channel_quant": per_channel_quant,
-        "w1_scale": w1_scale is not None and not mxfp4,
-        "w2_scale": w2_scale is not None and not mxfp4,
+        "w1_scale": w1_scale is not None and not mxfp4 and not blocks,
+        "w2_scale": w2_scale is not None and not mxfp4 and not blocks,
         "w1_zp": w1_zp is not None,
         "w2_zp": w2_zp is not None,
         "a1_scale": a1_scale is not None,
         "a2_scale": a2_scale is not None,
-        "block_shape": block_shape is not None,
+        "block_shape": block_shape is not None and not blocks,
         "a1_q": a1_q is not None,
     }
     if any(unserved.values()):

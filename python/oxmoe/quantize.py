@@ -1,11 +1,19 @@
-"""MXFP4 weights on CPU and CUDA: quantisation, the layouts that other kernels hold them in, and the one that oxmoe's
-GPU kernels read. Takes torch and numpy."""
+"""Quantisation on CPU and CUDA: e4m3 rows with a scale for each group of columns, MXFP4, and the layouts that other
+kernels hold MXFP4 weights in, and the one that oxmoe's GPU kernels read. Takes torch and numpy."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import _oxmoe
 from oxmoe._oxmoe import deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4
 from oxmoe._oxmoe import dequantize_mxfp4 as dequantize
 from oxmoe._oxmoe import pack_mxfp4 as mxfp4_pack
 from oxmoe._oxmoe import quantize_mxfp4 as mxfp4
 from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "deinterleave_sm90_mxfp4",
@@ -14,6 +22,46 @@ __all__ = [
     "mxfp4",
     "mxfp4_pack",
     "mxfp4_unpack",
+    "per_token_group_quant_fp8",
     "swizzle_hopper_mxfp4",
     "unswizzle_hopper_mxfp4",
 ]
+
+
+def per_token_group_quant_fp8(
+    x: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dtype: Any = None,
+    column_major_scales: bool = False,
+    scale_tma_aligned: bool = False,
+    scale_ue8m0: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """SGLang's function of this name: float8_e4m3fn codes [..., K] of bf16, f16 or fp32 x [..., K] and a scale for each
+    group_size columns of a row, amax / 448 with amax at least eps. group_size is 16, 32, 64 or 128 and divides K.
+
+    Codes are x times the rounded reciprocal of the scale, to nearest, ties to even, at most 448. Scales are fp32
+    [..., K / group_size]. column_major_scales: of 2-D x, strides (1, rows), with scale_tma_aligned rows rounded up to
+    4. scale_ue8m0 (with both, and group_size 128): the next power of two from amax / 448 on, as int32
+    [rows, ceil(K / 512)] of four E8M0 bytes, the first group lowest. NaN stays NaN and counts for no scale.
+    numpy has no float8: there codes are uint8.
+    """
+    name = str(dtype).rpartition(".")[2]
+    if dtype is not None and name != "float8_e4m3fn":
+        raise NotImplementedError(f"per_token_group_quant_fp8: no kernel for dtype {name}; served is float8_e4m3fn")
+    if scale_ue8m0 and not (column_major_scales and scale_tma_aligned and group_size == 128):
+        raise ValueError(
+            "scale_ue8m0: needs column_major_scales, scale_tma_aligned and group_size 128, "
+            f"got {column_major_scales}, {scale_tma_aligned} and {group_size}"
+        )
+    if column_major_scales and x.ndim != 2:
+        raise NotImplementedError(f"column_major_scales: served for 2-D x, got {x.ndim} dimensions")
+    codes, scales = _oxmoe.quantize_fp8(
+        x,
+        group_size,
+        eps,
+        column_major=column_major_scales,
+        row_multiple=4 if column_major_scales and scale_tma_aligned else 1,
+        powers=scale_ue8m0,
+    )
+    return codes, scales.T[: x.shape[0]] if column_major_scales else scales

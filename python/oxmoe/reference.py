@@ -102,8 +102,13 @@ def moe(
     ep_size: int = 1,
     ep_rank: int = 0,
     fp32_sums: bool = False,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
 ) -> Tensor:
     """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end.
+
+    w13 and w2 of e4m3 have block scales w13_scale and w2_scale (ExpertWeights.fp8_block): x and the activation's result
+    are quantised before they are multiplied.
 
     alpha, beta and limit may be tensors `[E]`, one number for each expert.
 
@@ -131,7 +136,10 @@ def moe(
         token, slot = torch.nonzero(local_ids == expert, as_tuple=True)
         if token.numel() == 0:
             continue
-        sums = _product(x[token], w13[expert], fp32_sums)
+        if w13_scale is None:
+            sums = _product(x[token], w13[expert], fp32_sums)
+        else:
+            sums = fp8_product(x[token], w13[expert], w13_scale[expert])
         if b13 is not None:
             sums = sums + b13[expert].float()
         if apply_router_weight_on_input:
@@ -141,7 +149,10 @@ def moe(
             for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit))
         }
         act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu).to(x.dtype)
-        sums = _product(act, w2[expert], fp32_sums)
+        if w2_scale is None:
+            sums = _product(act, w2[expert], fp32_sums)
+        else:
+            sums = fp8_product(act, w2[expert], w2_scale[expert])
         if b2 is not None:
             sums = sums + b2[expert].float()
         rows[token, slot] = sums.to(x.dtype)
@@ -174,6 +185,30 @@ def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
     return (values.double() * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
+
+
+def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = False) -> tuple[Tensor, Tensor]:
+    """(e4m3 codes [..., K], fp32 scales [..., K / group]): amax / 448, or the next power of two; NaN counts for none"""
+    groups = x.float().unflatten(-1, (-1, group))
+    amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=eps)
+    scales = amax / torch.tensor(448.0, device=x.device)
+    if powers:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    codes = (groups * (1.0 / scales)[..., None]).clamp(-448.0, 448.0).flatten(-2)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def fp8_product(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """rows [M, K], quantised, times e4m3 weights [N, K] transposed with scales [N / 128, K / 128]: the fp32 products of
+    every 128 columns are added in fp32, times both scales."""
+    codes, row_scales = fp8_groups(rows)
+    total = torch.zeros((rows.shape[0], weights.shape[0]), device=rows.device)
+    for block in range(weights.shape[1] // 128):
+        columns = slice(128 * block, 128 * block + 128)
+        product = codes[:, columns].float() @ weights[:, columns].float().T
+        total += product * (row_scales[:, block, None] * scales[:, block].repeat_interleave(128))
+    return total
 
 
 # Top-k

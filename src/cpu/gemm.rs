@@ -8,6 +8,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod fp8;
 mod mxfp4;
 mod scalar;
 
@@ -131,7 +132,8 @@ trait BlockKernels: Expandable {}
 #[cfg(not(target_arch = "x86_64"))]
 impl<T: Expandable> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4.
+/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4; with `x_scales` tokens and
+/// weights are e4m3, and `dtype` (bf16) is that of the output alone.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the rows that the schedule names; `x`,
@@ -213,6 +215,10 @@ impl<'a> Panel<'a> {
     /// # Safety
     /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
     unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expand)>) {
+        if !self.p.x_scales.is_null() {
+            // SAFETY: the caller's contract.
+            return unsafe { fp8::run(self, block) };
+        }
         let Some((blocks, expand)) = packed else {
             let k = self.p.k as usize;
             // SAFETY: the caller's contract; the rows are this expert's.
@@ -283,10 +289,16 @@ impl<'a> Panel<'a> {
     /// As for [`Panel::run`]; `place` is in the schedule.
     unsafe fn x_row<T>(&self, place: usize) -> *const u8 {
         // SAFETY: the caller's contract.
-        unsafe {
-            let row = self.slot(place).map_or(place, |slot| slot / self.p.row_divisor as usize);
-            self.p.x.cast::<T>().add(row * self.p.k as usize).cast()
-        }
+        unsafe { self.p.x.cast::<T>().add(self.x_number(place) * self.p.k as usize).cast() }
+    }
+
+    /// The number of the row of `x` that belongs to a place.
+    ///
+    /// # Safety
+    /// As for [`Panel::run`]; `place` is in the schedule.
+    unsafe fn x_number(&self, place: usize) -> usize {
+        // SAFETY: the caller's contract.
+        unsafe { self.slot(place).map_or(place, |slot| slot / self.p.row_divisor as usize) }
     }
 
     /// The slot of a place; none where places are not mapped.

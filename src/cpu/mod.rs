@@ -7,8 +7,9 @@ mod activation;
 mod allreduce;
 mod combine;
 mod gemm;
-mod narrow;
+pub mod narrow;
 mod pack_mxfp4;
+mod quantize_fp8;
 mod ragged;
 mod route;
 mod select;
@@ -18,6 +19,7 @@ pub use allreduce::{canonical, contribute, reduce_rows, Contribution, Quantise, 
 pub use combine::combine;
 pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
 pub use pack_mxfp4::{pack_mxfp4, unpack_mxfp4};
+pub use quantize_fp8::quantize_fp8;
 pub use ragged::ragged;
 pub use route::route;
 pub use select::select;

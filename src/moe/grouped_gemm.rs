@@ -1,13 +1,13 @@
 //! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
 
-use super::plan::sm90;
+use super::plan::{fp8_sm90, sm90};
 use super::weights::{Layer, LayerDesc, Matrix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, GroupedGemmParams, LayerParams, RoutedLayerParams, W13Layout};
-use crate::quant::Format;
 use crate::tma::{self, TensorMap};
+use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
 use crate::variants::Variant;
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
@@ -31,7 +31,10 @@ impl WeightMaps {
 /// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
 pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout: W13Layout) -> Result<WeightMaps> {
     let (experts, rows, k) = (desc.experts as u64, w.rows as u64, w.k as u64);
-    if desc.format == Format::Mxfp4 || !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
+    if fp8_sm90::serves(device, desc) {
+        return encode_fp8(w.data, (experts, rows, k), gated);
+    }
+    if desc.format.spec().block != 1 || !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
         return Ok(WeightMaps::default());
     }
     let split = gated && layout != W13Layout::Interleaved;
@@ -51,10 +54,39 @@ pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout
     sm90::tile_shapes(w.rows as u32).into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
 }
 
+/// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
+/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
+fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
+    let map = |tile: &Fp8Tile| -> Result<_> {
+        let slices = 4 * tile.consumers;
+        let dims = match gated {
+            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)],
+            true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
+            false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
+        };
+        Ok((fp8_shape(tile.kernel(gated)), tma::encode_16bit(data, true, k / 2, &dims)?))
+    };
+    FP8_TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
+}
+
+/// (row tiles, consumers) of a kernel of e4m3.
+fn fp8_shape(kernel: Fp8) -> (u32, u32) {
+    match kernel {
+        Fp8::GroupedGemmFp8Sm90 { consumers, .. } => (1, consumers),
+        _ => (2, 2),
+    }
+}
+
 pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps, p: &GroupedGemmParams) -> Result<()> {
     match launch.variant {
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
             stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
+        }
+        Variant::Fp8(kernel) => {
+            let (row_tiles, consumers) = fp8_shape(kernel);
+            // Its kernels count pairs of elements.
+            let p = GroupedGemmParams { k: p.k / 2, ..*p };
+            stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, &p))
         }
         _ => stream.launch(op, launch, Args::Gemm(p)),
     }

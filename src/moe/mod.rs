@@ -1,6 +1,7 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
 pub mod explain;
+mod fp8;
 pub mod grouped_gemm;
 mod mxfp4;
 mod per_expert;
@@ -16,7 +17,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
-use crate::quant;
+use crate::quant::{fp8_ops, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use per_expert::{Given, Scalar};
 use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
@@ -40,10 +41,11 @@ enum Routing<'a> {
     Logits(SelectParams),
 }
 
-/// The parameter structs of the five stages; device and CPU run the same ones.
+/// The parameter structs of the stages; device and CPU run the same ones.
 struct Stages {
     select: Option<SelectParams>,
     route: RouteParams,
+    quantize: Option<fp8::Quantize>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
     combine: CombineParams,
@@ -98,19 +100,21 @@ impl Stages {
             counter_count,
             block_histogram: ws.block_histogram.at(base),
         };
-        let up = GroupedGemmParams {
+        let mut up = GroupedGemmParams {
             x,
             slot_of_place: route.slot_of_place,
             row_divisor: top_k,
             tiles: route.tiles,
             tile_count: route.tile_count,
             weights: layer.up.data,
-            block_scales: layer.up.packed.map_or(std::ptr::null(), |p| p.scales),
+            block_scales: layer.up.packed.map_or(layer.up.block_scales.cast(), |p| p.scales),
+            x_scales: std::ptr::null(),
             expert_scales: layer.up.packed.map_or(std::ptr::null(), |p| p.expert_scales),
             bias: layer.up.bias,
             bias_dtype: layer.up.bias_dtype,
             slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
             out: ws.hidden.at(base),
+            out_scales: std::ptr::null_mut(),
             rows: layer.up.rows as i32,
             k: layer.up.k as i32,
             out_columns: layer.desc.intermediate as i32,
@@ -123,12 +127,12 @@ impl Stages {
             next_unit: route.counters.wrapping_add(Counters::NEXT_UP),
             schedule_is_older: false,
         };
-        let down = GroupedGemmParams {
+        let mut down = GroupedGemmParams {
             x: up.out,
             slot_of_place: std::ptr::null(),
             row_divisor: 1,
             weights: layer.down.data,
-            block_scales: layer.down.packed.map_or(std::ptr::null(), |p| p.scales),
+            block_scales: layer.down.packed.map_or(layer.down.block_scales.cast(), |p| p.scales),
             expert_scales: layer.down.packed.map_or(std::ptr::null(), |p| p.expert_scales),
             bias: layer.down.bias,
             bias_dtype: layer.down.bias_dtype,
@@ -156,7 +160,11 @@ impl Stages {
             keep_slots: options.no_combine,
             columns: plan::combine_columns(desc) as i32,
         };
-        Stages { select, route, up, down, combine }
+        let quantize = (layer.desc.format == Format::Fp8Block).then(|| {
+            let placed = route.offsets.wrapping_add(layer.desc.experts as usize);
+            fp8::Quantize::new((ws, base), (desc.tokens, desc.tokens * desc.top_k), placed, (&mut up, &mut down))
+        });
+        Stages { select, route, quantize, up, down, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
@@ -167,7 +175,16 @@ impl Stages {
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         match &plan.experts {
             Experts::Gemms { up, down } => {
-                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &self.up)?;
+                let [x, hidden] = plan.quantize;
+                let mut up_params = self.up;
+                if let (Some(quantize), Some(_)) = (&self.quantize, x) {
+                    fp8_ops::launch(stream, "moe: quantisation of x", &quantize.x)?;
+                    up_params = quantize.up_on_cuda(&self.up, hidden.is_none());
+                }
+                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params)?;
+                if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
+                    fp8_ops::launch(stream, "moe: quantisation of GEMM1's output", &quantize.hidden)?;
+                }
                 grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
             }
             Experts::Fused(launch) => {
@@ -189,7 +206,13 @@ impl Stages {
                 cpu::select(select);
             }
             cpu::route(&self.route);
+            if let Some(quantize) = &self.quantize {
+                cpu::quantize_fp8(&quantize.x);
+            }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
+            if let Some(quantize) = &self.quantize {
+                cpu::quantize_fp8(&quantize.hidden);
+            }
             cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
             cpu::combine(&self.combine, dtype);
         }
@@ -493,10 +516,11 @@ pub fn moe_tensors<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-        if format == Some(quant::Format::Mxfp4.spec().name) {
+        if format == Some(Format::Mxfp4.spec().name) {
             mxfp4::refuse_bare(w13)?;
         }
-        let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale })?;
+        let fp8 = format == Some(Format::Fp8Block.spec().name);
+        let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale }, fp8)?;
         let numbers = Numbers::new(format, dtype, hidden_size, operands.w13.elem)?;
         let layer = Layer::new(&operands, numbers, &options)?;
         let call = CallOptions {

@@ -66,6 +66,7 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
         data: t.data,
         blocks: Some(Blocks { scales: scales.data, row_blocks: row_blocks as usize }),
         packed: None,
+        block_scales: std::ptr::null(),
         bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
         bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
         rows,

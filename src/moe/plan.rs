@@ -1,6 +1,7 @@
 //! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
 //! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
 
+pub mod fp8_sm90;
 pub mod mxfp4_sm90;
 pub mod portable;
 pub mod routing;
@@ -11,7 +12,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
-use crate::quant::Format;
+use crate::quant::fp8::GROUP;
+use crate::quant::{fp8_ops, Format};
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
 use routing::{RoutingDesc, RoutingPlan};
@@ -47,6 +49,11 @@ pub struct MoeWorkspace {
     pub hidden: Range,
     /// GEMM2's output, [slots, hidden].
     pub rows: Range,
+    /// Of fp8 formats: x and GEMM1's output in e4m3, and their fp32 scales.
+    pub x_codes: Range,
+    pub x_scales: Range,
+    pub hidden_codes: Range,
+    pub hidden_scales: Range,
     pub bytes: usize,
 }
 
@@ -58,6 +65,13 @@ impl MoeWorkspace {
         let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
         let mut layout = Layout::default();
         let mut add = |name, bytes| layout.add(name, bytes);
+        let fp8 = |rows: usize, columns: i64, columns_a_byte: usize| {
+            if layer.format == Format::Fp8Block {
+                rows * columns as usize / columns_a_byte
+            } else {
+                0
+            }
+        };
         let mut w = MoeWorkspace {
             ids: add("ids", slots * 4),
             weights: add("weights", slots * 4),
@@ -74,14 +88,19 @@ impl MoeWorkspace {
             ),
             hidden: add("hidden", slots * layer.intermediate as usize * element),
             rows: add("rows", slots * layer.hidden as usize * element),
+            x_codes: add("x_codes", fp8(tokens as usize, layer.hidden, 1)),
+            x_scales: add("x_scales", fp8(tokens as usize, layer.hidden, GROUP / 4)),
+            hidden_codes: add("hidden_codes", fp8(slots, layer.intermediate, 1)),
+            hidden_scales: add("hidden_scales", fp8(slots, layer.intermediate, GROUP / 4)),
             bytes: 0,
         };
         w.bytes = layout.bytes;
         w
     }
 
-    fn ranges(&self) -> [&Range; 12] {
-        [
+    /// Those that the layer's format has.
+    fn ranges(&self) -> impl Iterator<Item = &Range> {
+        let all = [
             &self.ids,
             &self.weights,
             &self.histogram,
@@ -94,7 +113,13 @@ impl MoeWorkspace {
             &self.block_histogram,
             &self.hidden,
             &self.rows,
-        ]
+            &self.x_codes,
+            &self.x_scales,
+            &self.hidden_codes,
+            &self.hidden_scales,
+        ];
+        let fp8 = self.x_codes.bytes > 0;
+        all.into_iter().take(if fp8 { 16 } else { 12 })
     }
 }
 
@@ -157,6 +182,8 @@ pub struct MoePlan {
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub experts: Experts,
+    /// Of fp8: x to e4m3, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
+    pub quantize: [Option<Launch>; 2],
     pub combine: Option<Launch>,
     pub workspace: MoeWorkspace,
 }
@@ -175,6 +202,7 @@ fn element(dtype: Dtype) -> Element {
 enum Kernels {
     Hopper,
     HopperMxfp4,
+    HopperFp8,
     Portable,
 }
 
@@ -187,7 +215,9 @@ impl Kernels {
         // Rows of packed down weights are padded to a multiple of 32; only the output's columns count.
         if layer.format == Format::Mxfp4 && mxfp4(rows, hidden, intermediate) && mxfp4(32, intermediate, hidden) {
             Kernels::HopperMxfp4
-        } else if layer.format != Format::Mxfp4
+        } else if fp8_sm90::serves(device, layer) {
+            Kernels::HopperFp8
+        } else if layer.format.spec().block == 1
             && plain(layer.gated, rows, hidden)
             && plain(false, hidden, intermediate)
         {
@@ -201,7 +231,7 @@ impl Kernels {
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
-        layer.format.require_cuda()?;
+        layer.require_cuda(device)?;
         let slots = desc.tokens * desc.top_k;
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let rows = layer.up_rows();
@@ -226,11 +256,22 @@ impl MoePlan {
                 let [up, down] = [up, down].map(|gemm| mxfp4_sm90::gemm(&gemm, tile_tokens, device));
                 (tile_tokens, Experts::Gemms { up, down })
             }
+            (None, Kernels::HopperFp8) => {
+                let tile_tokens = fp8_sm90::tile_tokens(&up);
+                let [up, down] = [up, down].map(|gemm| fp8_sm90::gemm(&gemm, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
             (None, Kernels::Portable) => {
                 let tile_tokens = portable::tile_tokens(&up, &down, device);
                 let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
                 (tile_tokens, Experts::Gemms { up, down })
             }
+        };
+        let quantize = if kernels == Kernels::HopperFp8 {
+            let after = !fp8_sm90::quantises_inside(tile_tokens);
+            [Some(fp8_ops::plan(desc.tokens, layer.hidden)), after.then(|| fp8_ops::plan(slots, layer.intermediate))]
+        } else {
+            [None, None]
         };
         Ok(MoePlan {
             desc: *desc,
@@ -238,6 +279,7 @@ impl MoePlan {
             max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             experts,
+            quantize,
             combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
         })
@@ -246,7 +288,10 @@ impl MoePlan {
     /// All launches in their order.
     pub fn launches(&self) -> Vec<Launch> {
         let experts = match self.experts {
-            Experts::Gemms { up, down } => vec![up, down],
+            Experts::Gemms { up, down } => {
+                let [x, hidden] = self.quantize;
+                [x, Some(up), hidden, Some(down)].into_iter().flatten().collect()
+            }
             Experts::Fused(launch) => vec![launch],
             Experts::Routed(launch) => return vec![launch],
         };
@@ -322,6 +367,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let gemms = match Kernels::of(device, layer) {
         Kernels::Hopper => sm90::variants(element(layer.dtype), layer.gated),
         Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.gated),
+        Kernels::HopperFp8 => fp8_sm90::variants(layer.gated),
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
@@ -341,7 +387,7 @@ pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
     let active = experts * (1.0 - (1.0 - desc.top_k as f64 / experts).max(0.0).powf(desc.tokens as f64));
     let io = 2.0 * (desc.tokens * layer.hidden) as f64 * 2.0;
     let memory = (active * weights * spec.bits_per_weight / 8.0 + io) / device.bandwidth;
-    (memory * 1e6, slots * 2.0 * weights / device.flops * 1e6)
+    (memory * 1e6, slots * 2.0 * weights / (device.flops * spec.speed) * 1e6)
 }
 
 /// The plan as text. `device` None: the CPU backend.
@@ -361,7 +407,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
     );
     if let Some(device) = device {
         if layer.format != Format::F32 {
-            layer.format.require_cuda()?;
+            layer.require_cuda(device)?;
         }
         let _ = writeln!(
             text,

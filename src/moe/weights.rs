@@ -1,14 +1,16 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
 use super::grouped_gemm::{self, WeightMaps};
-use super::mxfp4;
 use super::per_expert::{Given, PerExpert, Scalar, Swiglu};
+use super::plan::fp8_sm90;
+use super::{fp8, mxfp4};
 use crate::contract;
-use crate::device::gpu;
+use crate::device::{gpu, Device};
 use crate::error::{guard, Error, Result};
 use crate::kernel;
 use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
 use crate::quant::blocks::Blocks;
+use crate::quant::fp8::GROUP;
 use crate::quant::mxfp4::BLOCK;
 use crate::quant::packed::{Extent, Packed};
 use crate::quant::{self, Format};
@@ -30,6 +32,15 @@ pub struct LayerDesc {
 }
 
 impl LayerDesc {
+    /// An error where no kernel of this GPU takes the layer.
+    pub fn require_cuda(&self, device: &Device) -> Result<()> {
+        self.format.require_cuda()?;
+        if self.format == Format::Fp8Block {
+            fp8_sm90::require(device, self)?;
+        }
+        Ok(())
+    }
+
     /// Rows of w13 of an expert.
     pub fn up_rows(&self) -> i64 {
         self.intermediate * if self.gated { 2 } else { 1 }
@@ -44,6 +55,8 @@ pub struct Matrix {
     pub blocks: Option<Blocks>,
     /// The packed form instead (`data`: its codes).
     pub packed: Option<Packed>,
+    /// Of fp8: one for each 128 x 128 block, else null.
+    pub block_scales: *const f32,
     /// Null: no bias.
     pub bias: *const u8,
     pub bias_dtype: Dtype,
@@ -65,6 +78,10 @@ impl Matrix {
         if let Some(Packed { codes, scales, .. }) = self.packed {
             let extent = Extent { experts, rows: self.rows, k: self.k };
             return [(codes, extent.code_bytes()), (scales, extent.scale_bytes())];
+        }
+        if !self.block_scales.is_null() {
+            let bytes = rows * self.k as usize;
+            return [(self.data, bytes), (self.block_scales.cast(), bytes / (GROUP * GROUP) * size_of::<f32>())];
         }
         match self.blocks {
             Some(Blocks { scales, row_blocks }) => {
@@ -175,12 +192,20 @@ pub struct Operands<'py> {
 }
 
 impl<'py> Operands<'py> {
-    pub fn borrow(arguments: &Arguments<'_, 'py>) -> Result<Operands<'py>> {
+    /// `fp8`: block scales stay as they are; else they become E8M0.
+    pub fn borrow(arguments: &Arguments<'_, 'py>, fp8: bool) -> Result<Operands<'py>> {
         let optional = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| TensorRef::borrow(name, b)).transpose();
         let scales = match (arguments.w13_scale, arguments.w2_scale) {
             (None, None) => None,
             (Some(up), Some(down)) => {
-                Some([mxfp4::borrow_scale("w13_scale", up)?, mxfp4::borrow_scale("w2_scale", down)?])
+                let borrow = |name, scale: &Bound<'py, PyAny>| {
+                    if fp8 {
+                        Ok((scale.clone(), TensorRef::borrow(name, scale)?))
+                    } else {
+                        mxfp4::borrow_scale(name, scale)
+                    }
+                };
+                Some([borrow("w13_scale", up)?, borrow("w2_scale", down)?])
             }
             (None, _) => contract!("w13_scale: needed where w2_scale is given"),
             (_, None) => contract!("w2_scale: needed where w13_scale is given"),
@@ -204,6 +229,7 @@ pub enum Numbers {
         /// Columns of x and of the output where w13 and w2 are padded beyond them.
         hidden: Option<i64>,
     },
+    Fp8Block,
 }
 
 impl Numbers {
@@ -215,7 +241,7 @@ impl Numbers {
                 Some(dtype) => Format::plain(dtype).spec(),
                 None => {
                     return Err(Error::Unsupported(format!(
-                        "w13: dtype {w13}; oxmoe serves bfloat16, float16, float32 (on CPU), and uint8 codes as format \"mxfp4\""
+                        "w13: dtype {w13}; oxmoe serves bfloat16, float16, float32 (on CPU), uint8 codes as format \"mxfp4\", float8_e4m3fn as \"fp8_block\""
                     )))
                 }
             },
@@ -225,6 +251,9 @@ impl Numbers {
         }
         if dtype.is_some() || hidden_size.is_some() {
             contract!("dtype and hidden_size: only for format \"mxfp4\", got them with {:?}", spec.name);
+        }
+        if spec.format == Format::Fp8Block {
+            return Ok(Numbers::Fp8Block);
         }
         Ok(Numbers::Plain(match spec.compute {
             Dtype::F16 => Elem::F16,
@@ -247,6 +276,7 @@ impl Layer {
         let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
             Numbers::Mxfp4 { dtype, hidden } => mxfp4::layer(operands, dtype, hidden, options),
+            Numbers::Fp8Block => fp8::layer(operands, options),
         }?;
         if options.swiglu.of_experts() {
             layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
@@ -288,6 +318,7 @@ impl Layer {
             data: t.data,
             blocks: None,
             packed: None,
+            block_scales: std::ptr::null(),
             bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
             bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
             rows,
@@ -396,7 +427,7 @@ impl ExpertWeights {
         given: &Given<'_>,
         in_place: bool,
     ) -> Result<ExpertWeights> {
-        let operands = Operands::borrow(arguments)?;
+        let operands = Operands::borrow(arguments, matches!(numbers, Numbers::Fp8Block))?;
         let mut layer = Layer::new(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
@@ -514,6 +545,40 @@ macro_rules! constructors {
                 })
             }
 
+            /// fp8 experts with block scales, as DeepSeek's and Qwen's checkpoints have them: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I];
+            /// w13_scale fp32 [El, 2I / 128, H / 128] and w2_scale [El, H / 128, I / 128] multiply their 128 x 128 weights (SGLang's
+            /// w13_weight_scale_inv, w2_weight_scale_inv). H and I are multiples of 128.
+            ///
+            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with a scale for each 128 columns of a row
+            /// (`oxmoe.quantize.per_token_group_quant_fp8`); products of 128 columns are added to fp32 sums times both scales. The rest is as
+            /// for bf16, without layout="interleaved".
+            #[staticmethod]
+            #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+            fn fp8_block(
+                w13: &Bound<'_, PyAny>,
+                w2: &Bound<'_, PyAny>,
+                w13_scale: &Bound<'_, PyAny>,
+                w2_scale: &Bound<'_, PyAny>,
+                b13: Option<&Bound<'_, PyAny>>,
+                b2: Option<&Bound<'_, PyAny>>,
+                layout: &str,
+                activation: &str,
+                gated: Option<bool>,
+                alpha: Scalar<'_>,
+                beta: Scalar<'_>,
+                limit: Option<Scalar<'_>>,
+                clamp: &str,
+            ) -> PyResult<ExpertWeights> {
+                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
+                let given = Given { alpha, beta, limit };
+                guard(|| {
+                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    ExpertWeights::new(&arguments, Numbers::Fp8Block, options, &given, false)
+                })
+            }
+
             /// Experts held here.
             #[getter]
             fn num_experts(&self) -> i64 {
@@ -535,7 +600,7 @@ macro_rules! constructors {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32" or "mxfp4".
+            /// "bf16", "f16", "f32", "mxfp4" or "fp8_block".
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name

@@ -249,6 +249,27 @@ def packed_calls(top_k, tokens, **layer):
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
 
+def fp8_calls(top_k, tokens, experts, hidden, intermediate):
+    """Experts of e4m3 with block scales at each token count: plan as text, addresses, records."""
+    rows = 2 * intermediate
+    shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((experts, height // 128, width // 128), "float32")
+    weights = oxmoe.ExpertWeights.fp8_block(**tensors)
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="fp8_block")
+        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "load": load, "calls": calls}
+
+
 def packed_functions(rows, columns):
     """mxfp4_pack and mxfp4_unpack."""
     codes, scales = Tensor((3, 2, rows, columns // 2), "uint8"), Tensor((3, 2, rows, columns // 32), "uint8")

@@ -28,7 +28,12 @@ from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
 
 # The dtype of activations, and the bits of a weight with its share of a scale.
-FORMATS = {"bf16": (torch.bfloat16, 16.0), "f16": (torch.float16, 16.0), "mxfp4": (torch.bfloat16, 4.25)}
+FORMATS = {
+    "bf16": (torch.bfloat16, 16.0),
+    "f16": (torch.float16, 16.0),
+    "mxfp4": (torch.bfloat16, 4.25),
+    "fp8-block": (torch.bfloat16, 8.0),
+}
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
@@ -170,7 +175,8 @@ class _Bench:
         """All cells of one shape."""
         shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
-        weights = layers.make_weights(shape, dtype, self.device, count, mxfp4=format_name == "mxfp4")
+        form = {"mxfp4": format_name == "mxfp4", "fp8_block": format_name == "fp8-block"}
+        weights = layers.make_weights(shape, dtype, self.device, count, **form)
         backends: list[Backend] = [Oxmoe(shape, weights)]
         for peer in peers:
             if format_name not in PEERS[peer].formats:
@@ -185,7 +191,7 @@ class _Bench:
         for pattern in patterns:
             for number in tokens:
                 inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
-                floor = layers.floor_us(shape, inputs, self.device, weight_bits)
+                floor = layers.floor_us(shape, inputs, self.device, format_name, weight_bits)
                 cell = report.Cell("moe", name, format_name, pattern, number, floor)
                 self._cell(cell, backends, weights, inputs)
 
@@ -210,7 +216,7 @@ class _Bench:
                 self.output.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
                 continue
             if isinstance(backend, Oxmoe):
-                wrong = layers.error(result, truth)
+                wrong = layers.error(result, truth, fp8=cell.format == "fp8-block")
                 if wrong is not None:
                     self.right = False
                     self.output.wrong(cell, wrong)
@@ -243,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     formats = _known("format", args.format, FORMATS)
     for name, served in oxmoe.device_info()["formats"].items():
-        if name in formats and device not in served:
+        if name.replace("_", "-") in formats and device not in served:
             raise SystemExit(f"bench: format {name} runs on {', '.join(served)}, not on {device}")
     environment = _environment(device)
     if args.overhead:

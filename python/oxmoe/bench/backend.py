@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench.layers import Inputs, Mxfp4, Shape, Weights
+from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights
 from oxmoe.fused_experts import expert_weights
 
 
@@ -47,7 +47,7 @@ class Backend(ABC):
 
 class Oxmoe(Backend):
     name = "oxmoe"
-    formats = ("bf16", "f16", "mxfp4")
+    formats = ("bf16", "f16", "mxfp4", "fp8-block")
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
@@ -58,6 +58,8 @@ class Oxmoe(Backend):
         w13, w2 = item.w13, item.w2
         if isinstance(w13, Mxfp4):
             return oxmoe.ExpertWeights.mxfp4(w13.codes, w2.codes, w13.scales, w2.scales, **options)
+        if isinstance(w13, Fp8Block):
+            return oxmoe.ExpertWeights.fp8_block(w13.codes, w2.codes, w13.scales, w2.scales, **options)
         return expert_weights(w13, w2, **options)
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from oxmoe import reference
-from oxmoe.testing import assert_close_ulp, relative_norm, roofline
+from oxmoe.testing import (
+    FP8_BAR,
+    FP8_MATRIX_FLOPS_PER_SECOND,
+    MATRIX_FLOPS_PER_SECOND,
+    assert_close_ulp,
+    relative_norm,
+    roofline,
+)
 
 GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
@@ -75,8 +82,16 @@ class Mxfp4:
 
 
 @dataclass(frozen=True)
+class Fp8Block:
+    """e4m3 experts with a scale for each 128 x 128 weights."""
+
+    codes: Tensor  # float8_e4m3fn [E, R, K]
+    scales: Tensor  # fp32 [E, R / 128, K / 128]
+
+
+@dataclass(frozen=True)
 class Weights:
-    w13: Any  # [E, 2I, H]: a tensor, or Mxfp4
+    w13: Any  # [E, 2I, H]: a tensor, Mxfp4 or Fp8Block
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
@@ -102,8 +117,17 @@ class Inputs:
         return {"topk_weights": self.chosen[0], "topk_ids": self.chosen[1]}
 
 
-def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int, *, mxfp4: bool = False) -> list[Weights]:
+def make_weights(
+    shape: Shape, dtype: torch.dtype, device: str, count: int, *, mxfp4: bool = False, fp8_block: bool = False
+) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one."""
+
+    def fp8(experts: int, rows: int, columns: int) -> Fp8Block:
+        codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
+        for expert in codes:
+            expert.copy_(torch.randn((rows, columns), device=device).mul_(100).clamp_(-448, 448))
+        scales = torch.rand((experts, -(-rows // 128), -(-columns // 128)), device=device) + 0.5
+        return Fp8Block(codes, scales.mul_(0.01 * columns**-0.5))
 
     def blocks(experts: int, rows: int, columns: int) -> Mxfp4:
         codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
@@ -118,7 +142,9 @@ def make_weights(shape: Shape, dtype: torch.dtype, device: str, count: int, *, m
         experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
         w13: Any
         w2: Any
-        if mxfp4:
+        if fp8_block:
+            w13, w2 = fp8(experts, 2 * intermediate, hidden), fp8(experts, hidden, intermediate)
+        elif mxfp4:
             w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
             w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
@@ -156,7 +182,7 @@ def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, weight_bits: float) -> float | None:
+def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, format_name: str, weight_bits: float) -> float | None:
     """The roofline of one layer on the one GPU whose ceilings were measured, else None."""
     if device != "cuda" or "H200" not in torch.cuda.get_device_name():
         return None
@@ -168,14 +194,20 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, weight_bits: f
         intermediate_size=shape.intermediate,
         active_experts=sum(active) / len(active),
         weight_bits=weight_bits,
+        matrix_flops=FP8_MATRIX_FLOPS_PER_SECOND if format_name == "fp8-block" else MATRIX_FLOPS_PER_SECOND,
     ).us
 
 
 def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
+    w13, w2, scales = weights.w13, weights.w2, {}
+    if isinstance(w13, Fp8Block):
+        scales = {"w13_scale": w13.scales, "w2_scale": w2.scales}
+        w13, w2 = w13.codes, w2.codes
     return reference.moe(
         inputs.x,
-        weights.w13,
-        weights.w2,
+        w13,
+        w2,
+        **scales,
         b13=weights.b13,
         b2=weights.b2,
         **shape.options,
@@ -183,10 +215,10 @@ def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
     )
 
 
-def error(result: Tensor, truth: Tensor) -> str | None:
-    """What is wrong with our result, None if nothing is."""
+def error(result: Tensor, truth: Tensor, *, fp8: bool = False) -> str | None:
+    """What is wrong with our result, None if nothing is. fp8: activations are quantised on their way."""
     try:
-        assert_close_ulp(result, truth)
+        assert_close_ulp(result, truth, FP8_BAR if fp8 else None)
     except AssertionError as failure:
         return str(failure)
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from oxmoe.bench.backend import Backend
 from oxmoe.bench.flashinfer import FlashinferCuteDsl
 from oxmoe.bench.flashinfer_cutlass import FlashinferCutlass
-from oxmoe.bench.layers import Inputs, Mxfp4, Shape, Weights, choose
+from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, choose
 from oxmoe.reference import activate
 
 
@@ -23,6 +23,7 @@ class SglangTriton(Backend):
     """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration."""
 
     name = "sglang-triton"
+    formats = ("bf16", "f16", "fp8-block")
     VERSION = "0.5.12.post1"
 
     @classmethod
@@ -74,8 +75,12 @@ class SglangTriton(Backend):
             topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
             self.topk_softmax(topk_weights, topk_ids, logits, True)
         item = self.weights[index]
-        topk_output = (topk_weights, topk_ids, logits)
-        return self.fused_experts(x, item.w13, item.w2, topk_output, self.config, b1=item.b13, b2=item.b2)
+        options: dict[str, Any] = {"b1": item.b13, "b2": item.b2}
+        w13, w2 = item.w13, item.w2
+        if isinstance(w13, Fp8Block):
+            options.update(use_fp8_w8a8=True, w1_scale=w13.scales, w2_scale=w2.scales, block_shape=[128, 128])
+            w13, w2 = w13.codes, w2.codes
+        return self.fused_experts(x, w13, w2, (topk_weights, topk_ids, logits), self.config, **options)
 
 
 class TritonKernels(Backend):

@@ -1,0 +1,350 @@
+// Grouped GEMM for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens: as grouped_gemm_fp8_sm90.cuh,
+// bit for bit, and out may be e4m3 with a scale for each 128 columns of a row.
+//
+// Here tokens are wgmma's A and weights its N: a lane then has sums of two tokens, whose scales are all that it multiplies the
+// weights' with, where it would need those of every fourth token of the tile. A unit is 128 tokens, 64 a consumer, times two
+// blocks of 128 weight rows: gated, a block of gate rows and that of the matching up rows, else neighbours. So the four lanes of
+// a token hold whole groups of 128 outputs, which they activate, round to bf16 and quantise in registers.
+//
+// `p.k` counts pairs of elements. The weights' tensor map, in pairs, orders the rows of a block so that a lane has eight
+// neighbouring outputs, 16 bytes, of each 32, and the four lanes of a token store whole sectors: 64 x 2 x 4 x 4 x 4 elements a
+// box,
+//   dimension         k    column of pair   lane of four   pair    strip
+//   size              k    2                4              4       experts rows / 32
+//   stride in rows         1                8              2       32
+//
+// Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), 16-byte aligned x, weights and out.
+#pragma once
+#include <cstdint>
+#include <cuda.h>
+
+#include "../common/fp8.cuh"
+#include "../common/wgmma_fp8.cuh"
+#include "grouped_gemm_sm90.cuh"
+
+namespace oxmoe {
+
+template <bool Gated, int Stages>
+struct GroupedGemmFp8WideSm90 {
+    static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2, kBlockRows = 128;
+    // Its units are 256 weight rows, and all tiles of an expert before the next.
+    using Base = GroupedGemmSm90<__nv_bfloat16, Gated, kTokens, 2, kConsumers, Stages>;
+    static_assert(Base::kRows == kBlocks * kBlockRows, "units of two blocks");
+
+    static constexpr int kThreads = Base::kThreads;
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kBlockBytes = kBlockRows * 128;
+    static constexpr int kReaders = 4;                                  // arrivals of a warpgroup that free a stage
+    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
+    static constexpr int kBlockStrips = kBlockRows / kRunStride;
+
+    struct alignas(128) Shared {
+        struct {
+            uint8_t tokens[kTokens * 128], weights[kBlocks][kBlockBytes];
+        } stage[Stages];
+        uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
+        WorkUnit unit[kUnitSlots];
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static constexpr int kCtas = 1;
+
+    static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) {
+            Base::init_barriers(shared, kReaders * kConsumers);
+            sm90::prefetch_tensor_map(&weights);
+        }
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            sm90::registers_decrease<56>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy_weights(weights, p, shared);
+            else if (warp == 1)
+                Base::schedule(p, shared);
+            else
+                Base::gather(p, shared);
+        } else {
+            sm90::registers_increase<224>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    // The blocks of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
+    static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int i) {
+        return Gated ? i * (p.out_columns / kBlockRows) + work.row_block : 2 * work.row_block + i;
+    }
+
+    // ---- weights: one thread, two boxes a stage ----
+
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const int first = work.expert * (p.rows / kBlockRows);
+            const int strips[kBlocks] = {(first + block_of(p, work, 0)) * kBlockStrips,
+                                         (first + block_of(p, work, 1)) * kBlockStrips};
+#pragma unroll 1
+            for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlocks * kBlockBytes);
+#pragma unroll
+                for (int i = 0; i < kBlocks; ++i) {
+                    sm90::copy_tensor_5d(shared.stage[ring.slot].weights[i], &weights,
+                                         {block * Base::kBlockK, 0, 0, 0, strips[i]}, &shared.full[ring.slot]);
+                }
+            }
+        }
+    }
+
+    // ---- consumers ----
+
+    // A lane's two tokens: rows g and g + 8 of its warp's 16.
+    static constexpr int kRows = 2;
+
+    // Of one K block: a lane's tokens' and the weights' blocks'.
+    struct Scales {
+        float token[kRows], weight[kBlocks];
+    };
+    struct ScaleRows {
+        const float *token[kRows], *weight[kBlocks];
+
+        __device__ __forceinline__ Scales operator[](int block) const {
+            return {{token[0][block], token[1][block]}, {weight[0][block], weight[1][block]}};
+        }
+    };
+
+    using Sums = float[kBlocks][kBlockRows / 2];
+
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            ScaleRows scales;
+            if (work.expert >= 0) {
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    // A row of x has 8 vectors a block, and one scale.
+                    scales.token[i] = p.x_scales + shared.source[units.slot][row + 8 * i < work.count ? row + 8 * i : 0] / 8;
+                    const int block = min(block_of(p, work, i), p.rows / kBlockRows - 1);
+                    scales.weight[i] = reinterpret_cast<const float*>(p.block_scales) +
+                                       size_t(work.expert * (p.rows / kBlockRows) + block) * k_blocks;
+                }
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            if (consumer * 64 >= work.count) {
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+                }
+                continue;
+            }
+            Sums sums;
+#pragma unroll
+            for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
+                asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
+            }
+            multiply(k_blocks, scales, sums, shared, ring);
+            finish(p, work, row, sums);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply(int k_blocks, const ScaleRows& rows, Sums& sums, Shared& shared,
+                                                    RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index();
+        const bool is_lane_0 = threadIdx.x % 32 == 0;
+        Scales next = rows[0];
+        float product[kBlockRows / 2];
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+            const Scales scales = next;
+            if (block + 1 < k_blocks) next = rows[block + 1];
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::fence_async_proxy();
+            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
+            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]);
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                sm90::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sm90::WgmmaE4m3<kBlockRows>::multiply(product, sm90::descriptor_128b(tokens, i * 32),
+                                                          sm90::descriptor_128b(weights, b * kBlockBytes + i * 32), i > 0);
+                }
+                sm90::wgmma_commit();
+                const float low = __fmul_rn(scales.token[0], scales.weight[b]),
+                            high = __fmul_rn(scales.token[1], scales.weight[b]);
+                sm90::wgmma_wait<0>();
+                if (b == kBlocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+#pragma unroll
+                for (int i = 0; i < kBlockRows / 2; ++i) {
+                    sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
+                }
+            }
+        }
+    }
+
+    // ---- epilogue: a lane has 32 columns of two tokens in each block ----
+
+    // Where in a block's sums a lane's column of its token `half` lies.
+    static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
+        return column / 2 * 4 + half * 2 + column % 2;
+    }
+
+    // Bias, router weights, activation, stores. `row`: a lane's first token; it and the second may be beyond the tile.
+    static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
+        const int column = threadIdx.x % 4 * kRun;
+        if (p.bias) {
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const int first = block_of(p, work, b) * kBlockRows;
+                if (first < p.rows) add_bias(p, size_t(work.expert) * p.rows + first + column, sums[b]);
+            }
+        }
+        int place[kRows];
+#pragma unroll
+        for (int half = 0; half < kRows; ++half) {
+            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
+            if (!p.slot_weights || place[half] < 0) continue;
+            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
+#pragma unroll
+            for (int i = 0; i < kBlocks * kLaneColumns; ++i) sums[i / kLaneColumns][sum_index(i % kLaneColumns, half)] *= weight;
+        }
+        if constexpr (Gated) {
+            activate_pairs(p, work, sums);
+        } else if (p.activation.kind != ActivationKind::Identity) {
+            const ActivationFunction activation(p.activation);
+#pragma unroll
+            for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
+                float& sum = sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)];
+                sum = activation(sum);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < (Gated ? 1 : kBlocks); ++b) {
+            const int block = block_of(p, work, b);
+            if (block * kBlockRows >= p.rows) break;
+#pragma unroll
+            for (int half = 0; half < kRows; ++half) store_group(p, place[half], block, column, half, sums[b]);
+        }
+    }
+
+    // `at`: of a lane's first column.
+    static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
+        auto add = [&](int column, float bias) {
+            sums[sum_index(column, 0)] += bias;
+            sums[sum_index(column, 1)] += bias;
+        };
+        if (p.bias_dtype == Dtype::F32) {
+            const float4* from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(p.bias) + at);
+#pragma unroll
+            for (int i = 0; i < kLaneColumns; i += 4) {
+                const float4 bias = from[(i / kRun * kRunStride + i % kRun) / 4];
+                add(i, bias.x), add(i + 1, bias.y), add(i + 2, bias.z), add(i + 3, bias.w);
+            }
+        } else {
+            const uint4* from = reinterpret_cast<const uint4*>(reinterpret_cast<const __nv_bfloat16*>(p.bias) + at);
+#pragma unroll
+            for (int i = 0; i < kLaneColumns; i += 8) {
+                const uint4 words = from[i / kRun * kRunStride / 8];
+                const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 pair = unpack<__nv_bfloat16>(pairs[j]);
+                    add(i + 2 * j, pair.x), add(i + 2 * j + 1, pair.y);
+                }
+            }
+        }
+    }
+
+    // Outputs where the sums of the first block were.
+    static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
+        constexpr int kSums = kBlockRows / 2;
+        if (p.layout == W13Layout::UpGate) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const float up = sums[0][i];
+                sums[0][i] = sums[1][i], sums[1][i] = up;
+            }
+        }
+        const Activation own = activation_of(p, work.expert);
+        if (own.kind == ActivationKind::Swiglu) {
+            const SwigluFunction swiglu(own);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
+            return;
+        }
+        const ActivationFunction activation(own);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[0][i] = activation(sums[0][i]) * sums[1][i];
+    }
+
+    // A token's group of 128 outputs, 32 of each of its four lanes. `place` -1: none.
+    static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
+                                                       const float (&sums)[kBlockRows / 2]) {
+        const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
+        uint32_t packed[kLaneColumns / 2];
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 2; ++i) {
+            packed[i] = pack<__nv_bfloat16>(sums[sum_index(2 * i, half)], sums[sum_index(2 * i + 1, half)]);
+        }
+        if (!p.out_scales) {
+            if (place < 0) return;
+            __nv_bfloat16* out = reinterpret_cast<__nv_bfloat16*>(p.out) + at;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sm90::store_global_16(out + i * kRunStride,
+                                      {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]});
+            }
+            return;
+        }
+        float amax = 0.f;
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 2; ++i) {
+            const float2 pair = unpack<__nv_bfloat16>(packed[i]);
+            amax = fmaxf(amax, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+        // NOTE: all lanes of the warp are here, also those without a token.
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+        if (place < 0) return;
+        const fp8::Scale scale(amax);
+        uint32_t codes[kLaneColumns / 4];
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 4; ++i) {
+            const float2 low = unpack<__nv_bfloat16>(packed[2 * i]), high = unpack<__nv_bfloat16>(packed[2 * i + 1]);
+            codes[i] = fp8::pack(__fmul_rn(low.x, scale.inverse), __fmul_rn(low.y, scale.inverse),
+                                 __fmul_rn(high.x, scale.inverse), __fmul_rn(high.y, scale.inverse));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
+        if (threadIdx.x % 4 == 0) p.out_scales[size_t(place) * (p.out_columns / kBlockRows) + block] = scale.scale;
+    }
+};
+
+}  // namespace oxmoe

@@ -1,0 +1,62 @@
+//! e4m3 with fp32 scales: groups of a token's columns, and blocks of weights.
+
+use crate::cpu::narrow::e4m3;
+use crate::cpu::Element;
+
+/// Columns of an activation row, and rows and columns of a weight matrix, that share a scale in `Format::Fp8Block`.
+pub const GROUP: usize = 128;
+
+/// SGLang's default of `per_token_group_quant_fp8`: the least magnitude that a scale is made for.
+pub const EPS: f32 = 1e-10;
+
+/// The largest e4m3.
+const LARGEST: f32 = 448.0;
+
+/// Elements that share a scale to e4m3, to nearest, ties to even; returns the scale: the largest magnitude, at least `eps`, over 448.
+/// `powers`: the next power of two from there on. NaN becomes NaN and counts for no scale; infinity makes all of its group NaN or 0.
+///
+/// NOTE: elements are multiplied by the rounded reciprocal, as SGLang's Triton kernel does; a division differs where that is a tie.
+pub fn quantize_group<T: Element>(x: &[T], eps: f32, powers: bool, codes: &mut [u8]) -> f32 {
+    let amax = x.iter().fold(eps, |most, x| most.max(x.to_f32().abs()));
+    let mut scale = amax / LARGEST;
+    if powers {
+        scale = f32::from_bits((scale.to_bits() + 0x007f_ffff) & 0xff80_0000);
+    }
+    let inverse = 1.0 / scale;
+    for (code, x) in codes.iter_mut().zip(x) {
+        *code = e4m3(x.to_f32() * inverse);
+    }
+    scale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::narrow::e4m3_value;
+
+    #[test]
+    fn the_largest_is_448_and_zeros_stay() {
+        let mut codes = [9; 4];
+        let scale = quantize_group(&[3.5f32, -7.0, 0.0, -0.0], EPS, false, &mut codes);
+        assert_eq!((scale, codes.map(e4m3_value)), (7.0 / 448.0, [224.0, -448.0, 0.0, -0.0]));
+        assert_eq!(quantize_group(&[0.0f32; 4], EPS, false, &mut codes), EPS / 448.0);
+        assert_eq!(codes, [0; 4]);
+    }
+
+    #[test]
+    fn powers_of_two_clip_nothing() {
+        let mut codes = [0; 2];
+        for (amax, expected) in [(448.0f32, 1.0), (449.0, 2.0), (447.0, 1.0), (1.0, 1.0 / 256.0)] {
+            assert_eq!(quantize_group(&[amax, 0.0], EPS, true, &mut codes), expected);
+        }
+    }
+
+    #[test]
+    fn not_a_number() {
+        let mut codes = [0; 3];
+        assert_eq!(quantize_group(&[f32::NAN, 448.0, 1.0], EPS, false, &mut codes), 1.0);
+        assert_eq!(codes, [0x7F, 0x7E, e4m3(1.0)]);
+        assert_eq!(quantize_group(&[f32::INFINITY, 448.0, -1.0], EPS, false, &mut codes), f32::INFINITY);
+        assert_eq!(codes, [0x7F, 0, 0x80]);
+    }
+}

@@ -1,0 +1,109 @@
+//! What Python sees of fp8: quantisation of rows, on CPU and CUDA tensors.
+
+use super::ops::{check_aligned, check_multiple, dims, leading, new_tensor, shape};
+use super::packed_ops::check_vectors;
+use crate::contract;
+use crate::cpu;
+use crate::device::gpu;
+use crate::error::{guard, Error, Result};
+use crate::kernel::{Args, Launch, Stream};
+use crate::params::{Dtype, QuantizeFp8Params};
+use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::variants::{fp8::Fp8, Variant};
+use pyo3::prelude::*;
+
+/// About two waves on the largest GPUs.
+const MANY_CTAS: i64 = 2048;
+
+const GROUPS: [i64; 4] = [16, 32, 64, 128];
+
+/// e4m3 of bf16, f16 or fp32 x [..., K] with a scale for each `group` columns of a row: (codes [..., K], scales). Scales are fp32
+/// [..., K / group]; `column_major` (2-D x alone): fp32 [K / group, rows], rows padded to `row_multiple`; `powers`: int32
+/// [ceil(K / group / 4), rows], four E8M0 bytes each, those beyond the last group zero.
+#[pyfunction]
+#[pyo3(signature = (x, group, eps, *, column_major=false, row_multiple=1, powers=false))]
+pub fn quantize_fp8<'py>(
+    x: &Bound<'py, PyAny>,
+    group: i64,
+    eps: f32,
+    column_major: bool,
+    row_multiple: i64,
+    powers: bool,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let py = x.py();
+    guard(|| {
+        if !GROUPS.contains(&group) {
+            return Err(Error::Unsupported(format!("group_size {group}; supported: 16, 32, 64, 128")));
+        }
+        if !(1e-30..=1e30).contains(&eps) {
+            contract!("eps: expected 1e-30 to 1e30, got {eps}");
+        }
+        let from = TensorRef::borrow("x", x)?;
+        let lead = leading("x", &from, 1, "K")?;
+        let columns = from.shape()[lead.len()];
+        Contract::new().check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
+        check_multiple("x", lead.len(), "K", columns, group)?;
+        let (rows, groups): (i64, i64) = (lead.iter().product(), columns / group);
+        if columns > i64::from(i32::MAX) || from.numel() / 8 > i64::from(i32::MAX) {
+            return Err(Error::Unsupported(format!(
+                "x: {rows} rows of {columns} numbers; supported: up to 2^34 numbers"
+            )));
+        }
+        let padded = (rows + row_multiple - 1) / row_multiple * row_multiple;
+        let (codes_object, codes) = new_tensor((x, &from), from.shape(), Elem::E4M3)?;
+        let (scales_object, scales) = if powers {
+            new_tensor((x, &from), &[(groups + 3) / 4, padded], Elem::I32)?
+        } else if column_major {
+            new_tensor((x, &from), &[groups, padded], Elem::F32)?
+        } else {
+            new_tensor((x, &from), &shape(lead, &[groups]), Elem::F32)?
+        };
+        if powers {
+            let zero = if from.origin == crate::tensor::Origin::Other { "fill" } else { "fill_" };
+            scales_object.call_method1(zero, (0,))?;
+        }
+        let (row_stride, group_stride) = if column_major || powers { (1, padded) } else { (groups, 1) };
+        let params = QuantizeFp8Params {
+            x: from.data,
+            dtype: from.elem.dtype().unwrap_or(Dtype::F32),
+            codes: codes.data,
+            scales: scales.data,
+            rows,
+            row_count: std::ptr::null(),
+            columns: columns as i32,
+            group: group as i32,
+            row_stride,
+            group_stride,
+            eps,
+            powers,
+        };
+        if from.numel() == 0 {
+            return Ok((codes_object, scales_object));
+        }
+        if let Place::Cuda(ordinal) = from.place {
+            check_vectors("x", &from)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            launch(&stream, "per_token_group_quant_fp8", &params)?;
+        } else {
+            match from.elem {
+                Elem::F32 => check_aligned::<f32>("x", &from)?,
+                _ => check_aligned::<u16>("x", &from)?,
+            }
+            // SAFETY: as the contract has them; the outputs are new.
+            py.detach(|| unsafe { cpu::quantize_fp8(&params) });
+        }
+        Ok((codes_object, scales_object))
+    })
+}
+
+/// The launch that quantises `rows` rows: eight numbers a thread, or four times as many where there are CTAs enough.
+pub fn plan(rows: i64, columns: i64) -> Launch {
+    let variant = Variant::Fp8(Fp8::RowsToE4m3);
+    let ctas = (rows * columns / 8 + i64::from(variant.threads()) - 1) / i64::from(variant.threads());
+    let grid = if ctas > MANY_CTAS { (ctas + 3) / 4 } else { ctas.max(1) };
+    Launch { variant, grid: grid as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeFp8Params) -> Result<()> {
+    stream.launch(op, &plan(p.rows, i64::from(p.columns)), Args::QuantizeFp8(p))
+}
