@@ -1,0 +1,144 @@
+"""On a GPU: a layer on oxmoe beside the same layer on SGLang's own kernels, eagerly and in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import GPT_OSS, Shape, make_layer, make_x, tie_free_logits
+from oxmoe.testing import same_bits
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool
+from sglang.srt.layers.moe.moe_runner.triton_kernels import TritonKernelsRunnerCore
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+
+import oxmoe
+from sglang_server import FusedMoE, fused_moe, installed, server
+from test_peer_calls import Blocks
+from test_sglang_swaps import GPT_OSS_CONFIG, mxfp4_layer
+
+pytestmark = pytest.mark.gpu
+
+QWEN3 = Shape("qwen3-30b-a3b", 128, 8, 2048, 768)
+GPT_OSS_20B = Shape("gpt-oss-20b", 32, 4, 2880, 2880, True, tuple(GPT_OSS.items()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    installed()
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if find_spec("sgl_kernel") is None:
+        pytest.skip("needs sgl_kernel, on which SGLang's own layers stand")
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Two implementations that round at the same places, in other orders of summation."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+    assert difference < 8e-3, f"relative norm {difference:.2e}"
+
+
+def captured(call: Callable[[], Tensor], x: Tensor, other: Tensor, *, exact: bool = False) -> Tensor:
+    """The result for `other` of a graph that was captured with what x held, after one call; exact: of equal bits."""
+    held = x.clone()
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    x.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    result = result.clone()
+    assert not exact or same_bits(result, call())
+    x.copy_(held)
+    return result
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 333])
+@pytest.mark.parametrize("shape", [QWEN3, GPT_OSS_20B], ids=lambda shape: shape.name)
+def test_bf16_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.Generator) -> None:
+    layer = make_layer(shape, torch.bfloat16, "cuda", rng, bias_dtype=torch.float32)
+    x, other = (make_x(tokens, shape, torch.bfloat16, "cuda", rng) for _ in range(2))
+    weights, ids = oxmoe.topk(tie_free_logits(tokens, shape.experts, rng).cuda(), shape.top_k)
+    topk = StandardTopKOutput(weights, ids, None)
+    options: dict[str, Any] = {"inplace": False, **(GPT_OSS_CONFIG if shape.bias else {})}
+    with server():
+        theirs, ours = (fused_moe(layer, quantized=quantized, **options) for quantized in (False, True))
+        close(ours(x, topk), theirs(x, topk))
+        graphs = [
+            captured(lambda module=module: module(x, topk), x, other, exact=module is ours) for module in (ours, theirs)
+        ]
+        close(*graphs)
+
+
+def stock_mxfp4_layer(blocks: Blocks) -> FusedMoE:
+    """SGLang's own MXFP4 method: weights swizzled for triton_kernels after loading."""
+    with torch.device("cuda"):
+        module = FusedMoE(
+            num_experts=blocks.experts,
+            hidden_size=blocks.hidden,
+            intermediate_size=blocks.intermediate,
+            layer_id=0,
+            top_k=4,
+            params_dtype=torch.bfloat16,
+            with_bias=True,
+            quant_config=Mxfp4Config(is_checkpoint_mxfp4_serialized=True),
+            **GPT_OSS_CONFIG,
+        )
+    for name, *parts in zip(("w13", "w2"), blocks.codes, blocks.scales, blocks.biases, strict=True):
+        for suffix, tensor in zip(("", "_scale", "_bias"), parts, strict=True):
+            parameter = getattr(module, f"{name}_weight{suffix}")
+            full = f"experts.{name}_weight{suffix}"
+            parameter.weight_loader(parameter, tensor, weight_name=full, shard_id=None, expert_id=None)
+    module.quant_method.process_weights_after_loading(module)
+    return module
+
+
+def stock(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
+    """SGLang's own core on what the layer hands over, whatever is registered under its name."""
+    given = SimpleNamespace(
+        run=lambda dispatched, info: (dispatched, info), runner_backend=module.quant_method.runner.runner_backend
+    )
+    runner, module.quant_method.runner = module.quant_method.runner, given
+    dispatched, info = module.quant_method.apply(module, module.dispatcher.dispatch(x, topk))
+    module.quant_method.runner = runner
+    core = TritonKernelsRunnerCore(module.moe_runner_config)
+    state: dict[str, Any] = {}
+    names = dispatched.format.value, core.runner_backend.value
+    prepared = PermuteMethodPool.get_pre_permute(*names)(dispatched, info, module.moe_runner_config, state)
+    output = core.run(prepared, info, state)
+    finish = PermuteMethodPool.get_post_permute(names[1], names[0])
+    return finish(output, info, module.moe_runner_config, state).hidden_states
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 333])
+@pytest.mark.parametrize("size", [(8, 256, 256), (32, 2880, 2880)], ids=["small", "gpt-oss-20b"])
+def test_mxfp4_layer_beside_triton_kernels(size: tuple[int, int, int], tokens: int, rng: torch.Generator) -> None:
+    pytest.importorskip("triton_kernels.topk")
+    blocks = Blocks(*size, "cuda", rng, bytes_=(118, 121))
+    x, other = (torch.randn(tokens, size[1], generator=rng).bfloat16().cuda() for _ in range(2))
+    logits = tie_free_logits(tokens, size[0], rng).cuda()
+    with server("triton_kernel"):
+        theirs, ours = stock_mxfp4_layer(blocks), mxfp4_layer(blocks)
+        choose = TopK(top_k=4, layer_id=0)
+        if hasattr(choose, "bind_runner_backend"):
+            choose.bind_runner_backend(theirs.runner_backend)
+        topk = choose.forward_cuda(x, logits)
+        expected = stock(theirs, x, topk)
+        close(theirs(x, topk), expected)  # the swap under SGLang's own name, on the same swizzled weights
+        close(ours(x, topk), expected)  # our own method
+        close(
+            captured(lambda: theirs(x, topk), x, other, exact=True),
+            captured(lambda: stock(theirs, x, topk), x, other),
+        )
