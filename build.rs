@@ -208,7 +208,7 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
     let mut text = String::from(
-        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, fp8::Fp8::*, AllReduce::*, Element::*, Variant::*};\n\n",
+        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, fp8::Fp8::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
     );
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));

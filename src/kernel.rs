@@ -78,6 +78,7 @@ pub enum Args<'a> {
     Gemm(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
+    RoutedLayerMxfp4(&'a RoutedLayerParams),
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
     ScaleBytes(&'a ScaleBytesParams),
@@ -102,6 +103,7 @@ impl Args<'_> {
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
             Args::Gemm(p) => [address(p), none, none],
             Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
+            Args::RoutedLayerMxfp4(p) => [address(p), none, none],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
@@ -131,6 +133,7 @@ impl Args<'_> {
                 )
                 | (Args::LayerSm90(..), Variant::LayerSm90 { routed: false, .. })
                 | (Args::RoutedLayerSm90(..), Variant::LayerSm90 { routed: true, .. })
+                | (Args::RoutedLayerMxfp4(_), Variant::RoutedLayerMxfp4Sm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
@@ -274,7 +277,7 @@ impl<'a> Stream<'a> {
                 count = 2;
             }
             // Its CTAs wait for each other: all of them start, or none, also beside another stream's kernels.
-            if matches!(launch.variant, Variant::LayerSm90 { .. }) {
+            if matches!(launch.variant, Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) {
                 attributes[count as usize].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
                 attributes[count as usize].value.cooperative = 1;
                 count += 1;

@@ -8,6 +8,8 @@ pub mod allreduce;
 pub mod fp8;
 #[path = "variants/layer.rs"]
 mod layer;
+#[path = "variants/mxfp4.rs"]
+mod mxfp4;
 #[path = "variants/portable.rs"]
 mod portable;
 
@@ -16,6 +18,8 @@ use fp8::Fp8;
 use layer::layer_shared_bytes;
 #[allow(unused_imports)] // the build script needs but some of them
 pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+#[allow(unused_imports)]
+pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 pub use portable::{PortableTile, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
@@ -53,6 +57,11 @@ pub enum Variant {
         consumers: u32,
         stages: u32,
         blocks: u32,
+    },
+    /// A layer of a token or two with packed MXFP4 weights, routing inside, in one launch.
+    RoutedLayerMxfp4Sm90 {
+        gated: bool,
+        tile: Mxfp4LayerTile,
     },
     /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
     GroupedGemmPortable {
@@ -154,6 +163,7 @@ pub fn all() -> Vec<Variant> {
     }
     for gated in [true, false] {
         rows.extend(MXFP4_SM90_TILES.map(|t| t.variant(gated)));
+        rows.push(MXFP4_LAYER_TILE.variant(gated));
         rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));
     }
     for plain in [true, false] {
@@ -216,6 +226,7 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 format!("grouped_gemm_mxfp4_sm90_{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", gated_name(gated))
             }
+            Variant::RoutedLayerMxfp4Sm90 { .. } => self.unit(),
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 element.name(),
@@ -260,6 +271,9 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 format!("oxmoe::GroupedGemmMxfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
             }
+            Variant::RoutedLayerMxfp4Sm90 { gated, tile } => {
+                format!("oxmoe::RoutedLayerMxfp4Sm90<{gated}, {}, {}, {}>", tile.warps, tile.blocks, tile.stages)
+            }
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
@@ -293,6 +307,7 @@ impl Variant {
             Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
             Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
+            Variant::RoutedLayerMxfp4Sm90 { .. } => "moe/routed_layer_mxfp4_sm90.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
@@ -325,6 +340,7 @@ impl Variant {
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
                 "up_weights, down_weights, p",
             ),
+            Variant::RoutedLayerMxfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::RoutedLayerParams p", "p"),
             Variant::GroupedGemmPortable { .. }
             | Variant::GroupedGemmMxfp4Portable { .. }
             | Variant::GroupedGemmMxfp4Sm90 { .. } => {
@@ -359,7 +375,9 @@ impl Variant {
             | Variant::GroupedGemmPortable { element, gated, .. } => {
                 format!("{header}_{}_{}", element.name(), gated_name(gated))
             }
-            Variant::GroupedGemmMxfp4Sm90 { gated, .. } | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
+            Variant::GroupedGemmMxfp4Sm90 { gated, .. }
+            | Variant::RoutedLayerMxfp4Sm90 { gated, .. }
+            | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
                 format!("{header}_{}", gated_name(gated))
             }
             Variant::AllReduce(kernel) => kernel.unit(),
@@ -371,9 +389,8 @@ impl Variant {
     pub fn runs_on(&self, arch: &str) -> bool {
         match self {
             Variant::Fp8(kernel) => kernel.runs_on(arch),
-            Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } | Variant::LayerSm90 { .. } => {
-                arch == "90a"
-            }
+            Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
+            Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
             _ => true,
         }
     }
@@ -430,47 +447,6 @@ fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
     (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
 }
 
-/// Tile of the Hopper kernel of MXFP4 weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mxfp4Sm90Tile {
-    pub tokens: u32,
-    pub consumers: u32,
-    pub stages: u32,
-    pub blocks: u32,
-}
-
-impl Mxfp4Sm90Tile {
-    pub fn variant(self, gated: bool) -> Variant {
-        let Mxfp4Sm90Tile { tokens, consumers, stages, blocks } = self;
-        Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks }
-    }
-
-    /// Bytes of `GroupedGemmMxfp4Sm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each),
-    /// barriers.
-    fn shared_bytes(self, gated: bool) -> u32 {
-        let stage = (self.blocks * (self.tokens * 128 + self.consumers * (2048 + 128))).next_multiple_of(1024);
-        let chunk = if gated { self.tokens.min(64) * 64 } else { self.tokens.min(32) * 128 };
-        let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
-        (self.stages * stage + 2 * self.consumers * chunk + offsets + units + barriers).next_multiple_of(1024)
-    }
-
-    /// CTAs on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
-    fn ctas(self, gated: bool) -> u32 {
-        let by_registers = if self.tokens <= 32 { 768 / (128 * (1 + self.consumers)) } else { 1 };
-        (228 * 1024 / (self.shared_bytes(gated) + 1024)).min(by_registers)
-    }
-}
-
-/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
-    Mxfp4Sm90Tile { tokens: 16, consumers: 1, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 16, consumers: 2, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 32, consumers: 3, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 64, consumers: 3, stages: 4, blocks: 3 },
-    Mxfp4Sm90Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
-    Mxfp4Sm90Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
-];
-
 impl Variant {
     fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
         match *self {
@@ -510,6 +486,7 @@ impl Variant {
                 128 * (1 + consumers)
             }
             Variant::LayerSm90 { .. } => 256,
+            Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.threads(),
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
             Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
@@ -526,7 +503,7 @@ impl Variant {
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::Fp8(kernel)) => kernel.ctas(),
-            (.., Variant::LayerSm90 { .. }) => 2,
+            (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
             (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
@@ -543,6 +520,7 @@ impl Variant {
                 self.mxfp4_sm90_tile().map(|(gated, tile)| tile.shared_bytes(gated))
             }
             (_, Some(tile), _) => Some(tile.shared_bytes()),
+            (.., Variant::RoutedLayerMxfp4Sm90 { .. }) => Some(Mxfp4LayerTile::SHARED_BYTES),
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
             (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Combine { .. } | Variant::Ragged | Variant::AllReduce(_)) => Some(0),

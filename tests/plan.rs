@@ -220,6 +220,7 @@ fn schedule_fits_its_range() {
                 | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
                 Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. }) => tokens,
                 Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. }) => WIDE_TOKENS,
+                Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,
                 other => panic!("{other:?} is no GEMM"),
             };
             assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");

@@ -131,7 +131,7 @@ def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[di
             assert launch["stream"] == STREAM and launch["context"] == CONTEXT
             assert launch["grid"][1:] == launch["block"][1:] == launch["cluster"][1:] == [1, 1]
             assert launch["pdl"] == (capability >= 90)
-            together = launch["kernel"].startswith(("layer_sm90", "routed_layer_sm90"))
+            together = launch["kernel"].startswith(("layer_sm90", "routed_layer"))
             assert launch["cooperative"] == together
             assert launch["attributes"] == (capability >= 90) + (launch["cluster"][0] > 1) + together
             assert launch["shared"] <= min(limit, launch["shared_limit"])

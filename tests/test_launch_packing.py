@@ -202,8 +202,9 @@ BIAS_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
 def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """On Hopper: its kernel where hidden_size is a multiple of 8, else the portable one; both on the packed weights."""
-    result = execute(driver, tmp_path, "packed_calls", {**layer, "tokens": [1, 8, 64, 300, 2000]})
+    """On Hopper: its kernels where hidden_size is a multiple of 8, one for a token or two, else the portable one; all
+    on the packed weights."""
+    result = execute(driver, tmp_path, "packed_calls", {**layer, "tokens": [1, 2, 8, 64, 300, 2000]})
     hidden, intermediate = layer["hidden"], layer["intermediate"]
     up_rows, down_rows = intermediate * (2 if layer.get("gated", True) else 1), layer.get("columns", hidden)
     kernel = "grouped_gemm_mxfp4_" + ("portable" if hidden % 8 else "sm90")
@@ -213,13 +214,21 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
         if call["explain"] is not None:
             assert [asked(launch) for launch in made] == planned(call["explain"])
-        *routing, up, down, combine = made
-        assert routing and combine["kernel"] == "combine_bf16"
-        assert up["kernel"].startswith(f"{kernel}_{'gated' if layer.get('gated', True) else 'plain'}_")
-        assert down["kernel"].startswith(f"{kernel}_plain_") and all(launch["stream"] == STREAM for launch in made)
-        if hidden % 8:
-            assert up["kernel"].endswith("_v1") and down["kernel"].endswith("_v8")
-        (p,), (q,), (c,) = (parameters_of(launch) for launch in (up, down, combine))
+        assert all(launch["stream"] == STREAM for launch in made)
+        form = "gated" if layer.get("gated", True) else "plain"
+        if call["tokens"] <= 2 and hidden % 8 == 0:
+            (one,) = made
+            assert one["kernel"] == f"routed_layer_mxfp4_sm90_{form}" and one["cooperative"] and one["pdl"]
+            (together,) = parameters_of(one)
+            p, q, c = together.layer.up, together.layer.down, together.layer.combine
+            assert (together.experts, together.select.tokens) == (layer["experts"], call["tokens"])
+        else:
+            *routing, up, down, combine = made
+            assert routing and combine["kernel"] == "combine_bf16"
+            assert up["kernel"].startswith(f"{kernel}_{form}_") and down["kernel"].startswith(f"{kernel}_plain_")
+            if hidden % 8:
+                assert up["kernel"].endswith("_v1") and down["kernel"].endswith("_v8")
+            (p,), (q,), (c,) = (parameters_of(launch) for launch in (up, down, combine))
         assert (p.x, p.out, q.out, c.out) == (call["x"], q.x, c.y, call["out"])
         assert (p.rows, p.k, p.out_columns) == (up_rows, hidden, intermediate)
         assert (q.rows, q.k, q.out_columns) == (down_rows, intermediate, hidden)

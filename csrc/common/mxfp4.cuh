@@ -79,7 +79,11 @@ __device__ __forceinline__ void take(uint32_t word, uint32_t (&bits)[4]) {
 __device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
     uint32_t bits[4];
     take(word, bits);
-    const uint32_t row_g = __byte_perm(scales, 0, 0x1010), row_g8 = __byte_perm(scales, 0, 0x3232);
+    // Not as a permutation of bytes: this way ptxas makes the halves modifiers of the products' operands.
+    uint32_t row_g, row_g8;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nmov.b32 %0, {low, low};\nmov.b32 %1, {high, high};\n}"
+        : "=r"(row_g), "=r"(row_g8)
+        : "r"(scales));
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[r] = multiply(bits[r], r % 2 ? row_g8 : row_g);
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/sm90.cuh"
 #include "select.cuh"
 #include "slot_sort.cuh"
 
@@ -43,13 +44,15 @@ struct FewSlots {
         return place == kNone ? -1 : int(place);
     }
 
-    // By a CTA of 32 kMostTokens threads, with two barriers.
+    // By the first `Threads` threads of the CTA, at least 32 kMostTokens, with two barriers.
+    template <int Threads>
     __device__ __forceinline__ void route(const SelectParams& select, int experts, int first_expert) {
         const int warp = warp_of_block(), lane = threadIdx.x % 32, top_k = select.top_k, token = kMostTokens - 1 - warp;
+        const bool routes = uint32_t(token) < uint32_t(select.tokens);
         const Selector<kPerLane, true> selector(select);
         Choice choice;
         bool mine = false;
-        if (token < select.tokens) {
+        if (routes) {
             typename Selector<kPerLane, true>::Row row;
             float logit[kPerLane], bias[kPerLane];
             selector.fetch(row, token);
@@ -63,13 +66,13 @@ struct FewSlots {
             if (here) atomicOr(&active[local / 32], 1u << local % 32);
             mine = mine && token < valid;
         }
-        __syncthreads();
-        if (token < select.tokens) {
+        sm90::named_barrier(0, Threads);
+        if (routes) {
             const float made = selector.weigh(choice);
             if (lane < top_k) weight[token * top_k + lane] = mine ? made : 0.f;
         }
         if (int(threadIdx.x) < select.tokens * top_k) sort(threadIdx.x, select.tokens * top_k);
-        __syncthreads();
+        sm90::named_barrier(0, Threads);
     }
 
 private:

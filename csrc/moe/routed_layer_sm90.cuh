@@ -20,18 +20,11 @@
 
 #include "../common/absent.cuh"
 #include "../common/counter.cuh"
-#include "combine.cuh"
 #include "few_slots.cuh"
 #include "grouped_gemm_sm90.cuh"
+#include "layer_parts.cuh"
 
 namespace oxmoe {
-
-struct LayerCounters {
-    static constexpr uint32_t kSlots = 256, kLaunch = 1024;
-
-    uint32_t started, marked;  // CTAs, all launches' together
-};
-static __device__ LayerCounters layer_counters[LayerCounters::kSlots];
 
 template <typename Element, bool Gated, int Tokens, int Stages>
 struct RoutedLayerSm90 {
@@ -39,7 +32,6 @@ struct RoutedLayerSm90 {
     static constexpr int kWidth = 16;        // the narrowest N that the epilogue turns
     using Up = GroupedGemmSm90<Element, Gated, kWidth, 1, 1, Stages>;
     using Down = GroupedGemmSm90<Element, false, kWidth, 1, 1, Stages>;
-    using CombineVector = uint32_t;
 
     static constexpr int kRows = 64;
     static constexpr int kBlockK = 64;
@@ -94,7 +86,7 @@ struct RoutedLayerSm90 {
         const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
         uint32_t launch = 0;
         if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / kLaunch;
-        shared.slots.route(p.select, p.experts, p.first_expert);
+        shared.slots.template route<kThreads>(p.select, p.experts, p.first_expert);
         if (warp >= 4) {
             consume(p, shared);
         } else if (warp == 0) {
@@ -102,8 +94,8 @@ struct RoutedLayerSm90 {
         } else if (warp <= kCopyThreads / 32) {
             copy_tokens(p, shared);
         } else {
-            mark_absent(p.layer.up, p.select);
-            mark_absent(p.layer.down, p.select);
+            layer_parts::mark_absent(p.layer.up, p.select, threadIdx.x % 32, 32);
+            layer_parts::mark_absent(p.layer.down, p.select, threadIdx.x % 32, 32);
             __syncwarp();
             if (threadIdx.x == 96) {
                 counter::add_share(&counters.marked, share);
@@ -116,17 +108,6 @@ struct RoutedLayerSm90 {
 private:
     static __device__ __forceinline__ int row_blocks(const GroupedGemmParams& p) { return (p.rows + kRows - 1) / kRows; }
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
-
-    // This CTA's part of a GEMM's output.
-    static __device__ __forceinline__ void mark_absent(const GroupedGemmParams& p, const SelectParams& select) {
-        const int vectors = select.tokens * select.top_k * (p.out_columns / 8);
-#pragma unroll 1
-        for (int i = blockIdx.x * 32 + threadIdx.x % 32; i < vectors; i += gridDim.x * 32)
-            absent::mark_16(p.out + size_t(i) * 16);
-    }
-
-    // Exact below 2^21: the error is less than half of 1 / d.
-    static __device__ __forceinline__ int divide(int n, int d) { return int((float(n) + 0.5f) * reciprocal_fast(float(d))); }
 
     // ---- units: GEMM1's in a fixed stride, then GEMM2's ----
 
@@ -147,7 +128,7 @@ private:
     public:
         __device__ __forceinline__ Units(const LayerParams& p, int extra_rounds, const FewSlots& slots)
             : p_(p), slots_(slots), tiles_(slots.tile_count()), up_(blockIdx.x), extra_(0) {
-            const int grid = gridDim.x, units = tiles_ * row_blocks(p.up), rest = units - divide(units, grid) * grid;
+            const int grid = gridDim.x, units = tiles_ * row_blocks(p.up), rest = units - layer_parts::divide(units, grid) * grid;
             const int rounds = units >= grid ? extra_rounds : 0;
             alone_ = grid - rest;
             if (int(blockIdx.x) >= rest)
@@ -169,7 +150,7 @@ private:
             } else {
                 up_ += gridDim.x;
             }
-            const int number = divide(unit, blocks);
+            const int number = layer_parts::divide(unit, blocks);
             if (number >= tiles_) return {{-1, 0, 0, 0}, 0, true};
             const Tile tile = slots_.tile(number);
             return {{tile.expert, tile.first, tile.count, unit - number * blocks}, number, down};
@@ -256,7 +237,8 @@ private:
             uint32_t waiting = 0;
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int item = first + i * kCopyThreads, token = divide(item, padded), column = item - token * padded;
+                const int item = first + i * kCopyThreads, token = layer_parts::divide(item, padded),
+                          column = item - token * padded;
                 to[i] = inner + (column / 8 * Tokens + token) * 128 + ((column % 8 ^ token) * 16);
                 from[i] = source + token * columns + column;
                 value[i] = {};
@@ -293,6 +275,7 @@ private:
             for (int i = 0; i < kWidth / 2; ++i) sums[0][i] = 0.f;
             // The same in all lanes, but ptxas must know: then the loop and descriptors live in uniform registers.
             const int blocks = __shfl_sync(0xFFFFFFFF, k_blocks(unit.down ? p.down : p.up), 0);
+            const int slice = unit.work.row_block * 4 + threadIdx.x / 32 % 4, first = unit.work.first, count = unit.work.count;
             typename Down::Biases bias;
             if (!unit.down) {
                 Up::load_biases(unit.work, p.up, bias);
@@ -300,9 +283,9 @@ private:
                 sm90::barrier_wait(&shared.marked, 0);
                 const bool activated = Up::template prepare_sums<false, false>(unit.work, sums, bias, p.up);
                 if (Gated && !activated)
-                    store<Up, false>(unit.work, sums, p.up);
+                    layer_parts::store<Element, Gated, false>(first, count, slice, sums[0], p.up);
                 else
-                    store<Up, true>(unit.work, sums, p.up);
+                    layer_parts::store<Element, Gated, true>(first, count, slice, sums[0], p.up);
             } else {
                 Down::load_biases(unit.work, p.down, bias);
                 // Its tokens came after the marks.
@@ -311,11 +294,11 @@ private:
                 sm90::barrier_arrive_if(&shared.inner_empty, threadIdx.x % 32 == 0);
                 inner.advance();
                 Down::add_biases(sums, bias, p.down);
-                store<Down, true>(unit.work, sums, p.down);
+                layer_parts::store<Element, false, true>(first, count, slice, sums[0], p.down);
             }
         }
         sm90::barrier_wait(&shared.marked, 0);
-        combine(p, shared);
+        layer_parts::combine<Element>(p.combine, shared.slots, threadIdx.x % 128);
     }
 
     // Down::multiply with all tokens there: nothing but a stage's weights is waited for, and a stage is released two later.
@@ -344,46 +327,6 @@ private:
         sm90::wgmma_wait<0>();
         sm90::barrier_arrive_if(&shared.empty[before], blocks > 1 && is_lane_0);
         sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
-    }
-
-    // As they lie in registers, 8 lanes 16 bytes of a token: no barrier, and for few tokens no more stores than turned ones.
-    template <typename Gemm, bool Activated>
-    static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[1][kWidth / 2],
-                                                 const GroupedGemmParams& p) {
-        constexpr int kHalves = Gemm::kGated ? 1 : 2;
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, token = lane % 4 * 2;
-        const SwigluFunction swiglu(p.activation);
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-            const int column = ((work.row_block * 4 + warp) * kHalves + half) * 8 + lane / 4;
-            const float* d = &sums[0][2 * half];
-            uint32_t packed;
-            if constexpr (Gemm::kGated && !Activated)
-                packed = pack<Element>(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
-            else
-                packed = pack<Element>(d[0], d[1]);
-            packed = absent::avoided(packed);
-            const int limit = column < p.out_columns ? work.count - token : 0;
-            Element* out = reinterpret_cast<Element*>(p.out) + size_t(work.first + token) * p.out_columns + column;
-            absent::store_2_if(out, packed, 0 < limit);
-            absent::store_2_if(out + p.out_columns, packed >> 16, 1 < limit);
-        }
-    }
-
-    // This CTA's part of the layer's output: groups of 8 threads with 32 bytes of a row.
-    static __device__ __forceinline__ void combine(const LayerParams& p, const Shared& shared) {
-        constexpr int kColumns = sizeof(CombineVector) / 2, kGroup = 8, kGroups = 128 / kGroup;
-        const int rows = Combine<Element>::row_count(p.combine), columns = p.combine.hidden / kColumns;
-        const int row_groups = (columns + kGroup - 1) / kGroup, groups = rows * row_groups;
-        const bool weighted = p.combine.weights != nullptr;
-#pragma unroll 1
-        for (int group = blockIdx.x + threadIdx.x % 128 / kGroup * gridDim.x; group < groups; group += kGroups * gridDim.x) {
-            const int row = divide(group, row_groups), column = (group - row * row_groups) * kGroup + threadIdx.x % kGroup;
-            if (column >= columns) continue;
-            Combine<Element>::template sum_vector<CombineVector, true>(
-                p.combine, row, column, [&](size_t slot) { return shared.slots.place(int(slot)); },
-                [&](size_t slot) { return weighted ? shared.slots.weight[slot] : 1.f; }, [] { return true; });
-        }
     }
 };
 

@@ -112,6 +112,9 @@ pub fn launch_routed(
     layer: &Layer,
     p: &RoutedLayerParams,
 ) -> Result<()> {
+    if let Variant::RoutedLayerMxfp4Sm90 { .. } = launch.variant {
+        return stream.launch(op, launch, Args::RoutedLayerMxfp4(p));
+    }
     let (up, down) = layer_maps(op, layer)?;
     stream.launch(op, launch, Args::RoutedLayerSm90(up, down, p))
 }

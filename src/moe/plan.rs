@@ -238,11 +238,13 @@ impl MoePlan {
         let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows, k: layer.hidden };
         let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
         let kernels = Kernels::of(device, layer);
-        let one_launch = if kernels == Kernels::Hopper {
-            let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
-            routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
-        } else {
-            None
+        let one_launch = match kernels {
+            Kernels::Hopper => {
+                let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
+                routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
+            }
+            Kernels::HopperMxfp4 => mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed),
+            Kernels::HopperFp8 | Kernels::Portable => None,
         };
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),

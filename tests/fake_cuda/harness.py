@@ -27,6 +27,7 @@ SIGNATURES = {
     "quantize_fp8": ("QuantizeFp8Params",),
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
+    "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),
     "route_e0": ("RouteParams",),

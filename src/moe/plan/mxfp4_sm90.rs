@@ -1,9 +1,9 @@
 //! Tile choice of the Hopper grouped GEMM of packed MXFP4 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
 
-use super::{max_tiles, GemmDesc};
+use super::{max_tiles, sm90, GemmDesc, MoeDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
-use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_SM90_TILES};
+use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
 pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
@@ -70,13 +70,42 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
+/// The layer in one launch, with the routing inside, for so many tokens, where the tokens leave each warp a deep enough ring. us a layer,
+/// separate launches and one:
+///   gpt-oss-120b (E128 k4)   M 1  30.3, 23.8;   M 2  47.1, 41.0;   M 4  67.0, 68.3;   M 8  117.0, 112.2
+/// The last two with all of an SM's shared memory, which they need.
+const LAYER_TOKENS: i64 = 2;
+const LEAST_STAGES: i64 = 3;
+
+pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+    // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more.
+    let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16);
+    let fits = sm90::routes_inside(desc, up)
+        && desc.tokens <= LAYER_TOKENS
+        && MXFP4_LAYER_TILE.stages_beside(bytes(up), bytes(down)) >= LEAST_STAGES;
+    let variant = MXFP4_LAYER_TILE.variant(up.gated);
+    fits.then(|| Launch {
+        variant,
+        // NOTE: one an SM, though two fit: the other place is the next launch's.
+        grid: device.multiprocessors,
+        block: variant.threads(),
+        cluster: 1,
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
+    })
+}
+
 pub fn variants(gated: bool) -> Vec<Variant> {
-    MXFP4_SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated))).collect()
+    let gemms = MXFP4_SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
+    gemms.chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::routing::Logits;
+    use super::super::{Experts, MoePlan};
     use super::*;
+    use crate::moe::weights::LayerDesc;
+    use crate::params::Dtype;
     use crate::quant::Format;
     use crate::variants::Element;
 
@@ -93,5 +122,24 @@ mod tests {
         }
         chosen.dedup();
         assert_eq!(chosen, MXFP4_SM90_TILES.map(|t| t.variant(true)));
+    }
+
+    #[test]
+    fn one_launch_for_a_token_or_two_that_leave_room() {
+        let device = Device::typical(Arch::SM90);
+        let one = |tokens, experts, hidden, intermediate| {
+            let dtype = Dtype::Bf16;
+            let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype, format: Format::Mxfp4 };
+            let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
+            let desc = MoeDesc { layer, tokens, top_k: 4, logits, routes_inside: true };
+            let plan = |desc| matches!(MoePlan::new(&desc, &device).unwrap().experts, Experts::Routed(_));
+            assert!(!plan(MoeDesc { routes_inside: false, ..desc }) && !plan(MoeDesc { logits: None, ..desc }));
+            plan(desc)
+        };
+        assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [true, true, false, false]);
+        assert_eq!([128, 129].map(|experts| one(1, experts, 2880, 2880)), [true, false]);
+        // GEMM2's tokens count twice.
+        assert_eq!([5760, 8640].map(|wide| one(1, 8, 2880, wide)), [true, false]);
+        assert_eq!([11520, 20160].map(|wide| one(1, 8, wide, 2880)), [true, false]);
     }
 }

@@ -1,5 +1,6 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
+use super::routing::Logits;
 use super::{max_tiles, GemmDesc, MoeDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
@@ -140,13 +141,17 @@ pub const ROUTED_WORKSPACES: usize = 256;
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
 pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    let logits = desc.logits.filter(|l| l.plain && i64::from(l.experts) <= ROUTED_EXPERTS)?;
-    let fits = up.experts <= i64::from(logits.experts)
-        && up.slots <= ROUTED_SLOTS
+    let fits = routes_inside(desc, up)
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
-    (fits && desc.routes_inside).then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
+    fits.then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
+}
+
+/// Whether a launch with GEMMs in it can route: csrc/moe/few_slots.cuh.
+pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc) -> bool {
+    let serves = |l: Logits| l.plain && i64::from(l.experts) <= ROUTED_EXPERTS && up.experts <= i64::from(l.experts);
+    desc.routes_inside && desc.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
 }
 
 fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch {

@@ -1,0 +1,77 @@
+// What the layers of few tokens in one launch have in common beside their GEMMs: counters, marks, stores and the combine.
+#pragma once
+#include <cstdint>
+
+#include "../common/absent.cuh"
+#include "../common/activation.cuh"
+#include "../common/element.cuh"
+#include "combine.cuh"
+#include "few_slots.cuh"
+
+namespace oxmoe {
+
+// Nobody zeroes them before a launch, so they are not the workspace's but the module's, all zero when it is loaded. Launches on
+// one workspace follow each other and have a slot of them. Each launch adds kLaunch to either; `started` numbers them.
+struct LayerCounters {
+    static constexpr uint32_t kSlots = 256, kLaunch = 1024;
+
+    uint32_t started, marked;  // CTAs, all launches' together
+};
+static __device__ LayerCounters layer_counters[LayerCounters::kSlots];
+
+namespace layer_parts {
+
+// Exact below 2^21: the error is less than half of 1 / d.
+__device__ __forceinline__ int divide(int n, int d) { return int((float(n) + 0.5f) * reciprocal_fast(float(d))); }
+
+// This CTA's part of a GEMM's output, by thread `thread` of `threads`.
+__device__ __forceinline__ void mark_absent(const GroupedGemmParams& p, const SelectParams& select, int thread, int threads) {
+    const int vectors = select.tokens * select.top_k * (p.out_columns / 8);
+#pragma unroll 1
+    for (int i = blockIdx.x * threads + thread; i < vectors; i += gridDim.x * threads) absent::mark_16(p.out + size_t(i) * 16);
+}
+
+// A warp's sums of 16 weight rows and up to 8 tokens as they lie in registers, 8 lanes 16 bytes of a token: no barrier, and for
+// few tokens no more stores than turned ones.
+template <typename Element, bool Gated, bool Activated>
+__device__ __forceinline__ void store(int first, int count, int slice, const float* sums, const GroupedGemmParams& p) {
+    constexpr int kHalves = Gated ? 1 : 2;
+    const int lane = threadIdx.x % 32, token = lane % 4 * 2;
+    const SwigluFunction swiglu(p.activation);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+        const int column = (slice * kHalves + half) * 8 + lane / 4;
+        const float* d = &sums[2 * half];
+        uint32_t packed;
+        if constexpr (Gated && !Activated)
+            packed = pack<Element>(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
+        else
+            packed = pack<Element>(d[0], d[1]);
+        packed = absent::avoided(packed);
+        const int limit = column < p.out_columns ? count - token : 0;
+        Element* out = reinterpret_cast<Element*>(p.out) + size_t(first + token) * p.out_columns + column;
+        absent::store_2_if(out, packed, 0 < limit);
+        absent::store_2_if(out + p.out_columns, packed >> 16, 1 < limit);
+    }
+}
+
+// This CTA's part of the layer's output, by thread `thread` of 128: groups of 8 threads with 32 bytes of a row.
+template <typename Element>
+__device__ __forceinline__ void combine(const CombineParams& p, const FewSlots& slots, int thread) {
+    using Vector = uint32_t;
+    constexpr int kColumns = sizeof(Vector) / 2, kGroup = 8, kGroups = 128 / kGroup;
+    const int rows = Combine<Element>::row_count(p), columns = p.hidden / kColumns;
+    const int row_groups = (columns + kGroup - 1) / kGroup, groups = rows * row_groups;
+    const bool weighted = p.weights != nullptr;
+#pragma unroll 1
+    for (int group = blockIdx.x + thread / kGroup * gridDim.x; group < groups; group += kGroups * gridDim.x) {
+        const int row = divide(group, row_groups), column = (group - row * row_groups) * kGroup + thread % kGroup;
+        if (column >= columns) continue;
+        Combine<Element>::template sum_vector<Vector, true>(
+            p, row, column, [&](size_t slot) { return slots.place(int(slot)); },
+            [&](size_t slot) { return weighted ? slots.weight[slot] : 1.f; }, [] { return true; });
+    }
+}
+
+}  // namespace layer_parts
+}  // namespace oxmoe
