@@ -40,6 +40,7 @@ CUDA = r"""
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 using std::min;
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct ulonglong2 { uint64_t x, y; };
@@ -189,7 +190,7 @@ class HostAllReduce:
         (folder / "cuda.h").write_text(CUDA)
         (folder / "common/element.cuh").write_text(ELEMENT)
         (folder / "allreduce/memory.cuh").write_text(MEMORY)
-        copied = ("arithmetic", "common", "contribution", "epilogue")
+        copied = ("arithmetic", "common", "contribution", "epilogue", "quantise")
         for name in (
             "common/cluster.cuh",
             "common/narrow.cuh",

@@ -57,10 +57,18 @@ __device__ __forceinline__ Chunk expert_sum(const AllReduceParams& p, int token,
     return result;
 }
 
+// Once in a kernel whose threads have several chunks.
+template <class Element>
+__device__ __noinline__ Chunk expert_sum_apart(const AllReduceParams& p, int at) {
+    return expert_sum<Element>(p, at / p.row_chunks, at % p.row_chunks);
+}
+
 // Chunk `at` of this rank's contribution as one flat array.
-template <class Element, bool kExperts>
+template <class Element, bool kExperts, bool kApart>
 __device__ __forceinline__ Chunk contribution(const AllReduceParams& p, int at) {
-    if (kExperts && p.experts.rows) return expert_sum<Element>(p, at / p.row_chunks, at % p.row_chunks);
+    if (kExperts && p.experts.rows) {
+        return kApart ? expert_sum_apart<Element>(p, at) : expert_sum<Element>(p, at / p.row_chunks, at % p.row_chunks);
+    }
     return reinterpret_cast<const Chunk*>(p.input)[at];
 }
 

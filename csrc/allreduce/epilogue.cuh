@@ -1,8 +1,7 @@
 // What becomes of a row's sums, in one shot and in two: residual, RMSNorm, quantisation (src/cpu/allreduce.rs has the same bits).
 #pragma once
 #include "../common/cluster.cuh"
-#include "../common/narrow.cuh"
-#include "arithmetic.cuh"
+#include "quantise.cuh"
 #include "oxmoe/src/params.rs.h"
 
 namespace oxmoe::allreduce {
@@ -86,24 +85,9 @@ public:
     }
 };
 
-// Where the scale of 16 values lies: in tiles of 128 or 8 rows by 4 blocks, or row by row.
-__device__ __forceinline__ int64_t block_scale_offset(int tile_rows, int64_t row, int block, int blocks) {
-    const int64_t tiles = (blocks + 3) / 4;
-    if (tile_rows == 128) return (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-    if (tile_rows == 8) return (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4;
-    return row * blocks + block;
-}
-
-// x rounded up to a power of two; infinity stays.
-__device__ __forceinline__ float power_of_two_above(float x) {
-    const uint32_t bits = __float_as_uint(x);
-    return __uint_as_float(bits & 0x7FFFFFu ? (bits + 0x800000u) & 0x7F800000u : bits);
-}
-
 template <class Element, Work kWork, int kGroups>
 class Epilogue {
     static constexpr int kValues = kChunkValues<Element>;
-    static constexpr int kBlockLanes = 16 / kValues;  // of 16 values
 
     const AllReduceParams& p;
     Exchange& exchange;
@@ -111,69 +95,6 @@ class Epilogue {
 
     __device__ __forceinline__ static void store(uint8_t* to, int at, const Chunk& value) {
         reinterpret_cast<Chunk*>(to)[at] = value;
-    }
-
-    __device__ __forceinline__ int groups() const { return (p.row_chunks + kLanes - 1) / kLanes; }
-    __device__ __forceinline__ int blocks() const { return p.row_chunks / kBlockLanes; }
-
-    __device__ __forceinline__ static float largest(const float (&x)[kValues]) {
-        float result = 0;
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) result = fmaxf(fabsf(x[i]), result);
-        return result;
-    }
-
-    // A chunk's values as e4m3.
-    __device__ __forceinline__ void store_e4m3(int at, const float (&x)[kValues]) const {
-        uint32_t words[kValues / 4];
-#pragma unroll
-        for (int i = 0; i < kValues / 4; ++i)
-            words[i] = e4m3_pair(x[4 * i], x[4 * i + 1]) | e4m3_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
-        uint32_t* const out = reinterpret_cast<uint32_t*>(p.narrowing.quant_out) + at * (kValues / 4);
-        if constexpr (kValues == 8) {
-            *reinterpret_cast<uint2*>(out) = uint2{words[0], words[1]};
-        } else {
-            *out = words[0];
-        }
-    }
-
-    __device__ __forceinline__ void nvfp4(int row, int chunk, bool here, float (&x)[kValues]) const {
-        const Narrowing& n = p.narrowing;
-        const uint32_t code = e4m3(scale_factor_ * (across<Largest>(largest(x), kBlockLanes) * (1.f / 6.f)));
-        const float narrow = e4m3_value(code), factor = narrow != 0 ? __fdiv_rn(scale_factor_, narrow) : 0.f;
-        uint32_t pairs = 0;
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) pairs |= e2m1(x[i] * factor) << 4 * i;
-        if (!here) return;
-        const int64_t at = int64_t(row) * p.row_chunks + chunk;
-        if constexpr (kValues == 8) {
-            reinterpret_cast<uint32_t*>(n.quant_out)[at] = pairs;
-        } else {
-            reinterpret_cast<uint16_t*>(n.quant_out)[at] = uint16_t(pairs);
-        }
-        if (chunk % kBlockLanes) return;
-        const int block = chunk / kBlockLanes;
-        n.scale_out[block_scale_offset(n.tile_rows, row, block, blocks())] = uint8_t(code);
-        if (!n.tile_rows || block != blocks() - 1) return;
-        for (int past = block + 1; past % 4; ++past) n.scale_out[block_scale_offset(n.tile_rows, row, past, blocks())] = 0;
-    }
-
-    // e4m3 with the scale of its group of chunks.
-    __device__ __forceinline__ void grouped(int row, int chunk, bool here, float (&x)[kValues]) const {
-        const Narrowing& n = p.narrowing;
-        const float amax = across<Largest>(largest(x), n.group_chunks);
-        const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, 448.f), 1e-10f));
-        const float inverse = __frcp_rn(scale);  // exact
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) x[i] *= inverse;
-        if (!here) return;
-        store_e4m3(row * p.row_chunks + chunk, x);
-        if (chunk % n.group_chunks) return;
-        const int group = chunk / n.group_chunks, count = p.row_chunks / n.group_chunks;
-        const auto byte = [&](int g) -> uint8_t& { return n.scale_out[(g / 4 * n.column_stride + row) * 4 + g % 4]; };
-        byte(group) = uint8_t(__float_as_uint(scale) >> 23);
-        if (group != count - 1) return;
-        for (int past = count; past % 4; ++past) byte(past) = 0;
     }
 
     template <int kChunks>
@@ -186,26 +107,18 @@ class Epilogue {
                 float x[kValues];
                 values_of<Element>(norm[k], x);
                 const int chunk = first + k * int(blockDim.x);
-                exchange.put(chunk / kLanes, across<Largest>(chunk < p.row_chunks ? largest(x) : 0.f));
+                exchange.put(chunk / kLanes, across<Largest>(chunk < p.row_chunks ? largest<kValues>(x) : 0.f));
             }
             row_scale = fmaxf(__fdiv_rn(exchange.template fold<Largest, kGroups>(), 448.f), 1.f / 512 / 448);
             if (first == 0) reinterpret_cast<float*>(n.scale_out)[row] = row_scale;
         }
-        const float inverse = __fdiv_rn(1.f, scale_factor_);
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
             const int chunk = first + k * int(blockDim.x);
-            const bool here = chunk < p.row_chunks;
-            float x[kValues];
-            values_of<Element>(norm[k], x);
-            if (n.kind == QuantKind::Nvfp4) {
-                nvfp4(row, chunk, here, x);
-            } else if (n.kind == QuantKind::Groups) {
-                grouped(row, chunk, here, x);
+            if constexpr (kChunks == 1) {
+                Narrower<Element>{p, scale_factor_, row_scale}.narrow(row, chunk, norm[k]);
             } else {
-#pragma unroll
-                for (int i = 0; i < kValues; ++i) x[i] = n.kind == QuantKind::Fp8 ? x[i] * inverse : __fdiv_rn(x[i], row_scale);
-                if (here) store_e4m3(row * p.row_chunks + chunk, x);
+                narrow_apart<Element>(p, scale_factor_, row_scale, row, chunk, norm[k]);
             }
         }
     }
@@ -260,9 +173,10 @@ public:
         const Narrowing& n = p.narrowing;
         const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
         if (n.kind == QuantKind::Nvfp4 && n.tile_rows) {
-            const int tiles = (blocks() + 3) / 4, rows = (n.tile_rows - p.tokens % n.tile_rows) % n.tile_rows;
+            const int blocks = scale_blocks<Element>(p), tiles = (blocks + 3) / 4;
+            const int rows = (n.tile_rows - p.tokens % n.tile_rows) % n.tile_rows;
             for (int i = first; i < rows * tiles; i += step) {
-                const int64_t at = block_scale_offset(n.tile_rows, int64_t(p.tokens) + i / tiles, i % tiles * 4, blocks());
+                const int64_t at = block_scale_offset(n.tile_rows, int64_t(p.tokens) + i / tiles, i % tiles * 4, blocks);
                 *reinterpret_cast<uint32_t*>(n.scale_out + at) = 0;
             }
         } else if (n.kind == QuantKind::Groups) {

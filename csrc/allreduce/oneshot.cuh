@@ -34,7 +34,7 @@ struct AllReduceOneShot {
         Chunk mine, next, residual;
         if (active && row < p.tokens) {
             // Before the epoch is here, which the stores wait for.
-            mine = contribution<Element, kAll>(p, row * p.row_chunks + chunk);
+            mine = contribution<Element, kAll, false>(p, row * p.row_chunks + chunk);
             residual = epilogue.residual(row * p.row_chunks + chunk);
         }
         const uint32_t epoch = begin_call(p);
@@ -65,7 +65,8 @@ struct AllReduceOneShot {
             Chunk value;
             float squares = 0;
             if (active) {
-                if (more) next = push(next_at, contribution<Element, kAll>(p, next_at));  // travels while we wait for this row
+                if (more)
+                    next = push(next_at, contribution<Element, kAll, false>(p, next_at));  // travels while we wait for this row
                 Chunk part[kWorld];
                 receive<kWorld>(part, p.rank, mine, [&](int peer) { return slot(p.rank, peer) + at; }, watch);
                 value = sum_in_rank_order<Element>(part);

@@ -33,7 +33,7 @@ class AllReduceTwoShot {
           total(params.tokens * params.row_chunks) {}
 
     __device__ __forceinline__ Chunk contribution(int at) const {
-        return allreduce::contribution<Element, kWork == allreduce::Work::kAll>(p, at);
+        return allreduce::contribution<Element, kWork == allreduce::Work::kAll, true>(p, at);
     }
     __device__ Chunk* slot(int owner, int sender) const {
         return reinterpret_cast<Chunk*>(allreduce::workspace(p, owner) + turn + sender * p.slot_bytes);

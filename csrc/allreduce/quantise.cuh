@@ -1,0 +1,126 @@
+// Quantisation of a row's norm, a chunk a thread, in registers (src/cpu/allreduce.rs, `quantise_row`, has the same bits).
+#pragma once
+#include "../common/narrow.cuh"
+#include "arithmetic.cuh"
+#include "oxmoe/src/params.rs.h"
+
+namespace oxmoe::allreduce {
+
+// Where the scale of 16 values lies: in tiles of 128 or 8 rows by 4 blocks, or row by row.
+__device__ __forceinline__ int64_t block_scale_offset(int tile_rows, int64_t row, int block, int blocks) {
+    const int64_t tiles = (blocks + 3) / 4;
+    if (tile_rows == 128) return (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+    if (tile_rows == 8) return (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4;
+    return row * blocks + block;
+}
+
+// x rounded up to a power of two; infinity stays.
+__device__ __forceinline__ float power_of_two_above(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return __uint_as_float(bits & 0x7FFFFFu ? (bits + 0x800000u) & 0x7F800000u : bits);
+}
+
+// Blocks of 16 values in a row.
+template <class Element>
+__device__ __forceinline__ int scale_blocks(const AllReduceParams& p) {
+    return p.row_chunks / (16 / kChunkValues<Element>);
+}
+
+template <int kValues>
+__device__ __forceinline__ float largest(const float (&x)[kValues]) {
+    float result = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) result = fmaxf(fabsf(x[i]), result);
+    return result;
+}
+
+template <class Element>
+struct Narrower {
+    const AllReduceParams& p;
+    const float scale_factor;
+    const float row_scale;  // PerToken's
+
+    static constexpr int kValues = kChunkValues<Element>;
+    static constexpr int kBlockLanes = 16 / kValues;
+
+    // A chunk's values as e4m3.
+    __device__ __forceinline__ void store_e4m3(int at, const float (&x)[kValues]) const {
+        uint32_t words[kValues / 4];
+#pragma unroll
+        for (int i = 0; i < kValues / 4; ++i)
+            words[i] = e4m3_pair(x[4 * i], x[4 * i + 1]) | e4m3_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+        uint32_t* const out = reinterpret_cast<uint32_t*>(p.narrowing.quant_out) + at * (kValues / 4);
+        if constexpr (kValues == 8) {
+            *reinterpret_cast<uint2*>(out) = uint2{words[0], words[1]};
+        } else {
+            *out = words[0];
+        }
+    }
+
+    __device__ __forceinline__ void nvfp4(int row, int chunk, bool here, float (&x)[kValues]) const {
+        const Narrowing& n = p.narrowing;
+        const int blocks = scale_blocks<Element>(p);
+        const uint32_t code = e4m3(scale_factor * (across<Largest>(largest<kValues>(x), kBlockLanes) * (1.f / 6.f)));
+        const float narrow = e4m3_value(code), factor = narrow != 0 ? __fdiv_rn(scale_factor, narrow) : 0.f;
+        uint32_t pairs = 0;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) pairs |= e2m1(x[i] * factor) << 4 * i;
+        if (!here) return;
+        const int64_t at = int64_t(row) * p.row_chunks + chunk;
+        if constexpr (kValues == 8) {
+            reinterpret_cast<uint32_t*>(n.quant_out)[at] = pairs;
+        } else {
+            reinterpret_cast<uint16_t*>(n.quant_out)[at] = uint16_t(pairs);
+        }
+        if (chunk % kBlockLanes) return;
+        const int block = chunk / kBlockLanes;
+        n.scale_out[block_scale_offset(n.tile_rows, row, block, blocks)] = uint8_t(code);
+        if (!n.tile_rows || block != blocks - 1) return;
+        for (int past = block + 1; past % 4; ++past) n.scale_out[block_scale_offset(n.tile_rows, row, past, blocks)] = 0;
+    }
+
+    // e4m3 with the scale of its group of chunks.
+    __device__ __forceinline__ void grouped(int row, int chunk, bool here, float (&x)[kValues]) const {
+        const Narrowing& n = p.narrowing;
+        const float amax = across<Largest>(largest<kValues>(x), n.group_chunks);
+        const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, 448.f), 1e-10f));
+        const float inverse = __frcp_rn(scale);  // exact
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) x[i] *= inverse;
+        if (!here) return;
+        store_e4m3(row * p.row_chunks + chunk, x);
+        if (chunk % n.group_chunks) return;
+        const int group = chunk / n.group_chunks, count = p.row_chunks / n.group_chunks;
+        const auto byte = [&](int g) -> uint8_t& { return n.scale_out[(g / 4 * n.column_stride + row) * 4 + g % 4]; };
+        byte(group) = uint8_t(__float_as_uint(scale) >> 23);
+        if (group != count - 1) return;
+        for (int past = count; past % 4; ++past) byte(past) = 0;
+    }
+
+    // By all threads of a warp, also those past the row's end.
+    __device__ __forceinline__ void narrow(int row, int chunk, const Chunk& norm) const {
+        const Narrowing& n = p.narrowing;
+        const bool here = chunk < p.row_chunks;
+        float x[kValues];
+        values_of<Element>(norm, x);
+        if (n.kind == QuantKind::Nvfp4) {
+            nvfp4(row, chunk, here, x);
+        } else if (n.kind == QuantKind::Groups) {
+            grouped(row, chunk, here, x);
+        } else {
+            const float inverse = __fdiv_rn(1.f, scale_factor);
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) x[i] = n.kind == QuantKind::Fp8 ? x[i] * inverse : __fdiv_rn(x[i], row_scale);
+            if (here) store_e4m3(row * p.row_chunks + chunk, x);
+        }
+    }
+};
+
+// Once in a kernel whose threads have several chunks.
+template <class Element>
+__device__ __noinline__ void narrow_apart(const AllReduceParams& p, float scale_factor, float row_scale, int row, int chunk,
+                                          Chunk norm) {
+    Narrower<Element>{p, scale_factor, row_scale}.narrow(row, chunk, norm);
+}
+
+}  // namespace oxmoe::allreduce
