@@ -16,17 +16,20 @@
 
 #include "../common/mxfp4.cuh"
 #include "../common/sm80.cuh"
-#include "grouped_gemm_sm90.cuh"
+#include "mxfp4_pipeline_sm90.cuh"
 
 namespace oxmoe {
 
 template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
 struct GroupedGemmMxfp4Sm90 {
-    using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
+    using Pipeline = Mxfp4PipelineSm90<Gated, MaxTokens, Consumers, Stages, Blocks, false>;
+    using Base = typename Pipeline::Base;
+    using Shared = typename Pipeline::Shared;
+    using Stage = typename Pipeline::Stage;
 
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
-    static constexpr int kCodeBytes = Blocks * mxfp4::kCodeBytes, kScaleBytes = Blocks * mxfp4::kScaleBytes;
+    static constexpr int kSharedBytes = sizeof(Shared);
     // Tiles of an expert in turn, where it has several.
     static constexpr bool kByExpert = MaxTokens >= 128;
     // The widths that a tile can be multiplied at: with more than six wide ones ptxas runs out of registers (C7512).
@@ -41,17 +44,6 @@ struct GroupedGemmMxfp4Sm90 {
     static constexpr bool kMovesRegisters = MaxTokens >= 64;
     static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
 
-    struct alignas(1024) Stage {
-        uint8_t tokens[Blocks * Base::kTokenBytes], codes[Consumers][kCodeBytes], scales[Consumers][kScaleBytes];
-    };
-    struct Shared {
-        Stage stage[Stages];
-        uint8_t staging[Consumers][2 * Base::kStagingBytes];
-        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
-        WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
-    };
-    static constexpr int kSharedBytes = sizeof(Shared);
     // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024), kCtasByRegisters = kMmaSync ? 768 / kThreads : 1;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
@@ -67,13 +59,11 @@ struct GroupedGemmMxfp4Sm90 {
             if constexpr (kMovesRegisters) sm90::registers_decrease<56>();
             const int warp = threadIdx.x / 32;
             if (warp == 0)
-                copy_weights(p, shared);
+                Pipeline::copy_weights(p, shared);
             else if (warp == 1)
                 Base::template schedule<kByExpert>(p, shared);
-            else if constexpr (Blocks > 1)
-                gather(p, shared);
             else
-                Base::gather(p, shared);
+                Pipeline::gather(p, shared);
         } else {
             if constexpr (kMovesRegisters) sm90::registers_increase<152>();
             consume(p, shared);
@@ -81,84 +71,6 @@ struct GroupedGemmMxfp4Sm90 {
     }
 
 private:
-    // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
-
-    static __device__ __forceinline__ void copy_weights(const GroupedGemmParams& p, Shared& shared) {
-        if (threadIdx.x != 0) return;
-        const int k_blocks = Base::k_blocks(p), row_tiles = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
-        const int fetch_block = max(0, k_blocks - Base::kFetchLead) / Blocks * Blocks;
-        RingPosition<kUnitSlots> units;
-        RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
-            const int first_tile = work.row_block * Consumers, tiles = min(Consumers, row_tiles - first_tile);
-            const size_t first = (size_t(work.expert) * row_tiles + first_tile) * k_blocks;
-            const uint8_t *codes = p.weights + first * mxfp4::kCodeBytes, *scales = p.block_scales + first * mxfp4::kScaleBytes;
-#pragma unroll 1
-            for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
-                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
-                const int blocks = min(Blocks, k_blocks - block);
-                const int code_bytes = blocks * mxfp4::kCodeBytes, scale_bytes = blocks * mxfp4::kScaleBytes;
-                Stage& stage = shared.stage[ring.slot];
-                uint64_t* full = &shared.full[ring.slot];
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(full, tiles * (code_bytes + scale_bytes));
-#pragma unroll 1
-                for (int tile = 0; tile < tiles; ++tile) {
-                    const size_t at = size_t(tile) * k_blocks + block;
-                    sm90::copy_bulk(stage.codes[tile], codes + at * mxfp4::kCodeBytes, code_bytes, full);
-                    sm90::copy_bulk(stage.scales[tile], scales + at * mxfp4::kScaleBytes, scale_bytes, full);
-                }
-            }
-        }
-    }
-
-    // ---- tokens, several K blocks a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
-
-    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
-        constexpr int kPassRows = Base::kGatherThreads / 8;
-        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
-        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
-        const int k_blocks = Base::k_blocks(p);
-        RingPosition<kUnitSlots> units;
-        RingPosition<Stages> ring;
-        pdl::wait();
-        pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
-            const uint32_t* sources = shared.source[units.slot];
-            const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
-#pragma unroll 1
-            for (int block = 0; block < k_blocks; block += Blocks, x += Blocks * 8, ring.advance()) {
-                uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-#pragma unroll 1
-                for (int n = first; n < work.count; n += kPassRows, tokens += kPassRows * 128) {
-                    const uint4* row = x + sources[n];
-                    if ((block + Blocks) * 8 <= chunks) {
-#pragma unroll
-                        for (int i = 0; i < Blocks; ++i) sm90::copy_16_async(tokens + i * Base::kTokenBytes, row + i * 8, true);
-                    } else {
-                        // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
-#pragma unroll 1
-                        for (int i = 0; block + i < k_blocks; ++i) {
-                            const bool inside = (block + i) * 8 + chunk < chunks;
-                            sm90::copy_16_async(tokens + i * Base::kTokenBytes, inside ? row + i * 8 : row, inside);
-                        }
-                    }
-                }
-                sm90::copy_async_arrive(&shared.full[ring.slot]);
-            }
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-        }
-    }
-
     // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {

@@ -231,9 +231,9 @@ struct GroupedGemmSm90 {
 
     // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
 
-    // `Blocks` K blocks a stage.
-    template <int Blocks = 1, typename Buffers>
-    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Buffers& shared) {
+    // `Blocks` K blocks a stage. `first_of_unit(count, sources, thread)`: its copies are done when those of the first stage are.
+    template <int Blocks = 1, typename Buffers, typename... F>
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Buffers& shared, F... first_of_unit) {
         // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
         constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
                       kGroups = MaxTokens / kGroupRows;
@@ -248,6 +248,7 @@ struct GroupedGemmSm90 {
             const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
             const uint32_t* sources = shared.source[units.slot];
+            (first_of_unit(work.count, sources, thread), ...);
             const int grouped = work.count / kGroupRows * kGroupRows;
             uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
 #pragma unroll

@@ -1,0 +1,129 @@
+// What the Hopper grouped GEMMs of packed MXFP4 weights share: stages of codes, scales and tokens, and the warps that fill them.
+// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
+//
+// A stage has `Blocks` blocks of 64 K. Rows of tokens come 128 bytes at a time: a block of bf16, two of e4m3 (`E4m3`; the base
+// then takes a row for k / 2 elements of 16 bits).
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/mxfp4.cuh"
+#include "grouped_gemm_sm90.cuh"
+
+namespace oxmoe {
+
+template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks, bool E4m3>
+struct Mxfp4PipelineSm90 {
+    using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
+
+    static constexpr int kThreads = Base::kThreads;
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kCodeBytes = Blocks * mxfp4::kCodeBytes, kScaleBytes = Blocks * mxfp4::kScaleBytes;
+    static constexpr int kTokenBlocks = E4m3 ? Blocks / 2 : Blocks;
+    static_assert(!E4m3 || Blocks % 2 == 0, "whole rows of 128 bytes");
+    // Consumers have read a unit when its slot is used again, and finished the one before: three slots.
+    static constexpr int kScaleSlots = kUnitSlots + 1;
+
+    struct alignas(1024) Stage {
+        uint8_t tokens[kTokenBlocks * Base::kTokenBytes], codes[Consumers][kCodeBytes], scales[Consumers][kScaleBytes];
+    };
+    struct RowScales {
+        float row_scale[kScaleSlots][MaxTokens];
+    };
+    struct NoRowScales {};
+    struct Shared : std::conditional_t<E4m3, RowScales, NoRowScales> {
+        Stage stage[Stages];
+        uint8_t staging[Consumers][2 * Base::kStagingBytes];
+        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        WorkUnit unit[kUnitSlots];
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return E4m3 ? p.k / 32 : Base::k_blocks(p); }
+
+    // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
+
+    static __device__ __forceinline__ void copy_weights(const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
+        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        const int fetch_block = max(0, blocks_of_k - Base::kFetchLead) / Blocks * Blocks;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const int first_tile = work.row_block * Consumers, tiles = min(Consumers, row_tiles - first_tile);
+            const size_t first = (size_t(work.expert) * row_tiles + first_tile) * blocks_of_k;
+            const uint8_t *codes = p.weights + first * mxfp4::kCodeBytes, *scales = p.block_scales + first * mxfp4::kScaleBytes;
+#pragma unroll 1
+            for (int block = 0; block < blocks_of_k; block += Blocks, ring.advance()) {
+                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
+                const int blocks = min(Blocks, blocks_of_k - block);
+                const int code_bytes = blocks * mxfp4::kCodeBytes, scale_bytes = blocks * mxfp4::kScaleBytes;
+                Stage& stage = shared.stage[ring.slot];
+                uint64_t* full = &shared.full[ring.slot];
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                sm90::barrier_arrive_expect(full, tiles * (code_bytes + scale_bytes));
+#pragma unroll 1
+                for (int tile = 0; tile < tiles; ++tile) {
+                    const size_t at = size_t(tile) * blocks_of_k + block;
+                    sm90::copy_bulk(stage.codes[tile], codes + at * mxfp4::kCodeBytes, code_bytes, full);
+                    sm90::copy_bulk(stage.scales[tile], scales + at * mxfp4::kScaleBytes, scale_bytes, full);
+                }
+            }
+        }
+    }
+
+    // ---- tokens, several blocks of 128 bytes a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
+
+    // `first_of_unit`: as in the base.
+    template <typename... F>
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared, F... first_of_unit) {
+        if constexpr (kTokenBlocks == 1) return Base::gather(p, shared, first_of_unit...);
+        constexpr int kPassRows = Base::kGatherThreads / 8;
+        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        const int row_blocks = Base::k_blocks(p);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+            (first_of_unit(work.count, sources, thread), ...);
+            const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
+#pragma unroll 1
+            for (int block = 0; block < row_blocks; block += kTokenBlocks, x += kTokenBlocks * 8, ring.advance()) {
+                uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+#pragma unroll 1
+                for (int n = first; n < work.count; n += kPassRows, tokens += kPassRows * 128) {
+                    const uint4* row = x + sources[n];
+                    if ((block + kTokenBlocks) * 8 <= chunks) {
+#pragma unroll
+                        for (int i = 0; i < kTokenBlocks; ++i)
+                            sm90::copy_16_async(tokens + i * Base::kTokenBytes, row + i * 8, true);
+                    } else {
+                        // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+#pragma unroll 1
+                        for (int i = 0; block + i < row_blocks; ++i) {
+                            const bool inside = (block + i) * 8 + chunk < chunks;
+                            sm90::copy_16_async(tokens + i * Base::kTokenBytes, inside ? row + i * 8 : row, inside);
+                        }
+                    }
+                }
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+};
+
+}  // namespace oxmoe
