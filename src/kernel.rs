@@ -4,8 +4,8 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params,
-    QuantizeFp8Params, QuantizeMxfp4Params, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams,
-    SelectParams,
+    QuantizeFp8Params, QuantizeMxfp4Params, QuantizeRowsParams, RaggedParams, RouteParams, RoutedLayerParams,
+    ScaleBytesParams, SelectParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{fp8::Fp8, Variant};
@@ -84,6 +84,7 @@ pub enum Args<'a> {
     ScaleBytes(&'a ScaleBytesParams),
     LayoutMxfp4(&'a LayoutMxfp4Params),
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
+    QuantizeRows(&'a QuantizeRowsParams),
     AllReduce(&'a AllReduceParams),
     QuantizeFp8(&'a QuantizeFp8Params),
 }
@@ -110,6 +111,7 @@ impl Args<'_> {
             Args::ScaleBytes(p) => [address(p), none, none],
             Args::LayoutMxfp4(p) => [address(p), none, none],
             Args::QuantizeMxfp4(p) => [address(p), none, none],
+            Args::QuantizeRows(p) => [address(p), none, none],
             Args::AllReduce(p) => [address(p), none, none],
             Args::QuantizeFp8(p) => [address(p), none, none],
         }
@@ -139,6 +141,7 @@ impl Args<'_> {
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
+                | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3)
                 | (Args::AllReduce(_), Variant::AllReduce(_))
                 | (Args::QuantizeFp8(_), Variant::Fp8(Fp8::RowsToE4m3))
         )

@@ -42,6 +42,8 @@ mod _oxmoe {
     use crate::quant::ops::{dequantize_mxfp4, quantize_mxfp4};
     #[pymodule_export]
     use crate::quant::packed_ops::{pack_mxfp4, unpack_mxfp4};
+    #[pymodule_export]
+    use crate::quant::row_ops::quantize_rows_e4m3;
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -196,8 +196,10 @@ pub mod ffi {
     /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.
     #[derive(Clone, Copy, Debug)]
     struct GroupedGemmParams {
-        /// `[*, k]` row-major.
+        /// `[*, k]` row-major; with `row_scales` e4m3, on GPUs `[*, 2 * k]` with k a multiple of 32, on CPUs as bf16 numbers `[*, k]`.
         x: *const u8,
+        /// fp32 `[*]`, what a row of e4m3 x is multiplied by, else null.
+        row_scales: *const f32,
         /// i32 or null: row of x = `slot_of_place[place] / row_divisor`, or the place itself.
         slot_of_place: *const i32,
         row_divisor: i32,
@@ -291,7 +293,8 @@ pub mod ffi {
         extra_rounds: i32,
     }
 
-    /// A checkpoint's MXFP4 matrices and their packed form (csrc/common/mxfp4.cuh), either of which is made from the other.
+    /// A checkpoint's MXFP4 matrices and their packed form (csrc/common/mxfp4.cuh), either of which is made from the other, or their
+    /// form for e4m3 (csrc/common/mxfp4_e4m3.cuh).
     #[derive(Clone, Copy, Debug)]
     struct PackMxfp4Params {
         /// `[experts, rows, 16 * row_blocks]` bytes of codes, E8M0 `[experts, rows, row_blocks]`.
@@ -310,6 +313,8 @@ pub mod ffi {
         packed_scales: *mut u8,
         /// fp32 `[experts]`.
         expert_scales: *mut f32,
+        /// Packing for e4m3 activations.
+        e4m3: bool,
     }
 
     /// Other projects' layouts of MXFP4 weights (src/quant/layouts/).
@@ -474,6 +479,23 @@ pub mod ffi {
         powers: bool,
     }
 
+    /// Rows of bf16 to e4m3 with one scale each: scale = amax / 448, or 1 where that is less than 2^-126.
+    #[derive(Clone, Copy, Debug)]
+    struct QuantizeRowsParams {
+        /// bf16 `[rows, columns]`.
+        x: *const u8,
+        /// e4m3 `[rows, out_columns]`, zeros from `columns` on. The CPU backend of a layer writes bf16 numbers, perhaps over x.
+        out: *mut u8,
+        /// `[rows]`.
+        scales: *mut f32,
+        rows: i32,
+        columns: i32,
+        out_columns: i32,
+        /// A schedule or null: rows are places, and those after its last one are left alone.
+        tiles: *const Tile,
+        tile_count: *const i32,
+    }
+
     /// E8M0 bytes of fp32 powers of two.
     #[derive(Clone, Copy, Debug)]
     struct ScaleBytesParams {
@@ -499,3 +521,7 @@ unsafe impl Sync for QuantizeFp8Params {}
 unsafe impl Send for PackMxfp4Params {}
 // SAFETY: as above.
 unsafe impl Sync for PackMxfp4Params {}
+// SAFETY: as above.
+unsafe impl Send for QuantizeRowsParams {}
+// SAFETY: as above.
+unsafe impl Sync for QuantizeRowsParams {}

@@ -18,8 +18,8 @@ use fp8::Fp8;
 use layer::layer_shared_bytes;
 #[allow(unused_imports)] // the build script needs but some of them
 pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
-#[allow(unused_imports)]
-pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
+#[allow(unused_imports)] // as above
+pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 pub use portable::{PortableTile, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
@@ -50,8 +50,10 @@ pub enum Variant {
         stages: u32,
         routed: bool,
     },
-    /// Packed MXFP4 weights and bf16 activations: mma.sync up to 32 tokens, wgmma with A in registers above. `blocks` of 64 K a stage.
+    /// Packed MXFP4 weights and bf16 or `e4m3` activations: wgmma with A in registers; bf16 up to 32 tokens mma.sync. `blocks` of 64 K
+    /// a stage.
     GroupedGemmMxfp4Sm90 {
+        e4m3: bool,
         gated: bool,
         tokens: u32,
         consumers: u32,
@@ -104,6 +106,8 @@ pub enum Variant {
     Combine {
         element: Element,
     },
+    /// Rows of bf16 to e4m3.
+    QuantizeRowsE4m3,
     /// MXFP4 weights to the packed form, at load: every expert's shift, then codes and scales; and back.
     Mxfp4Peak,
     Mxfp4Pack,
@@ -163,6 +167,7 @@ pub fn all() -> Vec<Variant> {
     }
     for gated in [true, false] {
         rows.extend(MXFP4_SM90_TILES.map(|t| t.variant(gated)));
+        rows.extend(MXFP4_E4M3_SM90_TILES.map(|t| t.variant(gated)));
         rows.push(MXFP4_LAYER_TILE.variant(gated));
         rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));
     }
@@ -171,7 +176,7 @@ pub fn all() -> Vec<Variant> {
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
         rows.push(Variant::Place { chosen: plain });
     }
-    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged]);
+    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::QuantizeRowsE4m3]);
     rows.extend(CONVERSIONS);
     rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
     rows.extend(fp8::all().into_iter().map(Variant::Fp8));
@@ -223,10 +228,11 @@ impl Variant {
                 gated_name(gated)
             ),
             Variant::LayerSm90 { tokens, stages, .. } => format!("{}_t{tokens}_s{stages}", self.unit()),
-            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
-                format!("grouped_gemm_mxfp4_sm90_{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", gated_name(gated))
+            Variant::GroupedGemmMxfp4Sm90 { tokens, consumers, stages, blocks, .. } => {
+                format!("{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", self.unit())
             }
             Variant::RoutedLayerMxfp4Sm90 { .. } => self.unit(),
+            Variant::QuantizeRowsE4m3 => "quantize_rows_e4m3".into(),
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 element.name(),
@@ -268,12 +274,14 @@ impl Variant {
                 let name = if routed { "RoutedLayerSm90" } else { "LayerSm90" };
                 format!("oxmoe::{name}<{}, {gated}, {tokens}, {stages}>", element.device_type())
             }
-            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
-                format!("oxmoe::GroupedGemmMxfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
+            Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks } => {
+                let name = if e4m3 { "GroupedGemmMxfp4E4m3Sm90" } else { "GroupedGemmMxfp4Sm90" };
+                format!("oxmoe::{name}<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
             }
             Variant::RoutedLayerMxfp4Sm90 { gated, tile } => {
                 format!("oxmoe::RoutedLayerMxfp4Sm90<{gated}, {}, {}, {}>", tile.warps, tile.blocks, tile.stages)
             }
+            Variant::QuantizeRowsE4m3 => "oxmoe::QuantizeRowsE4m3".into(),
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
@@ -306,8 +314,10 @@ impl Variant {
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
+            Variant::GroupedGemmMxfp4Sm90 { e4m3: true, .. } => "moe/grouped_gemm_mxfp4_e4m3_sm90.cuh",
             Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
             Variant::RoutedLayerMxfp4Sm90 { .. } => "moe/routed_layer_mxfp4_sm90.cuh",
+            Variant::QuantizeRowsE4m3 => "quant/quantize_rows_e4m3.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
@@ -362,6 +372,7 @@ impl Variant {
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
                 ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
             }
+            Variant::QuantizeRowsE4m3 => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
             Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
         }
     }
@@ -391,6 +402,7 @@ impl Variant {
             Variant::Fp8(kernel) => kernel.runs_on(arch),
             Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
             Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
+            Variant::QuantizeRowsE4m3 => arch == "90a",
             _ => true,
         }
     }
@@ -471,8 +483,8 @@ impl Variant {
 
     fn mxfp4_sm90_tile(&self) -> Option<(bool, Mxfp4Sm90Tile)> {
         match *self {
-            Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
-                Some((gated, Mxfp4Sm90Tile { tokens, consumers, stages, blocks }))
+            Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks } => {
+                Some((gated, Mxfp4Sm90Tile { e4m3, tokens, consumers, stages, blocks }))
             }
             _ => None,
         }
@@ -488,7 +500,7 @@ impl Variant {
             Variant::LayerSm90 { .. } => 256,
             Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.threads(),
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
-            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
+            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3 => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
             Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
             Variant::AllReduce(kernel) => kernel.threads(),
@@ -504,7 +516,7 @@ impl Variant {
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::Fp8(kernel)) => kernel.ctas(),
             (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
+            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             (.., Variant::AllReduce(kernel)) => kernel.ctas_per_multiprocessor(),
@@ -523,7 +535,9 @@ impl Variant {
             (.., Variant::RoutedLayerMxfp4Sm90 { .. }) => Some(Mxfp4LayerTile::SHARED_BYTES),
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
             (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
-            (.., Variant::Combine { .. } | Variant::Ragged | Variant::AllReduce(_)) => Some(0),
+            (.., Variant::Combine { .. } | Variant::Ragged | Variant::QuantizeRowsE4m3 | Variant::AllReduce(_)) => {
+                Some(0)
+            }
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }

@@ -40,7 +40,7 @@ const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
         // Hidden may be part of the columns of MXFP4 weights, so anything.
-        let formats = [Format::Bf16, Format::F16, Format::Mxfp4, Format::Fp8Block].into_iter();
+        let formats = [Format::Bf16, Format::F16, Format::Mxfp4, Format::Mxfp4A8, Format::Fp8Block].into_iter();
         let fits = move |format: Format| match format {
             Format::Fp8Block => hidden % format.spec().block == 0 && intermediate % format.spec().block == 0,
             _ => intermediate % format.spec().block == 0,
@@ -241,11 +241,14 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 13] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 15] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
     let fp8 = usize::from(layer.format == Format::Fp8Block);
+    let e4m3 = usize::from(layer.format == Format::Mxfp4A8);
+    let padded = |columns: i64| (columns as usize).next_multiple_of(64);
+    let x_e4m3 = e4m3 * tokens as usize * padded(layer.hidden);
     [
         (w.ids.offset, w.ids.bytes, slots * 4),
         (w.weights.offset, w.weights.bytes, slots * 4),
@@ -255,11 +258,13 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
         (w.tile_count.offset, w.tile_count.bytes, 4),
         (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
-        (w.rows.offset, w.rows.bytes, slots * layer.hidden as usize * element),
+        (w.rows.offset, w.rows.bytes, x_e4m3.max(slots * layer.hidden as usize * element)),
         (w.x_codes.offset, w.x_codes.bytes, fp8 * x),
         (w.x_scales.offset, w.x_scales.bytes, fp8 * x / 128 * 4),
         (w.hidden_codes.offset, w.hidden_codes.bytes, fp8 * hidden),
         (w.hidden_scales.offset, w.hidden_scales.bytes, fp8 * hidden / 128 * 4),
+        (w.hidden_e4m3.offset, w.hidden_e4m3.bytes, e4m3 * slots * padded(layer.intermediate)),
+        (w.row_scales.offset, w.row_scales.bytes, e4m3 * slots * 4),
     ]
 }
 

@@ -3,6 +3,7 @@ test_launch.py)."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,74 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         assert p.layout == LAYOUTS[layer.get("layout", "gate_up")]
 
 
+E4M3_LAYERS = [
+    {"experts": 32, "top_k": 4, "hidden": 2880, "intermediate": 2880, "layout": "interleaved", "bias": "bfloat16"},
+    {"experts": 4, "top_k": 2, "hidden": 96, "intermediate": 288, "layout": "up_gate"},
+    {"experts": 4, "top_k": 1, "hidden": 8, "columns": 32, "intermediate": 32},
+]
+
+
+@pytest.mark.parametrize("layer", E4M3_LAYERS, ids=lambda layer: str(layer["hidden"]))
+def test_calls_with_e4m3_activations(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    """Quantisation, GEMM1, quantisation, GEMM2: each reads what the one before wrote, inside the workspace."""
+    arguments = {**layer, "activation_dtype": "float8_e4m3fn", "tokens": [1, 8, 64, 300, 2000]}
+    result = execute(driver, tmp_path, "packed_calls", arguments)
+    hidden, intermediate, top_k = layer["hidden"], layer["intermediate"], layer["top_k"]
+    packs = [p for _, p in made(result["load"], "mxfp4_peak") + made(result["load"], "mxfp4_pack")]
+    assert len(packs) == 4 and all(p.e4m3 for p in packs) and [p.k for p in packs[:2]] == [hidden, intermediate]
+    for call in result["calls"]:
+        launched, (start, room), tokens = launches(call["records"]), call["workspace"], call["tokens"]
+        assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        if call["explain"] is not None:
+            assert [asked(launch) for launch in launched] == planned(call["explain"])
+        *routing, quantize_x, up_gemm, quantize_h, down_gemm, combine = launched
+        assert routing and combine["kernel"] == "combine_bf16" and all(one["pdl"] for one in launched)
+        assert quantize_x["kernel"] == quantize_h["kernel"] == "quantize_rows_e4m3"
+        assert up_gemm["kernel"].startswith("grouped_gemm_mxfp4_e4m3_sm90_gated_")
+        assert down_gemm["kernel"].startswith("grouped_gemm_mxfp4_e4m3_sm90_plain_")
+        of_x, p, of_h, q, c = (parameters_of(one)[0] for one in launched[len(routing) :])
+        assert (of_x.x, p.x, of_h.x, q.x, q.out, c.out) == (call["x"], of_x.out, p.out, of_h.out, c.y, call["out"])
+        assert (of_x.rows, of_x.columns, of_x.tiles) == (tokens, hidden, 0)
+        assert (of_h.rows, of_h.columns, of_h.tiles) == (tokens * top_k, intermediate, p.tiles)
+        assert of_h.tile_count == p.tile_count and p.schedule_is_older and q.schedule_is_older
+        for quantize, gemm, columns in ((of_x, p, hidden), (of_h, q, intermediate)):
+            assert quantize.out_columns == 2 * gemm.k == up(columns, 64) and quantize.scales == gemm.row_scales
+            for address, size in (
+                (quantize.out, quantize.rows * up(columns, 64)),
+                (quantize.scales, 4 * quantize.rows),
+            ):
+                assert address % 256 == 0 and start <= address and address + size <= start + room
+        # What is written while something is read lies elsewhere.
+        ranges = [(of_h.out, of_h.rows * of_h.out_columns), (q.out, of_h.rows * hidden * 2)]
+        ranges += [(of_h.scales, of_h.rows * 4), (p.out, of_h.rows * intermediate * 2), (of_x.out, tokens)]
+        (h, h_size), (y, y_size), (s, s_size), (g, g_size), (x, _) = ranges
+        in_order = sorted([(h, h_size), (y, y_size), (s, s_size), (g, g_size)])
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(in_order))
+        assert x == y, "x in e4m3 is where GEMM2's output will be"
+        for (
+            gemm,
+            packed,
+        ) in ((p, result["packed"][0]), (q, result["packed"][1])):
+            assert [gemm.weights, gemm.block_scales, gemm.expert_scales] == packed
+
+
+def test_rows(driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "quantized_rows", {"shape": [3, 70, 2880]})
+    ((launch, p),) = made(result["records"], "quantize_rows_e4m3")
+    assert [p.x, p.out, p.scales] == result["addresses"] and result["shapes"] == [[3, 70, 2880], [3, 70]]
+    assert (p.rows, p.columns, p.out_columns, p.tiles) == (210, 2880, 2880, 0)
+    assert launch["grid"][0] == 210 and launch["block"][0] == 128
+    assert not launches(execute(driver, tmp_path, "quantized_rows", {"shape": [0, 64]})["records"])
+
+
 def test_refusals(driver: Path, tmp_path: Path) -> None:
     said = execute(driver, tmp_path, "refused_mxfp4", {})
+    assert said["e4m3"] is None and said["rows"] is None
+    message = "NotImplementedError: activation_dtype float8_e4m3fn for mxfp4 experts with hidden 60, intermediate 64"
+    assert said["e4m3 columns"].startswith(message + " on sm_90; supported: sm_90 with a hidden size")
+    other = execute(driver, tmp_path, "refused_mxfp4", {}, cc=100, sms=148, shared=227 * 1024)
+    assert "on sm_100; supported: sm_90" in other["e4m3"]
+    assert other["rows"] == "NotImplementedError: rows_e4m3 on sm_100; supported: sm_90 and CPU tensors"
     assert said["dtype"].startswith('NotImplementedError: dtype: "f16" for mxfp4 experts on cuda:0; supported')
     assert said["bare"].startswith("NotImplementedError: mxfp4 experts on cuda:0 as bare tensors; supported")
     assert said["in_place"].startswith("ValueError: w13: in_place needs rows and columns that are multiples of 64")

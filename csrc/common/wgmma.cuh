@@ -1,5 +1,5 @@
 // wgmma m64nNk16, B from shared memory, fp32 sums: A from shared memory for N = 16, 24, ... 192, and, in bf16, from registers for
-// N = 8 and 16, 32, ... 256.
+// N = 8, 16, 24, 32 and 48, 64, ... 256; m64nNk32 of e4m3 with A from registers for the same N.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -36,6 +36,11 @@ struct Wgmma;
 // The same with a from registers: a[0] row g, columns 2 c, + 1; a[1] row g + 8; a[2], a[3] the same rows, columns + 8.
 template <int N>
 struct WgmmaFromRegisters;
+
+// d[64 x N] += a[64 x 32] b[N x 32]^T in e4m3, sums kept to 14 bits: a[0] row g, columns 4 c to 4 c + 3, the first in the low
+// byte; a[1] row g + 8; a[2], a[3] the same rows, columns + 16. Descriptors as above, one k32 step is + 32.
+template <int N>
+struct WgmmaE4m3FromRegisters;
 
 // clang-format off
 #define REGISTERS4 "%0, %1, %2, %3"
@@ -146,18 +151,22 @@ DEFINE_WGMMA(176, 88, 88, 89, 90)
 DEFINE_WGMMA(184, 92, 92, 93, 94)
 DEFINE_WGMMA(192, 96, 96, 97, 98)
 // A0 ... A3, B: the operand numbers after the sums.
-#define DEFINE_WGMMA_FROM_REGISTERS(N, COUNT, A0, A1, A2, A3, B)                                        \
+#define DEFINE_WGMMA_FROM_REGISTERS_OF(NAME, TYPE, TRANSPOSED, N, COUNT, A0, A1, A2, A3, B)             \
     template <>                                                                                         \
-    struct WgmmaFromRegisters<N> {                                                                      \
+    struct NAME<N> {                                                                                    \
         static __device__ __forceinline__ void multiply(float* d, const uint32_t (&a)[4], uint64_t b) { \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS##COUNT  \
-                         "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"            \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N TYPE " {" REGISTERS##COUNT              \
+                         "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1" TRANSPOSED ";" \
                          : SUMS##COUNT                                                                  \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                         \
         }                                                                                               \
     };
+#define DEFINE_WGMMA_FROM_REGISTERS(N, COUNT, A0, A1, A2, A3, B)                                                \
+    DEFINE_WGMMA_FROM_REGISTERS_OF(WgmmaFromRegisters, "k16.f32.bf16.bf16", ", 0", N, COUNT, A0, A1, A2, A3, B) \
+    DEFINE_WGMMA_FROM_REGISTERS_OF(WgmmaE4m3FromRegisters, "k32.f32.e4m3.e4m3", "", N, COUNT, A0, A1, A2, A3, B)
 DEFINE_WGMMA_FROM_REGISTERS(8, 4, 4, 5, 6, 7, 8)
 DEFINE_WGMMA_FROM_REGISTERS(16, 8, 8, 9, 10, 11, 12)
+DEFINE_WGMMA_FROM_REGISTERS(24, 12, 12, 13, 14, 15, 16)
 DEFINE_WGMMA_FROM_REGISTERS(32, 16, 16, 17, 18, 19, 20)
 DEFINE_WGMMA_FROM_REGISTERS(48, 24, 24, 25, 26, 27, 28)
 DEFINE_WGMMA_FROM_REGISTERS(64, 32, 32, 33, 34, 35, 36)
@@ -174,6 +183,7 @@ DEFINE_WGMMA_FROM_REGISTERS(224, 112, 112, 113, 114, 115, 116)
 DEFINE_WGMMA_FROM_REGISTERS(240, 120, 120, 121, 122, 123, 124)
 DEFINE_WGMMA_FROM_REGISTERS(256, 128, 128, 129, 130, 131, 132)
 #undef DEFINE_WGMMA_FROM_REGISTERS
+#undef DEFINE_WGMMA_FROM_REGISTERS_OF
 #undef DEFINE_WGMMA
 #undef DEFINE_WGMMA_OF
 #undef SUM

@@ -1,12 +1,13 @@
 // MXFP4 weights from a checkpoint's form (codes [experts, rows, 16 row_blocks], E8M0 scales [experts, rows, row_blocks]) to the
-// packed one of common/mxfp4.cuh, once at load, and back. Mxfp4Peak comes before Mxfp4Pack: the fields of an expert's scales
-// depend on its largest one. src/cpu/pack_mxfp4.rs is the same on the host.
+// packed one of common/mxfp4.cuh, once at load, and back, or (`e4m3`) to that of common/mxfp4_e4m3.cuh. Mxfp4Peak comes before
+// Mxfp4Pack: the fields of an expert's scales depend on its largest one. src/cpu/pack_mxfp4.rs is the same on the host.
 //
 // NOTE: none of these lets its successor start early: what is packed is older than any kernel that reads it.
 #pragma once
 #include <cstdint>
 
 #include "../common/mxfp4.cuh"
+#include "../common/mxfp4_e4m3.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params.rs.h"
 
@@ -58,6 +59,9 @@ struct Fragment {
     __device__ __forceinline__ int shift(const PackMxfp4Params& p) const {
         return int(__float_as_uint(p.expert_scales[expert]) >> 23) - 127;
     }
+    __device__ __forceinline__ int peak_e4m3(const PackMxfp4Params& p) const {
+        return mxfp4_e4m3::peak_of_field(__float_as_uint(p.expert_scales[expert]) >> 23);
+    }
 
 private:
     size_t block_;
@@ -65,7 +69,7 @@ private:
 
 }  // namespace mxfp4
 
-// expert_scales[e] = 2^shift from the largest scale of expert e that is a number. Grid: experts.
+// expert_scales[e] from the largest scale of expert e that is a number. Grid: experts.
 struct Mxfp4Peak {
     static constexpr int kThreads = 1024;
     static constexpr int kSharedBytes = 0;
@@ -89,8 +93,8 @@ struct Mxfp4Peak {
         __syncthreads();
         if (warp > 0) return;
         peak = __reduce_max_sync(~0u, peaks[lane]);
-        const uint32_t shift = peak > 128 ? peak - 128 : 0;
-        if (lane == 0) p.expert_scales[blockIdx.x] = __uint_as_float((127 + shift) << 23);
+        const uint32_t field = p.e4m3 ? mxfp4_e4m3::scale_field(peak) : 127 + (peak > 128 ? peak - 128 : 0);
+        if (lane == 0) p.expert_scales[blockIdx.x] = __uint_as_float(field << 23);
     }
 };
 
@@ -120,6 +124,7 @@ struct Mxfp4Pack {
                 codes[half][group] = reinterpret_cast<const uint4*>(p.codes)[scaled];
             }
         }
+        if (p.e4m3) return store_e4m3(p, at, codes, scales);
         const int shift = at.shift(p);
         uint32_t words[4] = {}, fields[2][2] = {};
 #pragma unroll
@@ -142,6 +147,32 @@ struct Mxfp4Pack {
 private:
     static __device__ __forceinline__ int column(const mxfp4::Fragment& at, int group) {
         return mxfp4::kBlockK * at.k_block + mxfp4::kScaled * group;
+    }
+
+    static __device__ __forceinline__ void store_e4m3(const PackMxfp4Params& p, const mxfp4::Fragment& at,
+                                                      const uint4 (&codes)[2][2], const int (&scales)[2][2]) {
+        const int peak = at.peak_e4m3(p);
+        uint32_t words[4] = {}, bytes = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int group = 0; group < 2; ++group) {
+                const int scale = scales[half][group];
+                if (scale < 0) continue;
+                bytes |= mxfp4_e4m3::scale_byte(scale, peak) << 8 * (2 * group + half);
+                const uint4 c = codes[half][group];
+                // Columns 4 pair and 16 + 4 pair on.
+                const uint32_t low = at.pair() < 2 ? c.x : c.y, high = at.pair() < 2 ? c.z : c.w;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    if (column(at, group) + i / 4 * 16 + int(4 * at.pair()) + i % 4 >= p.k) continue;
+                    const uint32_t code = (i < 4 ? low : high) >> (at.pair() % 2 * 16 + i % 4 * 4) & 15;
+                    words[2 * group + half] |= mxfp4_e4m3::place(mxfp4_e4m3::code_at(code, scale, peak), i);
+                }
+            }
+        }
+        *reinterpret_cast<uint4*>(at.codes(p)) = make_uint4(words[0], words[1], words[2], words[3]);
+        if (at.pair() == 0) *at.scales(p) = bytes;
     }
 
     // The four codes of a row that a thread has in a k16 step, whose 16 bytes of codes start at `column`.

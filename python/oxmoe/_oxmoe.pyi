@@ -69,6 +69,7 @@ class ExpertWeights:
         dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
         hidden_size: int | None = None,  # columns of x and the output where w13 and w2 are padded: up to H
         in_place: bool = False,  # on CUDA: pack into the memory of the four tensors
+        activation_dtype: Any = None,  # torch.float8_e4m3fn, or its name: W4A8, on Hopper and CPU
     ) -> ExpertWeights:
         """MXFP4 experts; H and I are multiples of 32. GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0,
         limit=7.0, and the checkpoint's blocks [E, 2I, H / 32, 16] flattened to [E, 2I, H / 2].
@@ -90,6 +91,13 @@ class ExpertWeights:
         32 MiB (or one expert) are copied at a time. fp32 scales are waited for, since one may be no power of two.
         Where a matrix's largest scale byte (255 aside) is E > 128, its sums are taken of weights 2^(E - 128) times
         smaller and multiplied back in fp32: no weight saturates, and scales below 2^(E - 260) lose bits.
+
+        activation_dtype=torch.float8_e4m3fn (dtype "bf16"; sm_90 with hidden_size a multiple of 8, and CPU): rows of x,
+        and rows of GEMM1's output rounded to bf16, become e4m3 with one fp32 scale each, as oxmoe.quantize.rows_e4m3
+        makes them, and products are those of e4m3 numbers. Of a matrix whose largest scale byte (255 aside) is E,
+        weights with bytes below max(E, 7) - 11 are rounded to e2m1 numbers times that scale, to nearest even: off by at
+        most 2^-13 of the largest scale. Sums are fp32 on CPU; on Hopper they are the tensor cores', which add products
+        with about 14 bits. docs/kernels/grouped_gemm_mxfp4_e4m3_sm90.md has the error.
         """
 
     @staticmethod
@@ -137,7 +145,7 @@ class ExpertWeights:
     limit: float | Tensor | None
     clamp: str
 
-    format: str  # "bf16", "f16", "f32", "mxfp4", "fp8_block"
+    format: str  # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block"
     dtype: str  # of x and the output: "bf16", "f16", "f32"
     num_experts: int  # El
     hidden_size: int
@@ -328,12 +336,16 @@ def pack_mxfp4(
     *,
     gated: bool = False,  # rows are gate and up rows
     layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",  # of gate and up rows
+    activation_dtype: Any = None,  # torch.float8_e4m3fn: for the kernels of e4m3 activations
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Checkpoint MXFP4 weights as oxmoe's GPU kernels read them (csrc/common/mxfp4.cuh). `oxmoe.quantize.mxfp4_pack`.
 
     (codes uint8 [..., ceil(R / 64), ceil(K / 64), 2048], scales uint8 [..., ceil(R / 64), ceil(K / 64), 128],
     expert_scales fp32 [...]), padding 0. expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest
     scale byte E (255, NaN, does not count) is above 128. The packed form of gated rows is the same for every layout.
+    For e4m3 activations it is that of csrc/common/mxfp4_e4m3.cuh, with expert_scales 2^(max(E, 7) - 133); then scales
+    below max(E, 7) - 11 are brought up to it and their codes rounded, to nearest even, so that unpack_mxfp4 has no
+    inverse for it.
     """
 
 def unpack_mxfp4(
@@ -352,6 +364,15 @@ def unpack_mxfp4(
     Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
     """
 
+def quantize_rows_e4m3(
+    x: Tensor,  # bf16 [..., K], on CPU, or on sm_90 with K a multiple of 8
+) -> tuple[Tensor, Tensor]:
+    """x in e4m3 with one scale a row: (codes uint8 [..., K], scales fp32 [...]). `oxmoe.quantize.rows_e4m3`.
+
+    scale = amax / 448, or 1 where that is less than 2^-126; codes are x * (1 / scale) in fp32, rounded to nearest even.
+    A NaN makes its row NaN; of a row with an infinity, infinities become NaN and the rest 0.
+    """
+
 def explain(
     num_experts: int,
     top_k: int,
@@ -359,7 +380,7 @@ def explain(
     intermediate_size: int,
     num_tokens: int,
     *,
-    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4", "fp8_block"
+    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4", "mxfp4-a8", "fp8_block"
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:

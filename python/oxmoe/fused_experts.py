@@ -41,6 +41,8 @@ def _builder(dtype: Any) -> Callable[..., _oxmoe.ExpertWeights]:
 
 def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **options: Any) -> _oxmoe.ExpertWeights:
     """ExpertWeights in this format, or in that of w13's dtype."""
+    if format == "mxfp4-a8":
+        return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
     build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
     return build(w13, w2, **options)
 

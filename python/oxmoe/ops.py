@@ -98,7 +98,7 @@ def _moe(
     if topk_weights is not None and topk_ids is not None:
         options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
-    if options.get("format") == "mxfp4" and w13.is_cuda:
+    if str(options.get("format")).startswith("mxfp4") and w13.is_cuda:
         raise NotImplementedError(f"mxfp4 experts on {w13.device} as bare tensors; {_PACKED_ONLY}")
     names = _EXPERT_OPTION_NAMES + _BLOCK_OPTION_NAMES
     of_experts = {name: options.pop(name) for name in names if options.get(name) is not None}

@@ -1,5 +1,5 @@
-"""Quantisation on CPU and CUDA: e4m3 rows with a scale for each group of columns, MXFP4, and the layouts that other
-kernels hold MXFP4 weights in, and the one that oxmoe's GPU kernels read. Takes torch and numpy."""
+"""Quantisation on CPU and CUDA: e4m3 rows with one scale or a scale for each group of columns, MXFP4, the layouts that
+other kernels hold MXFP4 weights in, and those that oxmoe's GPU kernels read. Takes torch and numpy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from oxmoe._oxmoe import deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle
 from oxmoe._oxmoe import dequantize_mxfp4 as dequantize
 from oxmoe._oxmoe import pack_mxfp4 as mxfp4_pack
 from oxmoe._oxmoe import quantize_mxfp4 as mxfp4
+from oxmoe._oxmoe import quantize_rows_e4m3 as rows_e4m3
 from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "mxfp4_pack",
     "mxfp4_unpack",
     "per_token_group_quant_fp8",
+    "rows_e4m3",
     "swizzle_hopper_mxfp4",
     "unswizzle_hopper_mxfp4",
 ]

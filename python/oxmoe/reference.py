@@ -62,8 +62,12 @@ def activate(
     return gate * (up.clamp(-bound, bound) + beta)
 
 
-def _product(rows: Tensor, weights: Tensor, fp32_sums: bool) -> Tensor:
+def _product(rows: Tensor, weights: Tensor, fp32_sums: bool, activation_dtype: torch.dtype | None) -> Tensor:
     """rows [M, K] times weights [N, K] transposed, in fp32."""
+    if activation_dtype is not None:
+        codes, scales = rows_e4m3(rows)
+        # NOTE: e4m3 numbers are exact in bf16.
+        return _product(codes.to(rows.dtype), weights, fp32_sums, None) * scales[:, None]
     if fp32_sums or not rows.is_cuda or rows.dtype == torch.float32:
         return rows.float() @ weights.float().T
     # cuBLAS has other kernels, with other sums, for a few rows.
@@ -104,6 +108,7 @@ def moe(
     fp32_sums: bool = False,
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    activation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end.
 
@@ -114,6 +119,7 @@ def moe(
 
     Products are exact and sums fp32, of 16-bit numbers on CUDA as cuBLAS' tensor cores have them: they truncate as they
     add, which at K = 7168 moves every thirteenth result of a layer in f16. `fp32_sums`: rounded to nearest there, too.
+    activation_dtype torch.float8_e4m3fn: rows of x, and rows that the activation gave and rounded, are quantised.
     """
     if router_logits is not None:
         topk_weights, topk_ids = topk(
@@ -137,7 +143,7 @@ def moe(
         if token.numel() == 0:
             continue
         if w13_scale is None:
-            sums = _product(x[token], w13[expert], fp32_sums)
+            sums = _product(x[token], w13[expert], fp32_sums, activation_dtype)
         else:
             sums = fp8_product(x[token], w13[expert], w13_scale[expert])
         if b13 is not None:
@@ -150,7 +156,7 @@ def moe(
         }
         act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu).to(x.dtype)
         if w2_scale is None:
-            sums = _product(act, w2[expert], fp32_sums)
+            sums = _product(act, w2[expert], fp32_sums, activation_dtype)
         else:
             sums = fp8_product(act, w2[expert], w2_scale[expert])
         if b2 is not None:
@@ -185,6 +191,35 @@ def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
     return (values.double() * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
+
+
+def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and E8M0 bytes of one matrix as kernels of e4m3 activations have them.
+
+    Bytes more than 11 below the largest (255 aside, and at least 7) are brought up to that, and the numbers of their
+    blocks rounded to e2m1 times the new scale, ties to even.
+    """
+    bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
+    largest = torch.where(exponents == 255, 0, exponents).max().clamp(min=7)
+    least = (largest - 11).clamp(min=0)
+    raised = torch.maximum(exponents, least)
+    pairs = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)
+    magnitudes = torch.tensor(_E2M1[:8], dtype=torch.float64, device=codes.device)
+    numbers = magnitudes[pairs & 7] * torch.exp2((exponents - raised).double()).repeat_interleave(16, -1)[..., None]
+    # The lower code is even where the border is 0.25, 1.25, 2.5 or 5, and takes it.
+    rounded = sum((numbers > border).int() for border in (0.25, 1.25, 2.5, 5.0)) + sum(
+        (numbers >= border).int() for border in (0.75, 1.75, 3.5)
+    )
+    pairs = pairs & 8 | rounded
+    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8), raised.to(torch.uint8)
+
+
+def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] in e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
+    scales = x.abs().amax(-1).float() / 448.0
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
+    codes = (x.float() * (1.0 / scales)[..., None]).clamp(-448.0, 448.0)
+    return codes.to(torch.float8_e4m3fn), scales
 
 
 def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = False) -> tuple[Tensor, Tensor]:

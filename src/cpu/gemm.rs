@@ -20,6 +20,7 @@ use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp4::BLOCK;
+use crate::quant::packed_e4m3;
 use mxfp4::{Expand, Expandable};
 
 /// Weight rows and token rows that a block kernel multiplies at once.
@@ -327,13 +328,18 @@ impl<'a> Panel<'a> {
         Some(bias)
     }
 
-    /// Bias, router weight, activation, rounding.
+    /// Scale of the row of x, bias, router weight, activation, rounding.
     ///
     /// # Safety
     /// As for [`Panel::run`]; `place` is in the tile.
     unsafe fn write<T: Element>(&self, place: usize, sums: &mut PanelSums, bias: Option<&PanelSums>) {
         let p = self.p;
         let sums = &mut sums[..self.rows()];
+        if !p.row_scales.is_null() {
+            // SAFETY: one scale a row of x, by the caller's contract.
+            let scale = unsafe { *p.row_scales.add(self.x_number(place)) };
+            sums.iter_mut().for_each(|sum| *sum *= scale);
+        }
         if let Some(bias) = bias {
             sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
         }
@@ -372,6 +378,7 @@ struct Expanded<'a> {
     panel: &'a Panel<'a>,
     blocks: Blocks,
     expand: Expand,
+    element_bytes: usize,
     keep: bool,
     /// Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
     stride: usize,
@@ -386,7 +393,7 @@ impl<'a> Expanded<'a> {
         if room.len() < rows * stride {
             room.resize(rows * stride, Line([0; 64]));
         }
-        Self { panel, blocks, expand, keep, stride, room }
+        Self { panel, blocks, expand, element_bytes: size_of::<T>(), keep, stride, room }
     }
 
     /// Blocks of a row that the GEMM reads.
@@ -407,11 +414,40 @@ impl<'a> Expanded<'a> {
                 unsafe {
                     let codes = self.panel.p.weights.add(start * BLOCK / 2);
                     let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
-                    (self.expand)(codes, self.blocks.scales.add(start), Self::row_blocks(self.panel), out);
+                    self.expand_row(codes, self.blocks.scales.add(start), out);
                 }
             }
         }
         let addresses = |at| std::array::from_fn(|i| self.room.as_ptr().wrapping_add((at + i) * self.stride).cast());
         [addresses(at), addresses(if self.keep && !first { at + BLOCK_ROWS } else { at })]
+    }
+
+    /// One row, its small scales brought up to the expert's least.
+    ///
+    /// # Safety
+    /// As for [`Expand`].
+    unsafe fn expand_row(&self, codes: *const u8, scales: *const u8, out: *mut u8) {
+        let count = Self::row_blocks(self.panel);
+        // SAFETY: the caller's contract.
+        unsafe {
+            let least = match self.blocks.least {
+                none if none.is_null() => 0,
+                least => *least.add(self.panel.tile.expert as usize),
+            };
+            let small = |&scale: &u8| scale < least;
+            if !std::slice::from_raw_parts(scales, count).iter().any(small) {
+                return (self.expand)(codes, scales, count, out);
+            }
+            for i in 0..count {
+                let (codes, scale) = (codes.add(i * BLOCK / 2), scales.add(i));
+                let out = out.add(i * BLOCK * self.element_bytes);
+                if small(&*scale) {
+                    let raised = packed_e4m3::raise(&*codes.cast(), *scale, least);
+                    (self.expand)(raised.as_ptr(), &least, 1, out);
+                } else {
+                    (self.expand)(codes, scale, 1, out);
+                }
+            }
+        }
     }
 }

@@ -6,6 +6,7 @@
 mod activation;
 mod allreduce;
 mod combine;
+mod e4m3;
 mod gemm;
 pub mod narrow;
 mod pack_mxfp4;
@@ -17,7 +18,10 @@ mod select;
 pub use activation::is_gated;
 pub use allreduce::{canonical, contribute, reduce_rows, Contribution, Quantise, ReduceRows, ScaleLayout};
 pub use combine::combine;
+pub use e4m3::{quantize_rows_e4m3, round_rows_to_e4m3};
 pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
+#[cfg(test)]
+pub use narrow::{e2m1, e4m3_value};
 pub use pack_mxfp4::{pack_mxfp4, unpack_mxfp4};
 pub use quantize_fp8::quantize_fp8;
 pub use ragged::ragged;

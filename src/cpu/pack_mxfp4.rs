@@ -2,6 +2,7 @@
 
 use crate::params::{PackMxfp4Params, W13Layout};
 use crate::quant::packed::{self, Extent, CODE_BYTES, SCALE_BYTES};
+use crate::quant::packed_e4m3 as e4m3;
 use rayon::prelude::*;
 
 const SCALED: usize = 32;
@@ -89,7 +90,9 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
     expert_scales.par_iter_mut().enumerate().for_each(|(expert, expert_scale)| {
         let rows = (0..p.used_rows as usize).map(|row| (expert * p.rows as usize + row) * row_blocks);
         let used = rows.flat_map(|first| &scales[first..][..k.div_ceil(SCALED)]);
-        *expert_scale = 2f32.powi(packed::shift(used.copied().filter(|&scale| scale != 255).max().unwrap_or(0)));
+        let largest = used.copied().filter(|&scale| scale != 255).max().unwrap_or(0);
+        *expert_scale =
+            if p.e4m3 { e4m3::expert_scale(e4m3::peak(largest)) } else { 2f32.powi(packed::shift(largest)) };
     });
     if packed_codes.is_empty() {
         return;
@@ -100,12 +103,29 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
     tiles.enumerate().for_each(|(i, (tile_codes, tile_scales))| {
         let (expert, tile) = (i / row_tiles, i % row_tiles);
         let shift = shift_of(expert_scales[expert]);
+        let peak = (expert_scales[expert].to_bits() >> 23) as i32 + 6;
         let blocks = tile_codes.chunks_exact_mut(CODE_BYTES).zip(tile_scales.chunks_exact_mut(SCALE_BYTES));
         for (block, (block_codes, block_scales)) in blocks.enumerate() {
             let (mut words, mut fields) = ([[[0u32; 4]; 4]; 32], [[[0u32; 2]; 2]; 32]);
+            let mut levels = [[0u8; 4]; 32];
             for_each_row(p, tile, |quad, half, row| {
                 for group in (0..2).filter(|group| 2 * block + group < k.div_ceil(SCALED)) {
                     let scaled = (expert * p.rows as usize + row) * row_blocks + 2 * block + group;
+                    if p.e4m3 {
+                        let least = e4m3::least(peak);
+                        levels[quad][2 * group + half] = e4m3::scale_byte(scales[scaled].max(least), peak);
+                        let steps = u32::from(least.saturating_sub(scales[scaled]));
+                        let bytes = &codes[scaled * SCALED_BYTES..][..SCALED_BYTES];
+                        // Column c of the 32 belongs to lane c % 16 / 4, and is its column 4 (c / 16) + c % 4.
+                        for c in (0..SCALED).filter(|c| (2 * block + group) * SCALED + c < k) {
+                            let code = match scales[scaled] {
+                                255 => e4m3::NAN_CODE,
+                                _ => e4m3::coarser(u32::from(bytes[c / 2] >> (c % 2 * 4) & 15), steps),
+                            };
+                            words[quad][c % 16 / 4][2 * group + half] |= e4m3::place(code, c / 16 * 4 + c % 4);
+                        }
+                        continue;
+                    }
                     fields[quad][group][half] = packed::scale_field(scales[scaled], shift);
                     // The field 255 is infinity in bf16: what makes it NaN is the code 0.
                     if scales[scaled] == 255 {
@@ -123,8 +143,10 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
             for (to, word) in block_codes.chunks_exact_mut(4).zip(words.as_flattened().as_flattened()) {
                 to.copy_from_slice(&word.to_le_bytes());
             }
-            for (to, [first, second]) in block_scales.chunks_exact_mut(4).zip(fields) {
-                to.copy_from_slice(&packed::place_scales(first, second).to_le_bytes());
+            for (quad, to) in block_scales.chunks_exact_mut(4).enumerate() {
+                let [first, second] = fields[quad];
+                let fields = packed::place_scales(first, second).to_le_bytes();
+                to.copy_from_slice(if p.e4m3 { &levels[quad] } else { &fields });
             }
         }
     });

@@ -87,6 +87,7 @@ pub fn layer(operands: &Operands<'_>, options: &Options<'_>) -> Result<Layer> {
         per_expert: PerExpert::NONE,
         up_maps: WeightMaps::default(),
         down_maps: WeightMaps::default(),
+        least_scales: Vec::new(),
     };
     if let Place::Cuda(ordinal) = layer.place {
         let gpu = gpu(ordinal)?;

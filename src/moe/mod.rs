@@ -4,6 +4,7 @@ pub mod explain;
 mod fp8;
 pub mod grouped_gemm;
 mod mxfp4;
+pub mod mxfp4_a8;
 mod per_expert;
 pub mod plan;
 mod routed;
@@ -17,7 +18,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
-use crate::quant::{fp8_ops, Format};
+use crate::quant::{self, fp8_ops, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use per_expert::{Given, Scalar};
 use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
@@ -46,6 +47,7 @@ struct Stages {
     select: Option<SelectParams>,
     route: RouteParams,
     quantize: Option<fp8::Quantize>,
+    quantize_rows: Option<mxfp4_a8::Quantize>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
     combine: CombineParams,
@@ -102,6 +104,7 @@ impl Stages {
         };
         let mut up = GroupedGemmParams {
             x,
+            row_scales: std::ptr::null(),
             slot_of_place: route.slot_of_place,
             row_divisor: top_k,
             tiles: route.tiles,
@@ -164,7 +167,11 @@ impl Stages {
             let placed = route.offsets.wrapping_add(layer.desc.experts as usize);
             fp8::Quantize::new((ws, base), (desc.tokens, desc.tokens * desc.top_k), placed, (&mut up, &mut down))
         });
-        Stages { select, route, quantize, up, down, combine }
+        let quantize_rows = (layer.desc.format == Format::Mxfp4A8).then(|| {
+            let packed = layer.up.packed.is_some();
+            mxfp4_a8::Quantize::new(packed, desc, (ws, base), &route, (&mut up, &mut down))
+        });
+        Stages { select, route, quantize, quantize_rows, up, down, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
@@ -181,9 +188,16 @@ impl Stages {
                     fp8_ops::launch(stream, "moe: quantisation of x", &quantize.x)?;
                     up_params = quantize.up_on_cuda(&self.up, hidden.is_none());
                 }
+                if let (Some(quantize), Some(x)) = (&self.quantize_rows, x) {
+                    stream.launch("moe: quantisation of x", &x, Args::QuantizeRows(&quantize.x))?;
+                }
                 grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params)?;
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
                     fp8_ops::launch(stream, "moe: quantisation of GEMM1's output", &quantize.hidden)?;
+                }
+                if let (Some(quantize), Some(hidden)) = (&self.quantize_rows, hidden) {
+                    let args = Args::QuantizeRows(&quantize.hidden);
+                    stream.launch("moe: quantisation of GEMM1's output", &hidden, args)?;
                 }
                 grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
             }
@@ -209,9 +223,15 @@ impl Stages {
             if let Some(quantize) = &self.quantize {
                 cpu::quantize_fp8(&quantize.x);
             }
+            if let Some(quantize) = &self.quantize_rows {
+                cpu::round_rows_to_e4m3(&quantize.x);
+            }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
             if let Some(quantize) = &self.quantize {
                 cpu::quantize_fp8(&quantize.hidden);
+            }
+            if let Some(quantize) = &self.quantize_rows {
+                cpu::round_rows_to_e4m3(&quantize.hidden);
             }
             cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
             cpu::combine(&self.combine, dtype);
@@ -516,7 +536,7 @@ pub fn moe_tensors<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-        if format == Some(Format::Mxfp4.spec().name) {
+        if format.and_then(quant::by_name).is_some_and(|spec| spec.format.is_mxfp4()) {
             mxfp4::refuse_bare(w13)?;
         }
         let fp8 = format == Some(Format::Fp8Block.spec().name);

@@ -1,6 +1,7 @@
 //! MXFP4 experts: their contract, and the packed form that GPUs read.
 
 use super::grouped_gemm::WeightMaps;
+use super::mxfp4_a8;
 use super::per_expert::PerExpert;
 use super::weights::{
     check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
@@ -25,7 +26,13 @@ const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 
 /// Checks w13 [E, 2I, H / 2], w2 [E, H, I / 2], their scales [E, 2I, H / 32] and [E, H, I / 32], and biases. `hidden`: columns of x and of
 /// the output, up to H; what lies beyond them is padding that is never read.
-pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options: &Options<'_>) -> Result<Layer> {
+/// `e4m3`: activations are quantised to that.
+pub fn layer(
+    operands: &Operands<'_>,
+    (dtype, e4m3): (Dtype, bool),
+    hidden: Option<i64>,
+    options: &Options<'_>,
+) -> Result<Layer> {
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
     if w13.place != Place::Cpu && dtype != Dtype::Bf16 {
@@ -33,6 +40,12 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
             "dtype: {:?} for mxfp4 experts on {}; supported there: \"bf16\" (others run on CPU tensors)",
             quant::name(dtype),
             w13.place
+        )));
+    }
+    if e4m3 && dtype != Dtype::Bf16 {
+        return Err(Error::Unsupported(format!(
+            "dtype: {:?} for mxfp4 experts with activation_dtype float8_e4m3fn; supported: \"bf16\"",
+            quant::name(dtype)
         )));
     }
     let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
@@ -64,7 +77,7 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
     }
     let matrix = |t: &TensorRef, scales: &TensorRef, bias: &Option<TensorRef>, rows, row_blocks: i64, k| Matrix {
         data: t.data,
-        blocks: Some(Blocks { scales: scales.data, row_blocks: row_blocks as usize }),
+        blocks: Some(Blocks { scales: scales.data, row_blocks: row_blocks as usize, least: std::ptr::null() }),
         packed: None,
         block_scales: std::ptr::null(),
         bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
@@ -73,8 +86,9 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
         k,
     };
     let experts = w13.shape()[0];
-    Ok(Layer {
-        desc: LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format: Format::Mxfp4 },
+    let format = if e4m3 { Format::Mxfp4A8 } else { Format::Mxfp4 };
+    let mut layer = Layer {
+        desc: LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format },
         place: w13.place,
         up: matrix(w13, w13_scale, b13, rows, columns / block, columns_of_x),
         down: matrix(w2, w2_scale, b2, columns, intermediate / block, intermediate),
@@ -83,7 +97,23 @@ pub fn layer(operands: &Operands<'_>, dtype: Dtype, hidden: Option<i64>, options
         per_expert: PerExpert::NONE,
         up_maps: WeightMaps::default(),
         down_maps: WeightMaps::default(),
-    })
+        least_scales: Vec::new(),
+    };
+    if e4m3 {
+        match layer.place {
+            Place::Cuda(ordinal) => layer.desc.require_cuda(&gpu(ordinal)?.device)?,
+            Place::Cpu => {
+                for (matrix, used_rows) in [(&mut layer.up, rows), (&mut layer.down, columns_of_x)] {
+                    let Some(blocks) = &mut matrix.blocks else { continue };
+                    // SAFETY: the contract's shapes.
+                    let least = unsafe { mxfp4_a8::least_scales(blocks, experts, (matrix.rows, used_rows), matrix.k) };
+                    blocks.least = least.as_ptr();
+                    layer.least_scales.push(least);
+                }
+            }
+        }
+    }
+    Ok(layer)
 }
 
 /// The packed form of a CUDA layer's weights, in new tensors or in those of `operands`; `layer` then describes that form.
@@ -142,6 +172,7 @@ impl Source<'_, '_> {
             packed_codes: std::ptr::null_mut(),
             packed_scales: std::ptr::null_mut(),
             expert_scales: std::ptr::null_mut(),
+            e4m3: layer.desc.format == Format::Mxfp4A8,
         }
     }
 

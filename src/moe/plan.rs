@@ -47,13 +47,16 @@ pub struct MoeWorkspace {
     pub block_histogram: Range,
     /// GEMM1's output, [slots, intermediate].
     pub hidden: Range,
-    /// GEMM2's output, [slots, hidden].
+    /// GEMM2's output, [slots, hidden]; before it, x in e4m3.
     pub rows: Range,
     /// Of fp8 formats: x and GEMM1's output in e4m3, and their fp32 scales.
     pub x_codes: Range,
     pub x_scales: Range,
     pub hidden_codes: Range,
     pub hidden_scales: Range,
+    /// Of e4m3 activations: GEMM1's output in e4m3, and the scales of x's rows, then of its.
+    pub hidden_e4m3: Range,
+    pub row_scales: Range,
     pub bytes: usize,
 }
 
@@ -63,6 +66,8 @@ impl MoeWorkspace {
         let slots = (tokens * top_k) as usize;
         let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
         let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
+        let e4m3 = layer.format == Format::Mxfp4A8;
+        let only_e4m3 = |bytes| if e4m3 { bytes } else { 0 };
         let mut layout = Layout::default();
         let mut add = |name, bytes| layout.add(name, bytes);
         let fp8 = |rows: usize, columns: i64, columns_a_byte: usize| {
@@ -87,11 +92,16 @@ impl MoeWorkspace {
                 routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
             ),
             hidden: add("hidden", slots * layer.intermediate as usize * element),
-            rows: add("rows", slots * layer.hidden as usize * element),
+            rows: add(
+                "rows",
+                (slots * layer.hidden as usize * element).max(only_e4m3(tokens as usize * e4m3_columns(layer.hidden))),
+            ),
             x_codes: add("x_codes", fp8(tokens as usize, layer.hidden, 1)),
             x_scales: add("x_scales", fp8(tokens as usize, layer.hidden, GROUP / 4)),
             hidden_codes: add("hidden_codes", fp8(slots, layer.intermediate, 1)),
             hidden_scales: add("hidden_scales", fp8(slots, layer.intermediate, GROUP / 4)),
+            hidden_e4m3: add("hidden_e4m3", only_e4m3(slots * e4m3_columns(layer.intermediate))),
+            row_scales: add("row_scales", only_e4m3(slots * 4)),
             bytes: 0,
         };
         w.bytes = layout.bytes;
@@ -117,10 +127,17 @@ impl MoeWorkspace {
             &self.x_scales,
             &self.hidden_codes,
             &self.hidden_scales,
+            &self.hidden_e4m3,
+            &self.row_scales,
         ];
-        let fp8 = self.x_codes.bytes > 0;
-        all.into_iter().take(if fp8 { 16 } else { 12 })
+        let (fp8, e4m3) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0);
+        all.into_iter().enumerate().filter(move |(i, _)| *i < 12 || if *i < 16 { fp8 } else { e4m3 }).map(|(_, r)| r)
     }
+}
+
+/// Bytes of a row of e4m3, padded with zeros to whole blocks of packed weights.
+pub fn e4m3_columns(columns: i64) -> usize {
+    (columns as usize).next_multiple_of(64)
 }
 
 /// The narrowest tile that a plan chooses.
@@ -182,7 +199,7 @@ pub struct MoePlan {
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub experts: Experts,
-    /// Of fp8: x to e4m3, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
+    /// Of e4m3 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
     pub quantize: [Option<Launch>; 2],
     pub combine: Option<Launch>,
     pub workspace: MoeWorkspace,
@@ -213,7 +230,7 @@ impl Kernels {
         let mxfp4 = |rows, k, out| mxfp4_sm90::serves(device, rows, k, out);
         let plain = |gated, rows, k| sm90::serves(device, layer.dtype, gated, rows, k);
         // Rows of packed down weights are padded to a multiple of 32; only the output's columns count.
-        if layer.format == Format::Mxfp4 && mxfp4(rows, hidden, intermediate) && mxfp4(32, intermediate, hidden) {
+        if layer.format.is_mxfp4() && mxfp4(rows, hidden, intermediate) && mxfp4(32, intermediate, hidden) {
             Kernels::HopperMxfp4
         } else if fp8_sm90::serves(device, layer) {
             Kernels::HopperFp8
@@ -243,7 +260,9 @@ impl MoePlan {
                 let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
                 routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
             }
-            Kernels::HopperMxfp4 => mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed),
+            Kernels::HopperMxfp4 if format == Format::Mxfp4 => {
+                mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
+            }
             Kernels::HopperFp8 | Kernels::Portable => None,
         };
         let (tile_tokens, experts) = match (one_launch, kernels) {
@@ -272,6 +291,8 @@ impl MoePlan {
         let quantize = if kernels == Kernels::HopperFp8 {
             let after = !fp8_sm90::quantises_inside(tile_tokens);
             [Some(fp8_ops::plan(desc.tokens, layer.hidden)), after.then(|| fp8_ops::plan(slots, layer.intermediate))]
+        } else if format == Format::Mxfp4A8 {
+            [desc.tokens, slots].map(|rows| Some(mxfp4_sm90::quantize(rows, device)))
         } else {
             [None, None]
         };
@@ -368,7 +389,7 @@ fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let gemms = match Kernels::of(device, layer) {
         Kernels::Hopper => sm90::variants(element(layer.dtype), layer.gated),
-        Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.gated),
+        Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.format, layer.gated),
         Kernels::HopperFp8 => fp8_sm90::variants(layer.gated),
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };

@@ -1,8 +1,9 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
 use super::grouped_gemm::{self, WeightMaps};
+use super::mxfp4_a8::is_e4m3;
 use super::per_expert::{Given, PerExpert, Scalar, Swiglu};
-use super::plan::fp8_sm90;
+use super::plan::{fp8_sm90, mxfp4_sm90};
 use super::{fp8, mxfp4};
 use crate::contract;
 use crate::device::{gpu, Device};
@@ -16,6 +17,7 @@ use crate::quant::packed::{Extent, Packed};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 /// Everything a plan needs to know of a layer's weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,6 +39,9 @@ impl LayerDesc {
         self.format.require_cuda()?;
         if self.format == Format::Fp8Block {
             fp8_sm90::require(device, self)?;
+        }
+        if self.format == Format::Mxfp4A8 {
+            mxfp4_sm90::require_e4m3(device, self)?;
         }
         Ok(())
     }
@@ -84,7 +89,7 @@ impl Matrix {
             return [(self.data, bytes), (self.block_scales.cast(), bytes / (GROUP * GROUP) * size_of::<f32>())];
         }
         match self.blocks {
-            Some(Blocks { scales, row_blocks }) => {
+            Some(Blocks { scales, row_blocks, .. }) => {
                 [(self.data, rows * row_blocks * BLOCK / 2), (scales, rows * row_blocks)]
             }
             None => [(self.data, rows * self.k as usize * if dtype == Dtype::F32 { 4 } else { 2 }), (self.data, 0)],
@@ -104,6 +109,8 @@ pub struct Layer {
     pub per_expert: PerExpert,
     pub up_maps: WeightMaps,
     pub down_maps: WeightMaps,
+    /// Keep what `Blocks::least` points at.
+    pub least_scales: Vec<Arc<[u8]>>,
 }
 
 /// The Python arguments that describe a layer's arithmetic.
@@ -226,6 +233,8 @@ pub enum Numbers {
     Plain(Elem),
     Mxfp4 {
         dtype: Dtype,
+        /// Activations are quantised to it.
+        e4m3: bool,
         /// Columns of x and of the output where w13 and w2 are padded beyond them.
         hidden: Option<i64>,
     },
@@ -246,8 +255,9 @@ impl Numbers {
                 }
             },
         };
-        if spec.format == Format::Mxfp4 {
-            return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), hidden_size);
+        if spec.format.is_mxfp4() {
+            let e4m3 = spec.format == Format::Mxfp4A8;
+            return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), e4m3, hidden_size);
         }
         if dtype.is_some() || hidden_size.is_some() {
             contract!("dtype and hidden_size: only for format \"mxfp4\", got them with {:?}", spec.name);
@@ -262,9 +272,9 @@ impl Numbers {
         }))
     }
 
-    pub fn mxfp4(dtype: &str, hidden: Option<i64>) -> Result<Numbers> {
+    pub fn mxfp4(dtype: &str, e4m3: bool, hidden: Option<i64>) -> Result<Numbers> {
         match quant::by_name(dtype) {
-            Some(spec) if spec.block == 1 => Ok(Numbers::Mxfp4 { dtype: spec.compute, hidden }),
+            Some(spec) if spec.block == 1 => Ok(Numbers::Mxfp4 { dtype: spec.compute, e4m3, hidden }),
             _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
         }
     }
@@ -275,7 +285,7 @@ impl Layer {
     pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
         let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
-            Numbers::Mxfp4 { dtype, hidden } => mxfp4::layer(operands, dtype, hidden, options),
+            Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
             Numbers::Fp8Block => fp8::layer(operands, options),
         }?;
         if options.swiglu.of_experts() {
@@ -334,6 +344,7 @@ impl Layer {
             per_expert: PerExpert::NONE,
             up_maps: WeightMaps::default(),
             down_maps: WeightMaps::default(),
+            least_scales: Vec::new(),
         };
         if let Place::Cuda(ordinal) = layer.place {
             format.require_cuda()?;
@@ -433,7 +444,7 @@ impl ExpertWeights {
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
-            if layer.desc.format == Format::Mxfp4 {
+            if layer.desc.format.is_mxfp4() {
                 packed = Some(mxfp4::pack(&mut layer, arguments, &operands, in_place)?);
             }
         } else if in_place {
@@ -514,11 +525,12 @@ macro_rules! constructors {
             /// low nibble; w13_scale [El, 2I, H / 32] and w2_scale [El, H, I / 32], E8M0 as uint8, or powers of two as fp32.
             ///
             /// The weights are e2m1 times scale in dtype ("bf16"; on CPU also "f16", "f32"), which x has too; the rest is as for bf16.
-            /// On CUDA they are packed once, into new tensors or (in_place) into those given.
+            /// On CUDA they are packed once, into new tensors or (in_place) into those given. activation_dtype=torch.float8_e4m3fn: rows of x
+            /// and of GEMM1's output are quantised to e4m3 (on Hopper and CPU).
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\", hidden_size=None, in_place=False)")]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\", hidden_size=None, in_place=False, activation_dtype=None)")]
             fn mxfp4(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -536,12 +548,14 @@ macro_rules! constructors {
                 dtype: &str,
                 hidden_size: Option<i64>,
                 in_place: bool,
+                activation_dtype: Option<&Bound<'_, PyAny>>,
             ) -> PyResult<ExpertWeights> {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
                     let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::mxfp4(dtype, hidden_size)?, options, &given, in_place)
+                    let numbers = Numbers::mxfp4(dtype, is_e4m3(activation_dtype)?, hidden_size)?;
+                    ExpertWeights::new(&arguments, numbers, options, &given, in_place)
                 })
             }
 
@@ -600,7 +614,7 @@ macro_rules! constructors {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32", "mxfp4" or "fp8_block".
+            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", or "fp8_block".
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name
@@ -620,10 +634,15 @@ macro_rules! constructors {
 
             fn __repr__(&self) -> String {
                 let d = &self.layer.desc;
-                let dtype = if d.format == Format::Mxfp4 { format!(", dtype={:?}", self.dtype()) } else { String::new() };
+                let dtype = match d.format {
+                    Format::Mxfp4 => format!(", dtype={:?}", self.dtype()),
+                    Format::Mxfp4A8 => ", activation_dtype=float8_e4m3fn".into(),
+                    _ => String::new(),
+                };
+                let name = if d.format.is_mxfp4() { "mxfp4" } else { self.format() };
                 format!(
-                    "ExpertWeights.{}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}{dtype}, device={})",
-                    self.format(), d.experts, d.hidden, d.intermediate, self.activation, self.layout, self.layer.place
+                    "ExpertWeights.{name}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}{dtype}, device={})",
+                    d.experts, d.hidden, d.intermediate, self.activation, self.layout, self.layer.place
                 )
             }
         }

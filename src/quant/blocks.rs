@@ -9,6 +9,8 @@ pub struct Blocks {
     pub scales: *const u8,
     /// Blocks of a row: at least the GEMM's `k` over 32; columns beyond `k` are padding.
     pub row_blocks: usize,
+    /// `[experts]` or null: the scale byte that smaller ones of an expert are brought up to, their codes rounded.
+    pub least: *const u8,
 }
 
 // SAFETY: an address of a tensor that ExpertWeights keeps alive and never writes.

@@ -9,7 +9,9 @@ pub mod layouts;
 pub mod mxfp4;
 pub mod ops;
 pub mod packed;
+pub mod packed_e4m3;
 pub mod packed_ops;
+pub mod row_ops;
 
 use crate::error::{Error, Result};
 use crate::params::Dtype;
@@ -23,13 +25,15 @@ pub enum Format {
     Mxfp4,
     /// e4m3 with an fp32 scale for 128 x 128 weights; activations e4m3 with one for 128 columns of a token.
     Fp8Block,
+    /// Mxfp4 weights, multiplied by activations that are quantised to e4m3 with one scale a row.
+    Mxfp4A8,
 }
 
 /// What a format's weights are made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
     pub format: Format,
-    /// The name in `ExpertWeights.<name>` and on the command line.
+    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype), and on the command line.
     pub name: &'static str,
     /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,
@@ -43,7 +47,7 @@ pub struct QuantSpec {
     pub cuda: bool,
 }
 
-pub const FORMATS: [QuantSpec; 5] = [
+pub const FORMATS: [QuantSpec; 6] = [
     QuantSpec {
         format: Format::Bf16,
         name: "bf16",
@@ -89,11 +93,25 @@ pub const FORMATS: [QuantSpec; 5] = [
         speed: 1.77, // on H200, measured: 1400 and 790 TFLOP/s
         cuda: true,
     },
+    QuantSpec {
+        format: Format::Mxfp4A8,
+        name: "mxfp4-a8",
+        compute: Dtype::Bf16,
+        bits_per_weight: 4.25,
+        block: mxfp4::BLOCK as i64,
+        speed: 1.77,
+        cuda: true,
+    },
 ];
 
 impl Format {
     pub fn spec(self) -> &'static QuantSpec {
         &FORMATS[self as usize]
+    }
+
+    /// Whether weights are MXFP4, whatever multiplies them.
+    pub fn is_mxfp4(self) -> bool {
+        matches!(self, Format::Mxfp4 | Format::Mxfp4A8)
     }
 
     /// The format of weights that are plain numbers.

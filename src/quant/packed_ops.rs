@@ -7,6 +7,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel::Stream;
+use crate::moe::mxfp4_a8::is_e4m3;
 use crate::moe::weights::w13_layout;
 use crate::params::PackMxfp4Params;
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
@@ -49,13 +50,15 @@ pub fn check_vectors(operand: &str, tensor: &TensorRef) -> Result<()> {
 ///
 /// The layout is that of csrc/common/mxfp4.cuh. gated: rows are gate and up rows in `layout` ("gate_up", "up_gate", "interleaved").
 /// expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest scale byte E (255, NaN, does not count) is above 128.
+/// activation_dtype=torch.float8_e4m3fn: the form of csrc/common/mxfp4_e4m3.cuh, whose expert_scales are 2^(max(E, 7) - 133).
 #[pyfunction]
-#[pyo3(signature = (codes, scales, *, gated=false, layout="gate_up"))]
+#[pyo3(signature = (codes, scales, *, gated=false, layout="gate_up", activation_dtype=None))]
 pub fn pack_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
     scales: &Bound<'py, PyAny>,
     gated: bool,
     layout: &str,
+    activation_dtype: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Triple<'py>> {
     let py = codes.py();
     guard(|| {
@@ -89,6 +92,7 @@ pub fn pack_mxfp4<'py>(
             packed_codes: to.data,
             packed_scales: to_scales.data,
             expert_scales: factors.data.cast(),
+            e4m3: is_e4m3(activation_dtype)?,
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
@@ -167,6 +171,7 @@ pub fn unpack_mxfp4<'py>(
             packed_codes: from.data,
             packed_scales: from_scales.data,
             expert_scales: factors.data.cast(),
+            e4m3: false,
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.

@@ -1,10 +1,11 @@
-//! The tiles of Hopper's kernels of packed MXFP4 weights.
+//! The Hopper kernels' tiles of packed MXFP4 weights.
 
 use super::Variant;
 
-/// Tile of the Hopper kernel of MXFP4 weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mxfp4Sm90Tile {
+    /// Activations are e4m3, else bf16.
+    pub e4m3: bool,
     pub tokens: u32,
     pub consumers: u32,
     pub stages: u32,
@@ -13,17 +14,19 @@ pub struct Mxfp4Sm90Tile {
 
 impl Mxfp4Sm90Tile {
     pub fn variant(self, gated: bool) -> Variant {
-        let Mxfp4Sm90Tile { tokens, consumers, stages, blocks } = self;
-        Variant::GroupedGemmMxfp4Sm90 { gated, tokens, consumers, stages, blocks }
+        let Mxfp4Sm90Tile { e4m3, tokens, consumers, stages, blocks } = self;
+        Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks }
     }
 
-    /// Bytes of `GroupedGemmMxfp4Sm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each),
-    /// barriers.
+    /// Bytes of `Mxfp4PipelineSm90::Shared`: scales of three units' tokens (e4m3), stages, staged outputs (two chunks a consumer), row
+    /// offsets and work units (two of each), barriers.
     pub(super) fn shared_bytes(self, gated: bool) -> u32 {
-        let stage = (self.blocks * (self.tokens * 128 + self.consumers * (2048 + 128))).next_multiple_of(1024);
+        let (columns, scales) = if self.e4m3 { (64, 3 * self.tokens * 4) } else { (128, 0) };
+        let stage = (self.blocks * (self.tokens * columns + self.consumers * (2048 + 128))).next_multiple_of(1024);
         let chunk = if gated { self.tokens.min(64) * 64 } else { self.tokens.min(32) * 128 };
         let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
-        (self.stages * stage + 2 * self.consumers * chunk + offsets + units + barriers).next_multiple_of(1024)
+        let behind = 2 * self.consumers * chunk + offsets + units + barriers;
+        (scales.next_multiple_of(1024) + self.stages * stage + behind).next_multiple_of(1024)
     }
 
     /// CTAs on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
@@ -33,15 +36,27 @@ impl Mxfp4Sm90Tile {
     }
 }
 
+const fn bf16(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Mxfp4Sm90Tile {
+    Mxfp4Sm90Tile { e4m3: false, tokens, consumers, stages, blocks }
+}
+
+const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Mxfp4Sm90Tile {
+    Mxfp4Sm90Tile { e4m3: true, tokens, consumers, stages, blocks }
+}
+
 /// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
 pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
-    Mxfp4Sm90Tile { tokens: 16, consumers: 1, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 16, consumers: 2, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 32, consumers: 3, stages: 3, blocks: 5 },
-    Mxfp4Sm90Tile { tokens: 64, consumers: 3, stages: 4, blocks: 3 },
-    Mxfp4Sm90Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
-    Mxfp4Sm90Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
+    bf16(16, 1, 3, 5),
+    bf16(16, 2, 3, 5),
+    bf16(32, 3, 3, 5),
+    bf16(64, 3, 4, 3),
+    bf16(128, 3, 3, 2),
+    bf16(192, 3, 5, 1),
 ];
+
+/// The same for e4m3 activations, where a stage has an even number of blocks.
+pub const MXFP4_E4M3_SM90_TILES: [Mxfp4Sm90Tile; 5] =
+    [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
 
 /// The layer in one launch, routing inside: `warps` of slices of 16 rows, each with a ring of up to `stages` of `blocks` K blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

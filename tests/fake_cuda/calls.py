@@ -242,9 +242,12 @@ def packed_calls(top_k, tokens, **layer):
         logits = Tensor((count, shape[0]), "float32")
         oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
         asked = records()
-        options = {"format": "mxfp4", "gated": layer.get("gated", True)}
+        options = {"format": weights.format, "gated": layer.get("gated", True)}
         plan = None if shape[1] % 32 else oxmoe.explain(shape[0], top_k, *shape[1:], count, **options)
-        calls.append({"tokens": count, "explain": plan, "x": x.address, "out": out.address, "records": asked})
+        room = [workspace.address, workspace.shape[0]]
+        calls.append(
+            {"tokens": count, "explain": plan, "x": x.address, "out": out.address, "workspace": room, "records": asked}
+        )
     addresses = {name: tensor.address for name, tensor in tensors.items()}
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
@@ -309,6 +312,17 @@ def quantized(shape, dtype, rounding):
     return {"addresses": addresses, "shapes": [t.shape for t in (codes, scales, back)], "records": records()}
 
 
+def quantized_rows(shape):
+    """rows_e4m3: addresses of numbers, codes and scales, shapes of the last two, records."""
+    x = Tensor(shape)
+    made = oxmoe.quantize_rows_e4m3(x)
+    return {
+        "addresses": [t.address for t in (x, *made)],
+        "shapes": [list(t.shape) for t in made],
+        "records": records(),
+    }
+
+
 def refused_mxfp4():
     """What MXFP4 experts on a GPU raise."""
     codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
@@ -322,6 +336,11 @@ def refused_mxfp4():
     numbers.address += 2
     return {
         "dtype": attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales, dtype="f16"),
+        "e4m3": attempt(oxmoe.ExpertWeights.mxfp4, *codes, *scales, activation_dtype="float8_e4m3fn"),
+        "e4m3 columns": attempt(
+            oxmoe.ExpertWeights.mxfp4, *codes, *scales, activation_dtype="float8_e4m3fn", hidden_size=60
+        ),
+        "rows": attempt(oxmoe.quantize_rows_e4m3, Tensor((4, 64))),
         "bare": attempt(oxmoe.moe_tensors, x, *codes, weights, ids, **blocks),
         "vectors": attempt(oxmoe.swizzle_hopper_mxfp4, odd, scales[0]),
         "numbers": attempt(oxmoe.quantize_mxfp4, numbers),

@@ -25,6 +25,8 @@ SIGNATURES = {
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
     "quantize_fp8": ("QuantizeFp8Params",),
+    "grouped_gemm_mxfp4_e4m3_sm90": ("GroupedGemmParams",),
+    "quantize_rows_e4m3": ("QuantizeRowsParams",),
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),

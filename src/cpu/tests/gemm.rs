@@ -73,6 +73,7 @@ impl Data {
         let mut out = Tensor::unset(c.dtype, c.ids.len() * c.out_columns);
         let p = GroupedGemmParams {
             x: self.x.bytes.as_ptr(),
+            row_scales: std::ptr::null(),
             slot_of_place: if c.identity_rows { std::ptr::null() } else { routed.slot_of_place.as_ptr() },
             row_divisor: c.top_k as i32,
             tiles: routed.tiles.as_ptr(),

@@ -51,6 +51,7 @@ fn layer_speed() {
             marks.push(Instant::now());
             let gemm1 = GroupedGemmParams {
                 x: x.as_ptr().cast(),
+                row_scales: std::ptr::null(),
                 slot_of_place: routed.slot_of_place.as_ptr(),
                 row_divisor: TOP_K as i32,
                 tiles: routed.tiles.as_ptr(),

@@ -2,12 +2,37 @@
 
 use super::{max_tiles, sm90, GemmDesc, MoeDesc};
 use crate::device::{Arch, Device};
+use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
+use crate::moe::weights::LayerDesc;
+use crate::quant::Format;
+use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
 pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
     device.arch == Arch::SM90 && k.is_multiple_of(8) && rows.is_multiple_of(16) && out_columns.is_multiple_of(8)
+}
+
+/// The error for e4m3 activations where this kernel is not.
+pub fn require_e4m3(device: &Device, layer: &LayerDesc) -> Result<()> {
+    let (rows, hidden, intermediate) = (layer.up_rows() as u32, layer.hidden as u32, layer.intermediate as u32);
+    if serves(device, rows, hidden, intermediate) && serves(device, 32, intermediate, hidden) {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!(
+        "activation_dtype float8_e4m3fn for mxfp4 experts with hidden {hidden}, intermediate {intermediate} on {}; supported: sm_90 with a \
+hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: every GPU from sm_80)",
+        device.arch
+    )))
+}
+
+/// By tokens.
+fn tiles(format: Format) -> &'static [Mxfp4Sm90Tile] {
+    if format == Format::Mxfp4A8 {
+        &MXFP4_E4M3_SM90_TILES
+    } else {
+        &MXFP4_SM90_TILES
+    }
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us a layer, 128 and 64 rows:
@@ -26,9 +51,10 @@ fn ctas(gemm: &GemmDesc, tile: Mxfp4Sm90Tile, device: &Device) -> u32 {
 
 /// The narrowest tile that takes this many tokens.
 fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
-    let first = MXFP4_SM90_TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(MXFP4_SM90_TILES.len() - 1);
-    let narrow = MXFP4_SM90_TILES[first];
-    match MXFP4_SM90_TILES.get(first + 1) {
+    let tiles = tiles(gemm.format);
+    let first = tiles.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(tiles.len() - 1);
+    let narrow = tiles[first];
+    match tiles.get(first + 1) {
         Some(wide) if wide.tokens == narrow.tokens => {
             // One tile an expert is what the schedule's tile was chosen for.
             let units = gemm.slots.min(gemm.experts) as u32 * row_blocks(gemm, *wide);
@@ -47,10 +73,13 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
 ///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64;   M 1024 (32)  765 at 64, 858 at 128
 ///                  M 2048 (64)  1273 at 64, 1078 at 128, 1377 at 192
 ///   gpt-oss-20b    M 512 (64)  321 at 64, 266 at 128, 336 at 192;   M 1024 (128)  446 at 128, 412 at 192
+/// e4m3, both quantisations included:
+///   gpt-oss-120b   M 256  418 at 16, 444 at 32;   M 512  471 at 32, 467 at 64;   M 1024  530 at 64, 562 at 128
+///                  M 2048 785 at 64, 683 at 128;  M 4096 1223 at 128, 1021 at 192
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 11.0 => 16,
-        mean if mean <= 20.0 => 32,
+        mean if mean <= 20.0 && gemm.format != Format::Mxfp4A8 => 32,
         mean if mean <= 44.0 => 64,
         mean if mean <= 96.0 => 128,
         _ => 192,
@@ -94,9 +123,20 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     })
 }
 
-pub fn variants(gated: bool) -> Vec<Variant> {
-    let gemms = MXFP4_SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
-    gemms.chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
+/// A CTA takes row after row; a multiprocessor has room for 16.
+pub fn quantize(rows: i64, device: &Device) -> Launch {
+    let variant = Variant::QuantizeRowsE4m3;
+    let grid = (rows as u32).min(16 * device.multiprocessors);
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+pub fn variants(format: Format, gated: bool) -> Vec<Variant> {
+    let gemms = tiles(format).iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
+    let other = match format {
+        Format::Mxfp4A8 => Variant::QuantizeRowsE4m3,
+        _ => MXFP4_LAYER_TILE.variant(gated),
+    };
+    gemms.chain([other]).collect()
 }
 
 #[cfg(test)]
@@ -104,24 +144,24 @@ mod tests {
     use super::super::routing::Logits;
     use super::super::{Experts, MoePlan};
     use super::*;
-    use crate::moe::weights::LayerDesc;
     use crate::params::Dtype;
-    use crate::quant::Format;
     use crate::variants::Element;
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
         let device = Device::typical(Arch::SM90);
-        let mut chosen = Vec::new();
-        for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
-            let (element, format) = (Element::Bf16, Format::Mxfp4);
-            let gemm = GemmDesc { element, format, gated: true, slots: tokens * 4, experts: 128, rows: 5760, k: 2880 };
-            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
-            assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
-            chosen.push(launch.variant);
+        for format in [Format::Mxfp4, Format::Mxfp4A8] {
+            let mut chosen = Vec::new();
+            for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+                let (slots, element) = (tokens * 4, Element::Bf16);
+                let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
+                let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+                assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
+                chosen.push(launch.variant);
+            }
+            chosen.dedup();
+            assert_eq!(chosen, tiles(format).iter().map(|t| t.variant(true)).collect::<Vec<_>>());
         }
-        chosen.dedup();
-        assert_eq!(chosen, MXFP4_SM90_TILES.map(|t| t.variant(true)));
     }
 
     #[test]

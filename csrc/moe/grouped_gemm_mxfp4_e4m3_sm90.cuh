@@ -1,0 +1,217 @@
+// Grouped GEMM for Hopper with packed MXFP4 weights and e4m3 tokens of one scale a row: out[place] = activation(scale[row(place)]
+// * (weights[expert(place)] x[row(place)]) + bias[expert(place)]), bf16 out. Weights are decoded to e4m3 in registers, wgmma's A;
+// sums are the tensor core's, which keeps 14 bits, and are not promoted.
+//
+// Stages, copies and schedule are those of grouped_gemm_mxfp4_sm90.cuh. A warp decodes 64 x 64 weights in 40 instructions, three
+// of ten on the multiplier's pipe, and one wgmma takes twice the K in the same time, so that it serves few tokens too.
+//
+// Needs k % 32 == 0 (k counts pairs of columns), rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and
+// out.
+#pragma once
+#include <cstdint>
+
+#include "../common/mxfp4_e4m3.cuh"
+#include "mxfp4_pipeline_sm90.cuh"
+
+namespace oxmoe {
+
+template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
+struct GroupedGemmMxfp4E4m3Sm90 {
+    using Pipeline = Mxfp4PipelineSm90<Gated, MaxTokens, Consumers, Stages, Blocks, true>;
+    using Base = typename Pipeline::Base;
+    using Shared = typename Pipeline::Shared;
+    using Stage = typename Pipeline::Stage;
+
+    static constexpr int kThreads = Base::kThreads;
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kSharedBytes = sizeof(Shared);
+    // Tiles of an expert in turn, where it has several.
+    static constexpr bool kByExpert = MaxTokens >= 128;
+    // The widths that a tile can be multiplied at: with more than five wide ones ptxas runs out of registers (C7512).
+    static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16, kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : kWidthStep;
+    static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
+    // K32 steps in a wgmma group.
+    static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
+    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
+    // make.
+    static constexpr bool kMovesRegisters = MaxTokens >= 64;
+    static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
+
+    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
+    static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024),
+                         kCtasByRegisters = MaxTokens <= 32 ? 768 / kThreads : 1;
+    static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+
+    static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) Base::init_barriers(shared, 128 * Consumers);
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            if constexpr (kMovesRegisters) sm90::registers_decrease<56>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0) {
+                Pipeline::copy_weights(p, shared);
+            } else if (warp == 1) {
+                Base::template schedule<kByExpert>(p, shared);
+            } else {
+                RingPosition<Pipeline::kScaleSlots> slots;
+                Pipeline::gather(p, shared, [&](int count, const uint32_t* sources, int thread) {
+                    const uint32_t row_chunks = p.k / 8;
+#pragma unroll 1
+                    for (int n = thread; n < count; n += Base::kGatherThreads) {
+                        sm90::copy_4_async(&shared.row_scale[slots.slot][n],
+                                           p.row_scales + sources[n] / row_chunks);
+                    }
+                    slots.advance();
+                });
+            }
+        } else {
+            if constexpr (kMovesRegisters) sm90::registers_increase<152>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        RingPosition<kUnitSlots> units;
+        RingPosition<Pipeline::kScaleSlots> scales;
+        RingPosition<Stages> ring;
+        uint32_t staging = 0;
+        const int k_blocks = Pipeline::k_blocks(p);
+        for (;; units.advance(), scales.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            if (work.expert < 0) break;
+            if (!Base::has_rows(p, work, Base::consumer_index())) {
+                for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_arrive(&shared.empty[ring.slot]);
+                }
+                continue;
+            }
+            typename Base::Biases bias;
+            Base::template load_biases<true>(work, p, bias);
+            const float expert_scale = p.expert_scales[work.expert];
+            float sums[1][MaxTokens / 2];
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
+            multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+            scale_sums(work.count, expert_scale, shared.row_scale[scales.slot], sums[0]);
+            const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
+            if (!Gated || activated)
+                Base::template store<true>(work, sums, p, shared, staging);
+            else
+                Base::template store<false>(work, sums, p, shared, staging);
+        }
+    }
+
+    static __device__ __forceinline__ void scale_sums(int count, float expert_scale, const float* row_scales, float* sums) {
+        const float2* mine = reinterpret_cast<const float2*>(row_scales) + threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < MaxTokens / 8; ++n) {
+            if (n * 8 >= count) break;
+            const float2 scale = mine[n * 4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[4 * n + i] *= (i % 2 ? scale.y : scale.x) * expert_scale;
+        }
+    }
+
+    // The smallest width that holds the tile, by bisection.
+    template <int Low, int High>
+    static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
+                                                             RingPosition<Stages>& ring) {
+        if constexpr (Low == High) {
+            multiply<Low>(k_blocks, sums, shared, ring);
+        } else {
+            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
+            if (count <= kMiddle)
+                multiply_at_width<Low, kMiddle>(count, k_blocks, sums, shared, ring);
+            else
+                multiply_at_width<kMiddle + kWidthStep, High>(count, k_blocks, sums, shared, ring);
+        }
+    }
+
+    // NOTE: a stage is freed by every lane: ptxas takes a warp for converged beside wgmma and drops what would hold one lane's
+    // arrival back until the others have read.
+    template <int Width>
+    static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index();
+        int previous = 0, block = 0;
+#pragma unroll 1
+        for (; block + Blocks <= k_blocks; block += Blocks, ring.advance()) {
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::fence_async_proxy();
+            multiply_blocks<Width, Blocks>(sums, shared.stage[ring.slot], consumer, 0,
+                                           [&] { sm90::barrier_arrive_if(&shared.empty[previous], block > 0); });
+            previous = ring.slot;
+        }
+        sm90::wgmma_wait<0>();
+        sm90::barrier_arrive_if(&shared.empty[previous], block > 0);
+        multiply_rest<Width>(k_blocks - block, sums, shared, ring);
+    }
+
+    // The blocks that are left of K, fewer than a stage has.
+    // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
+    template <int Width>
+    static __device__ __forceinline__ void multiply_rest(int blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
+        if (blocks == 0) return;
+        const int consumer = Base::consumer_index();
+        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+        sm90::fence_async_proxy();
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+            multiply_blocks<Width, 1>(sums, shared.stage[ring.slot], consumer, i, [] {});
+            sm90::wgmma_wait<0>();
+        }
+        sm90::barrier_arrive(&shared.empty[ring.slot]);
+        ring.advance();
+    }
+
+    // `Run` blocks of a stage from `first` on. While the tensor cores work on a group, the next one is decoded, and the next
+    // block is on its way from shared memory. On return one group is in flight; `earlier_done` is called once everything older
+    // than this call has finished.
+    template <int Width, int Run, typename F>
+    static __device__ __forceinline__ void multiply_blocks(float* sums, const Stage& stage, int consumer, int first,
+                                                           F earlier_done) {
+        const uint8_t* my_codes = stage.codes[consumer] + first * mxfp4::kCodeBytes + threadIdx.x % 128 * 16;
+        const uint8_t* my_scales = stage.scales[consumer] + first * mxfp4::kScaleBytes + threadIdx.x % 128 / 4 * 4;
+        // A block is half a row of tokens.
+        const uint32_t tokens = sm90::shared_address(stage.tokens) + first / 2 * Base::kTokenBytes + first % 2 * 64;
+        uint4 codes = *reinterpret_cast<const uint4*>(my_codes);
+        uint32_t scales = *reinterpret_cast<const uint32_t*>(my_scales);
+#pragma unroll
+        for (int block = 0; block < Run; ++block) {
+            const uint4 my_words = codes;
+            const uint32_t my_levels = scales;
+            if (block + 1 < Run) {
+                codes = *reinterpret_cast<const uint4*>(my_codes + (block + 1) * mxfp4::kCodeBytes);
+                scales = *reinterpret_cast<const uint32_t*>(my_scales + (block + 1) * mxfp4::kScaleBytes);
+            }
+#pragma unroll
+            for (int step = 0; step < 2; step += kSteps) {
+                uint32_t a[kSteps][4];
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) mxfp4_e4m3::decode(my_words, my_levels, step + i, a[i]);
+                sm90::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) {
+                    const uint32_t offset = block / 2 * Base::kTokenBytes + block % 2 * 64 + (step + i) * 32;
+                    sm90::WgmmaE4m3FromRegisters<Width>::multiply(sums, a[i], sm90::descriptor_128b(tokens, offset));
+                }
+                sm90::wgmma_commit();
+                sm90::wgmma_wait<1>();
+                if (block + step == 0) earlier_done();
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe

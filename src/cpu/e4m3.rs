@@ -1,0 +1,92 @@
+//! csrc/quant/quantize_rows_e4m3.cuh on host memory.
+
+use super::narrow::{e4m3, e4m3_value};
+use super::Shared;
+use crate::params::QuantizeRowsParams;
+use half::bf16;
+use rayon::prelude::*;
+use std::sync::LazyLock;
+
+/// The value of every code; exact.
+static VALUES: LazyLock<[bf16; 256]> =
+    LazyLock::new(|| std::array::from_fn(|code| bf16::from_f32(e4m3_value(code as u8))));
+
+/// The scale of a row: amax / 448, or 1 where that is less than the least normal number. NaN counts as the largest.
+fn scale(row: &[bf16]) -> f32 {
+    let peak = row.iter().map(|x| x.to_bits() & 0x7FFF).max().unwrap_or(0);
+    let scale = bf16::from_bits(peak).to_f32() / 448.0;
+    if scale < f32::MIN_POSITIVE {
+        1.0
+    } else {
+        scale
+    }
+}
+
+/// Calls `f(row number, inverse of its scale)` for every row, on many threads; writes the scales.
+///
+/// # Safety
+/// As `QuantizeRowsParams` says; nobody else writes there. `f` may write to x only in the row that it is called for.
+unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, usize, f32) + Sync) {
+    let mut rows = p.rows as usize;
+    if !p.tiles.is_null() {
+        // SAFETY: a schedule, by the caller's contract.
+        rows = unsafe {
+            match *p.tile_count {
+                0 => 0,
+                count => {
+                    let last = *p.tiles.add(count as usize - 1);
+                    (last.first + last.count) as usize
+                }
+            }
+        };
+    }
+    let shared = Shared(p);
+    (0..rows).into_par_iter().for_each(|row| {
+        let p = shared.get();
+        let columns = p.columns as usize;
+        // SAFETY: a row of x, by the caller's contract, and its scale, which this thread alone writes.
+        let scale = unsafe {
+            let scale = scale(std::slice::from_raw_parts(p.x.cast::<bf16>().add(row * columns), columns));
+            *p.scales.add(row) = scale;
+            scale
+        };
+        f(p, row, 1.0 / scale);
+    });
+}
+
+/// Codes, as the kernel writes them.
+///
+/// # Safety
+/// As `QuantizeRowsParams` says; nobody else writes to what it points at.
+pub unsafe fn quantize_rows_e4m3(p: &QuantizeRowsParams) {
+    // SAFETY: the caller's contract; rows are apart.
+    unsafe {
+        for_each_row(p, |p, row, inverse| {
+            let (columns, out_columns) = (p.columns as usize, p.out_columns as usize);
+            let x = std::slice::from_raw_parts(p.x.cast::<bf16>().add(row * columns), columns);
+            let (codes, padding) =
+                std::slice::from_raw_parts_mut(p.out.add(row * out_columns), out_columns).split_at_mut(columns);
+            for (code, x) in codes.iter_mut().zip(x) {
+                *code = e4m3(x.to_f32() * inverse);
+            }
+            padding.fill(0);
+        });
+    }
+}
+
+/// The codes' values as bf16 `[rows, columns]`, which `out` holds; `out` may be x.
+///
+/// # Safety
+/// As for [`quantize_rows_e4m3`].
+pub unsafe fn round_rows_to_e4m3(p: &QuantizeRowsParams) {
+    let values = &*VALUES;
+    // SAFETY: as above; no slices, since out may be x.
+    unsafe {
+        for_each_row(p, |p, row, inverse| {
+            let (from, to) = (p.x.cast::<bf16>(), p.out.cast::<bf16>());
+            for i in row * p.columns as usize..(row + 1) * p.columns as usize {
+                *to.add(i) = values[e4m3((*from.add(i)).to_f32() * inverse) as usize];
+            }
+        });
+    }
+}

@@ -1,0 +1,92 @@
+//! MXFP4 experts with e4m3 activations: what is quantised on the way, and the range of scales that e4m3 leaves.
+
+use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
+use crate::contract;
+use crate::error::Result;
+use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::quant::blocks::Blocks;
+use crate::quant::packed_e4m3;
+use pyo3::prelude::*;
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Whether activations become e4m3: torch.float8_e4m3fn or its name, or None.
+pub fn is_e4m3(activation_dtype: Option<&Bound<'_, PyAny>>) -> Result<bool> {
+    let Some(given) = activation_dtype else { return Ok(false) };
+    let name = given.str()?.to_string();
+    match name.trim_start_matches("torch.") {
+        "float8_e4m3fn" => Ok(true),
+        _ => contract!("activation_dtype: expected None or torch.float8_e4m3fn, got {name}"),
+    }
+}
+
+/// The quantisations of x, before GEMM1, and of its output, before GEMM2.
+#[derive(Clone, Copy)]
+pub struct Quantize {
+    pub x: QuantizeRowsParams,
+    pub hidden: QuantizeRowsParams,
+}
+
+impl Quantize {
+    /// Makes the GEMMs read what these write. `packed`: weights are, so that rows are bytes, padded to whole blocks; else bf16 numbers.
+    pub fn new(
+        packed: bool,
+        desc: &MoeDesc,
+        (ws, base): (&MoeWorkspace, *mut u8),
+        route: &RouteParams,
+        (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+    ) -> Quantize {
+        let columns = |k: i32| if packed { e4m3_columns(k.into()) as i32 } else { k };
+        let of_x = QuantizeRowsParams {
+            x: up.x,
+            // GEMM2 writes there once GEMM1 is done.
+            out: ws.rows.at(base),
+            scales: ws.row_scales.at(base),
+            rows: desc.tokens as i32,
+            columns: up.k,
+            out_columns: columns(up.k),
+            tiles: std::ptr::null(),
+            tile_count: std::ptr::null(),
+        };
+        let of_hidden = QuantizeRowsParams {
+            x: down.x,
+            out: if packed { ws.hidden_e4m3.at(base) } else { ws.hidden.at(base) },
+            rows: route.tokens * route.top_k,
+            columns: down.k,
+            out_columns: columns(down.k),
+            tiles: route.tiles,
+            tile_count: route.tile_count,
+            ..of_x
+        };
+        for (gemm, quantize) in [(up, &of_x), (down, &of_hidden)] {
+            gemm.x = quantize.out;
+            gemm.row_scales = quantize.scales;
+            if packed {
+                // The kernel counts pairs of columns, and the quantisation before it writes no schedule.
+                gemm.k = quantize.out_columns / 2;
+                gemm.schedule_is_older = true;
+            }
+        }
+        Quantize { x: of_x, hidden: of_hidden }
+    }
+}
+
+/// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host, of whose rows and columns the first are used.
+///
+/// # Safety
+/// `blocks` has the scales of all of them.
+pub unsafe fn least_scales(blocks: &Blocks, experts: i64, (rows, used_rows): (i64, i64), k: i64) -> Arc<[u8]> {
+    let (row_blocks, rows) = (blocks.row_blocks, rows as usize);
+    // SAFETY: the caller's contract.
+    let scales = unsafe { std::slice::from_raw_parts(blocks.scales, experts as usize * rows * row_blocks) };
+    let used = (k as usize).div_ceil(crate::quant::mxfp4::BLOCK);
+    let least: Vec<u8> = scales
+        .par_chunks(rows * row_blocks)
+        .map(|expert| {
+            let rows = expert.chunks(row_blocks).take(used_rows as usize).flat_map(|row| &row[..used]);
+            let largest = rows.copied().filter(|&scale| scale != 255).max().unwrap_or(0);
+            packed_e4m3::least(packed_e4m3::peak(largest))
+        })
+        .collect();
+    least.into()
+}
