@@ -89,6 +89,21 @@ def test_bench_of_mxfp4(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         __main__.main([*arguments, "--device", "cuda"])
 
 
+def test_bench_of_e4m3_activations(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--shapes", tiny, "--tokens", "9", "--device", "cpu"]
+    assert __main__.main([*arguments, "--format", "mxfp4-a8", "--json", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["backend"], row["format"]) for row in rows] == [("oxmoe", "mxfp4-a8")]
+    assert "has no mxfp4-a8 weights" in capsys.readouterr().out
+    assert __main__.main([*arguments, "--format", "bf16,mxfp4,mxfp4-a8", "--distance"]) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+    errors = {(line[3].strip(), line[4].strip()): float(line[5]) for line in lines}
+    assert len(errors) == 6
+    for (_, format_name), error in errors.items():
+        assert 1e-2 < error < 0.1 if format_name == "mxfp4-a8" else 0 < error < 5e-3
+
+
 def test_bench_times_no_wrong_result(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +280,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["formats"] == "bf16, f16, mxfp4, fp8_block; on CPU also f32"
+    assert lines["formats"] == "bf16, f16, mxfp4, fp8_block, mxfp4-a8; on CPU also f32"
     assert lines["layer on cpu"].startswith("right, ")
 
 

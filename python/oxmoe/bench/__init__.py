@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import allreduce, allreduce_peers, layers, overhead, report
+from oxmoe.bench import allreduce, allreduce_peers, distance, layers, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import GraphClock
@@ -32,6 +32,7 @@ FORMATS = {
     "bf16": (torch.bfloat16, 16.0),
     "f16": (torch.float16, 16.0),
     "mxfp4": (torch.bfloat16, 4.25),
+    "mxfp4-a8": (torch.bfloat16, 4.25),
     "fp8-block": (torch.bfloat16, 8.0),
 }
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
@@ -81,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay for so long before each round: prefill then runs at the power limit, as under load",
     )
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
+    parser.add_argument(
+        "--distance", action="store_true", help="print how far results are from fp32 arithmetic, and time nothing"
+    )
     parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
     parser.add_argument(
         "--allreduce",
@@ -175,8 +179,15 @@ class _Bench:
         """All cells of one shape."""
         shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
-        form = {"mxfp4": format_name == "mxfp4", "fp8_block": format_name == "fp8-block"}
-        weights = layers.make_weights(shape, dtype, self.device, count, **form)
+        weights = layers.make_weights(
+            shape,
+            dtype,
+            self.device,
+            count,
+            mxfp4=format_name.startswith("mxfp4"),
+            fp8_block=format_name == "fp8-block",
+            activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
+        )
         backends: list[Backend] = [Oxmoe(shape, weights)]
         for peer in peers:
             if format_name not in PEERS[peer].formats:
@@ -216,7 +227,7 @@ class _Bench:
                 self.output.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
                 continue
             if isinstance(backend, Oxmoe):
-                wrong = layers.error(result, truth, fp8=cell.format == "fp8-block")
+                wrong = layers.error(result, truth, cell.format)
                 if wrong is not None:
                     self.right = False
                     self.output.wrong(cell, wrong)
@@ -258,6 +269,9 @@ def run(args: argparse.Namespace) -> int:
         report.append_json(args.json, [{**row, **environment} for row in rows])
         return 0
     shapes = _known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
+    if args.distance:
+        distance.run(shapes, formats, args.tokens or [64], device)
+        return 0
     tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
     peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(PEERS), PEERS)
     patterns = _known("pattern", args.pattern, layers.PATTERNS)

@@ -47,7 +47,7 @@ class Backend(ABC):
 
 class Oxmoe(Backend):
     name = "oxmoe"
-    formats = ("bf16", "f16", "mxfp4", "fp8-block")
+    formats = ("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8-block")
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
@@ -57,7 +57,8 @@ class Oxmoe(Backend):
         options = {"b13": item.b13, "b2": item.b2, **self.shape.options}
         w13, w2 = item.w13, item.w2
         if isinstance(w13, Mxfp4):
-            return oxmoe.ExpertWeights.mxfp4(w13.codes, w2.codes, w13.scales, w2.scales, **options)
+            operands = w13.codes, w2.codes, w13.scales, w2.scales
+            return oxmoe.ExpertWeights.mxfp4(*operands, activation_dtype=item.activation_dtype, **options)
         if isinstance(w13, Fp8Block):
             return oxmoe.ExpertWeights.fp8_block(w13.codes, w2.codes, w13.scales, w2.scales, **options)
         return expert_weights(w13, w2, **options)

@@ -61,6 +61,9 @@ SHAPES = {
     "granite-1b-a400m": Shape(32, 8, 1024, 512),
 }
 
+# Formats whose products are those of e4m3.
+E4M3_FORMATS = ("mxfp4-a8", "fp8-block")
+
 # uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
 PATTERNS = ("uniform", "hot", "one")
 
@@ -95,13 +98,14 @@ class Weights:
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
+    activation_dtype: torch.dtype | None = None  # of Mxfp4: what activations are quantised to
 
     def dense(self) -> Weights:
         """The same numbers as plain tensors."""
         if not isinstance(self.w13, Mxfp4):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
-        return Weights(w13, w2, self.b13, self.b2)
+        return Weights(w13, w2, self.b13, self.b2, self.activation_dtype)
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,16 @@ class Inputs:
 
 
 def make_weights(
-    shape: Shape, dtype: torch.dtype, device: str, count: int, *, mxfp4: bool = False, fp8_block: bool = False
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    count: int,
+    *,
+    mxfp4: bool = False,
+    fp8_block: bool = False,
+    activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
-    """count layers, scaled so that activations and outputs are of size one."""
+    """count layers, scaled so that activations and outputs are of size one. MXFP4 scales differ by up to 4."""
 
     def fp8(experts: int, rows: int, columns: int) -> Fp8Block:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
@@ -150,9 +161,9 @@ def make_weights(
             w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
             w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
         if not shape.gpt_oss:
-            return Weights(w13, w2)
+            return Weights(w13, w2, activation_dtype=activation_dtype)
         b13, b2 = randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5)
-        return Weights(w13, w2, b13, b2)
+        return Weights(w13, w2, b13, b2, activation_dtype)
 
     return [layer() for _ in range(count)]
 
@@ -194,7 +205,7 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, format_name: s
         intermediate_size=shape.intermediate,
         active_experts=sum(active) / len(active),
         weight_bits=weight_bits,
-        matrix_flops=FP8_MATRIX_FLOPS_PER_SECOND if format_name == "fp8-block" else MATRIX_FLOPS_PER_SECOND,
+        matrix_flops=FP8_MATRIX_FLOPS_PER_SECOND if format_name in E4M3_FORMATS else MATRIX_FLOPS_PER_SECOND,
     ).us
 
 
@@ -212,22 +223,26 @@ def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
         b2=weights.b2,
         **shape.options,
         **inputs.routing(shape.top_k),
+        activation_dtype=weights.activation_dtype,
     )
 
 
-def error(result: Tensor, truth: Tensor, *, fp8: bool = False) -> str | None:
-    """What is wrong with our result, None if nothing is. fp8: activations are quantised on their way."""
+def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
+    """What is wrong with our result, None if nothing is. In some formats activations are quantised on their way."""
+    if format_name == "mxfp4-a8":
+        # A value that rounds to its neighbour is a sixteenth off in e4m3, and with it perhaps its row.
+        return peer_error(result, truth, most=4e-2)
     try:
-        assert_close_ulp(result, truth, FP8_BAR if fp8 else None)
+        assert_close_ulp(result, truth, FP8_BAR if format_name == "fp8-block" else None)
     except AssertionError as failure:
         return str(failure)
     return None
 
 
-def peer_error(result: Tensor, truth: Tensor) -> str | None:
+def peer_error(result: Tensor, truth: Tensor, most: float = 2e-2) -> str | None:
     """Peers round in more places: the same layer all the same, or not."""
     norm = relative_norm(result, truth)
-    return None if norm < 2e-2 else f"computes something else: relative norm {norm:.3g}"
+    return None if norm < most else f"computes something else: relative norm {norm:.3g}"
 
 
 def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> float:
