@@ -400,7 +400,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
 }
 
 /// Bytes that must move and flops that must be done, as times on a device: (memory, compute) in microseconds. Each expert that is
-/// expected to be active under uniform routing is read once, x and the output once.
+/// expected to be active under uniform routing is read once, x and the output once. e4m3 products take half the time of bf16's.
 pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
     let layer = &desc.layer;
     let spec = layer.format.spec();
