@@ -3,6 +3,7 @@
 pub mod explain;
 mod fp8;
 pub mod grouped_gemm;
+mod layer;
 mod mxfp4;
 pub mod mxfp4_a8;
 mod per_expert;

@@ -20,7 +20,8 @@ class _Wide:
     """Experts whose numbers are fp32 when they are asked for."""
 
     def __init__(self, weights: Any) -> None:
-        self.weights, self.shape = weights, weights.shape
+        self.weights = weights
+        self.shape = weights.codes.shape if isinstance(weights, layers.Fp8Block) else weights.shape
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         weights = self.weights
