@@ -129,37 +129,53 @@ private:
 
     using Sums = float[kBlocks][kBlockRows / 2];
 
+    // A unit as a lane sees it.
+    struct Part {
+        WorkUnit work;
+        ScaleRows scales;
+        Scales first;
+    };
+
+    static __device__ __forceinline__ Part take_unit(const GroupedGemmParams& p, Shared& shared, RingPosition<kUnitSlots>& units,
+                                                     int row) {
+        Part part;
+        WorkUnit& work = part.work;
+        sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+        work = shared.unit[units.slot];
+        // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+        work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+        work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+        work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+        if (work.expert >= 0) {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                // A row of x has 8 vectors a block, and one scale.
+                part.scales.token[i] = p.x_scales + shared.source[units.slot][row + 8 * i < work.count ? row + 8 * i : 0] / 8;
+                const int block = min(block_of(p, work, i), p.rows / kBlockRows - 1);
+                part.scales.weight[i] = reinterpret_cast<const float*>(p.block_scales) +
+                                        size_t(work.expert * (p.rows / kBlockRows) + block) * Base::k_blocks(p);
+            }
+            part.first = part.scales[0];
+        }
+        sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        units.advance();
+        return part;
+    }
+
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
         const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         pdl::wait();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
-            ScaleRows scales;
-            if (work.expert >= 0) {
-#pragma unroll
-                for (int i = 0; i < kRows; ++i) {
-                    // A row of x has 8 vectors a block, and one scale.
-                    scales.token[i] = p.x_scales + shared.source[units.slot][row + 8 * i < work.count ? row + 8 * i : 0] / 8;
-                    const int block = min(block_of(p, work, i), p.rows / kBlockRows - 1);
-                    scales.weight[i] = reinterpret_cast<const float*>(p.block_scales) +
-                                       size_t(work.expert * (p.rows / kBlockRows) + block) * k_blocks;
-                }
-            }
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
-            if (consumer * 64 >= work.count) {
+        Part part = take_unit(p, shared, units, row);
+        while (part.work.expert >= 0) {
+            if (consumer * 64 >= part.work.count) {
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
                 }
+                part = take_unit(p, shared, units, row);
                 continue;
             }
             Sums sums;
@@ -167,23 +183,31 @@ private:
             for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
-            multiply(k_blocks, scales, sums, shared, ring);
-            finish(p, work, row, sums);
+            multiply(k_blocks, part, sums, shared, ring);
+            if constexpr (Gated) {
+                finish(p, part.work, row, sums);
+                part = take_unit(p, shared, units, row);
+            } else {
+                // NOTE: before the outputs, which cover the latency of the next unit's scales. Gated, registers would not do.
+                const WorkUnit work = part.work;
+                part = take_unit(p, shared, units, row);
+                finish(p, work, row, sums);
+            }
         }
     }
 
-    static __device__ __forceinline__ void multiply(int k_blocks, const ScaleRows& rows, Sums& sums, Shared& shared,
+    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
         const bool is_lane_0 = threadIdx.x % 32 == 0;
-        Scales next = rows[0];
+        Scales next = part.first;
         float product[kBlockRows / 2];
 #pragma unroll
         for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block, ring.advance()) {
             const Scales scales = next;
-            if (block + 1 < k_blocks) next = rows[block + 1];
+            if (block + 1 < k_blocks) next = part.scales[block + 1];
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::fence_async_proxy();
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;

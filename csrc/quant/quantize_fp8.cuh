@@ -1,5 +1,5 @@
-// Rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns. group / 8 neighbouring threads take a group, eight
-// elements each.
+// Rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns. Groups of 128 16-bit numbers go to four
+// neighbouring threads, which have every fourth vector of eight; others to group / 8 threads, a vector each.
 #pragma once
 #include <cstdint>
 
@@ -13,50 +13,60 @@ namespace oxmoe {
 struct QuantizeFp8 {
     static constexpr int kThreads = 256;
     static constexpr int kSharedBytes = 0;
-    // Vectors of eight that a thread may have, all on their way before the first is quantised: with one the loads of an SM's
-    // threads do not cover the memory's latency.
-    static constexpr int kVectors = 4;
+    static constexpr int kLanes = 4, kVectors = 4;  // of a group of 128
 
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
-        const uint32_t first = blockIdx.x * kThreads + threadIdx.x, stride = gridDim.x * kThreads, row_vectors = p.columns / 8;
+        const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
         // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
         pdl::wait();
         pdl::launch_dependents();
-        const uint32_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows, vectors = rows * row_vectors;
-        if (p.dtype == Dtype::F32)
-            each<2>(p, first, stride, row_vectors, vectors);
+        const uint32_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows;
+        if (p.group != kLanes * kVectors * 8 || p.dtype == Dtype::F32)
+            one_vector(p, thread, rows);
+        else if (p.dtype == Dtype::Bf16)
+            group_of_128<__nv_bfloat16, __nv_bfloat162>(p, thread, rows);
         else
-            each<1>(p, first, stride, row_vectors, vectors);
+            group_of_128<__half, __half2>(p, thread, rows);
     }
 
 private:
-    // `Words`: loads of 16 bytes that make a vector.
-    template <int Words>
-    static __device__ __forceinline__ void each(const QuantizeFp8Params& p, uint32_t first, uint32_t stride, uint32_t row_vectors,
-                                                uint32_t vectors) {
-        uint4 words[kVectors][Words];
+    template <typename Element, typename Pair>
+    static __device__ __forceinline__ void group_of_128(const QuantizeFp8Params& p, uint32_t thread, uint32_t rows) {
+        const uint32_t group = thread / kLanes, lane = thread % kLanes, row_groups = p.columns / (kLanes * kVectors * 8);
+        const bool inside = group < rows * row_groups;
+        const size_t first = size_t(group) * kLanes * kVectors + lane;
+        uint4 words[kVectors] = {};
+        if (inside) {
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-            const uint32_t vector = first + i * stride;
-#pragma unroll
-            for (int j = 0; j < Words; ++j) {
-                words[i][j] = {};
-                if (vector < vectors) words[i][j] = __ldcs(reinterpret_cast<const uint4*>(p.x) + size_t(vector) * Words + j);
-            }
+            for (int i = 0; i < kVectors; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(p.x) + first + i * kLanes);
         }
-        // NOTE: the same for a whole warp.
+        uint32_t peak = 0;
+        auto grow = [&](uint32_t pair) {
+            const uint32_t magnitudes = pair & 0x7FFF7FFF;
+            const Pair larger = __hmax2(reinterpret_cast<const Pair&>(peak), reinterpret_cast<const Pair&>(magnitudes));
+            peak = reinterpret_cast<const uint32_t&>(larger);
+        };
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) grow(words[i].x), grow(words[i].y), grow(words[i].z), grow(words[i].w);
+#pragma unroll
+        for (int distance = 1; distance < kLanes; distance *= 2) grow(__shfl_xor_sync(0xFFFFFFFF, peak, distance));
+        if (!inside) return;
+        const float2 peaks = unpack<Element>(peak);
+        const fp8::Scale scale(fmaxf(peaks.x, peaks.y), p.eps, p.powers);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            const uint32_t vector = first + i * stride;
-            if (vector - threadIdx.x % 32 >= vectors) return;
             float x[8];
-            take(p.dtype, words[i], x);
-            quantize(p, vector, row_vectors, vector < vectors, x);
+            take<Element>(words[i], x);
+            reinterpret_cast<uint2*>(p.codes)[first + i * kLanes] = codes(x, scale.inverse);
         }
+        if (lane == 0) store_scale(p, group / row_groups, group % row_groups, scale.scale);
     }
 
-    static __device__ __forceinline__ void quantize(const QuantizeFp8Params& p, uint32_t vector, uint32_t row_vectors,
-                                                    bool inside, float (&x)[8]) {
+    static __device__ __forceinline__ void one_vector(const QuantizeFp8Params& p, uint32_t vector, uint32_t rows) {
+        const uint32_t row_vectors = p.columns / 8, row = vector / row_vectors, column = vector % row_vectors * 8;
+        const bool inside = row < rows;
+        float x[8] = {};
+        if (inside) load(p, vector, x);
         float amax = 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
@@ -66,31 +76,37 @@ private:
         }
         if (!inside) return;
         const fp8::Scale scale(amax, p.eps, p.powers);
+        reinterpret_cast<uint2*>(p.codes)[vector] = codes(x, scale.inverse);
+        if (column % p.group == 0) store_scale(p, row, column / p.group, scale.scale);
+    }
+
+    static __device__ __forceinline__ uint2 codes(const float (&x)[8], float inverse) {
+        float scaled[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(x[i], scale.inverse);
-        const uint2 codes = {fp8::pack(x[0], x[1], x[2], x[3]), fp8::pack(x[4], x[5], x[6], x[7])};
-        reinterpret_cast<uint2*>(p.codes)[vector] = codes;
-        const uint32_t row = vector / row_vectors, column = (vector - row * row_vectors) * 8;
-        if (column % p.group != 0) return;
-        const int group = column / p.group;
+        for (int i = 0; i < 8; ++i) scaled[i] = __fmul_rn(x[i], inverse);
+        return {fp8::pack(scaled[0], scaled[1], scaled[2], scaled[3]), fp8::pack(scaled[4], scaled[5], scaled[6], scaled[7])};
+    }
+
+    static __device__ __forceinline__ void store_scale(const QuantizeFp8Params& p, uint32_t row, uint32_t group, float scale) {
         if (p.powers) {
-            p.scales[4 * (row * p.row_stride + group / 4 * p.group_stride) + group % 4] = __float_as_uint(scale.scale) >> 23;
+            p.scales[4 * (row * p.row_stride + group / 4 * p.group_stride) + group % 4] = __float_as_uint(scale) >> 23;
         } else {
-            reinterpret_cast<float*>(p.scales)[row * p.row_stride + group * p.group_stride] = scale.scale;
+            reinterpret_cast<float*>(p.scales)[row * p.row_stride + group * p.group_stride] = scale;
         }
     }
 
-    static __device__ __forceinline__ void take(Dtype, const uint4 (&words)[2], float (&x)[8]) {
-        const uint32_t numbers[8] = {words[0].x, words[0].y, words[0].z, words[0].w,
-                                     words[1].x, words[1].y, words[1].z, words[1].w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(numbers[i]);
-    }
-    static __device__ __forceinline__ void take(Dtype dtype, const uint4 (&words)[1], float (&x)[8]) {
-        if (dtype == Dtype::Bf16)
-            take<__nv_bfloat16>(words[0], x);
+    static __device__ __forceinline__ void load(const QuantizeFp8Params& p, size_t vector, float (&x)[8]) {
+        if (p.dtype == Dtype::F32) {
+            const float4* from = reinterpret_cast<const float4*>(p.x) + 2 * vector;
+            const float4 low = from[0], high = from[1];
+            x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+            return;
+        }
+        const uint4 words = reinterpret_cast<const uint4*>(p.x)[vector];
+        if (p.dtype == Dtype::Bf16)
+            take<__nv_bfloat16>(words, x);
         else
-            take<__half>(words[0], x);
+            take<__half>(words, x);
     }
 
     template <typename Element>

@@ -12,9 +12,6 @@ use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use crate::variants::{fp8::Fp8, Variant};
 use pyo3::prelude::*;
 
-/// About two waves on the largest GPUs.
-const MANY_CTAS: i64 = 2048;
-
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
 
 /// e4m3 of bf16, f16 or fp32 x [..., K] with a scale for each `group` columns of a row: (codes [..., K], scales). Scales are fp32
@@ -96,14 +93,24 @@ pub fn quantize_fp8<'py>(
     })
 }
 
-/// The launch that quantises `rows` rows: eight numbers a thread, or four times as many where there are CTAs enough.
+/// The launch that quantises rows of `p`'s form: 32 numbers a thread in groups of 128 16-bit numbers, else eight.
+fn plan_of(p: &QuantizeFp8Params) -> Launch {
+    let numbers = if p.group == 128 && p.dtype != Dtype::F32 { 32 } else { 8 };
+    launch_of(p.rows * i64::from(p.columns) / numbers)
+}
+
+/// The same of 16-bit activations in groups of 128.
 pub fn plan(rows: i64, columns: i64) -> Launch {
+    launch_of(rows * columns / 32)
+}
+
+fn launch_of(threads: i64) -> Launch {
     let variant = Variant::Fp8(Fp8::RowsToE4m3);
-    let ctas = (rows * columns / 8 + i64::from(variant.threads()) - 1) / i64::from(variant.threads());
-    let grid = if ctas > MANY_CTAS { (ctas + 3) / 4 } else { ctas.max(1) };
-    Launch { variant, grid: grid as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    let block = variant.threads();
+    let grid = threads.max(1).unsigned_abs().div_ceil(block.into()) as u32;
+    Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }
 }
 
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeFp8Params) -> Result<()> {
-    stream.launch(op, &plan(p.rows, i64::from(p.columns)), Args::QuantizeFp8(p))
+    stream.launch(op, &plan_of(p), Args::QuantizeFp8(p))
 }

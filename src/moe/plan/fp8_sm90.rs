@@ -63,13 +63,13 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
     }
 }
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us of both GEMMs on
-/// an H200 with tiles of 16, 64 and 128: dsv3-tp8 at M = 64 (mean 2) 302, 307; at 1024 (32) -, 403, 447; at 4096 (128) -, 848, 779;
-/// qwen3-30b-a3b at 64 (4) 150, 150; at 256 (16) 180, 157; at 1024 (64) -, 205, 201; at 4096 (256) -, 563, 471.
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
+/// both GEMMs and what quantises, with tiles of 16, 64 and 128: dsv3-tp8 at M = 64 (mean 2) 302, 309, -; at 256 (8) -, 363, 411; at 1024
+/// (32) 516, 400, 401; at 4096 (128) -, 825, 614; qwen3-30b-a3b at 64 (4) 150, 151, -; at 256 (16) 181, 158, -; at 1024 (64) -, 207, 197.
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 4.0 => 16,
-        mean if mean <= 48.0 => 64,
+        mean if mean <= 32.0 => 64,
         _ => WIDE_TOKENS as i32,
     }
 }
