@@ -263,7 +263,7 @@ impl MoePlan {
             Kernels::HopperMxfp4 if format == Format::Mxfp4 => {
                 mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
             }
-            Kernels::HopperFp8 | Kernels::Portable => None,
+            Kernels::HopperMxfp4 | Kernels::HopperFp8 | Kernels::Portable => None,
         };
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
