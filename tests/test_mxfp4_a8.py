@@ -243,8 +243,8 @@ def expected(blocks: Blocks, x: Tensor, *routing: Tensor, activation_dtype: Any 
     return reference.moe(x, w13, w2, *given, b13=blocks.b13, b2=b2, activation_dtype=activation_dtype, **options)
 
 
-# Of one GEMM's rows. On CPU sums of e4m3 products are nearly exact. Tensor cores keep 14 bits of them: 0.3 % was seen, with
-# rounding to bf16, and an activation may double it.
+# Of one GEMM's rows. On CPU sums of e4m3 products are nearly exact. Tensor cores keep 14 bits of them: 0.3 % was seen,
+# rounding to bf16 included, and an activation may double it.
 NORM = 1e-2
 
 
