@@ -62,8 +62,7 @@ struct GroupedGemmMxfp4E4m3Sm90 {
                     const uint32_t row_chunks = p.k / 8;
 #pragma unroll 1
                     for (int n = thread; n < count; n += Base::kGatherThreads) {
-                        sm90::copy_4_async(&shared.row_scale[slots.slot][n],
-                                           p.row_scales + sources[n] / row_chunks);
+                        sm90::copy_4_async(&shared.row_scale[slots.slot][n], p.row_scales + sources[n] / row_chunks);
                     }
                     slots.advance();
                 });

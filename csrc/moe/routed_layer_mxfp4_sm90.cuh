@@ -83,6 +83,8 @@ private:
         return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
     }
     static __device__ __forceinline__ int slices(const GroupedGemmParams& p) { return (p.rows + kSliceRows - 1) / kSliceRows; }
+    // Behind a CTA's tokens and each of its tiles: what is read ahead of the last token's last block, and not used.
+    static constexpr int kReadAhead = 64;
     // Bytes of a token in shared memory: an odd number of 16, so that 8 tokens lie in different banks.
     static __device__ __forceinline__ int pitch(const GroupedGemmParams& p) { return k_blocks(p) * 128 + 16; }
 
@@ -131,9 +133,9 @@ private:
             first_tile = divide(units.down_first, each);
             tiles = downs > 0 ? divide(units.down_first + downs - 1, each) - first_tile + 1 : 0;
             input = input_of(shared);
-            first_inner = input + p.select.tokens * pitch(p.layer.up);
-            second_inner = first_inner + (tiles > 0 ? shared.slots.tile(first_tile).count * row : 0);
-            rings = second_inner + (tiles > 1 ? shared.slots.tile(first_tile + 1).count * row : 0);
+            first_inner = input + p.select.tokens * pitch(p.layer.up) + kReadAhead;
+            second_inner = first_inner + (tiles > 0 ? shared.slots.tile(first_tile).count * row + kReadAhead : 0);
+            rings = second_inner + (tiles > 1 ? shared.slots.tile(first_tile + 1).count * row + kReadAhead : 0);
             const int left = sm90::shared_address(&shared) + kSharedBytes - rings;
             stages = min(kMostStages, divide(left, kConsumers * kStageBytes));
         }
@@ -331,7 +333,7 @@ private:
                 }
                 sm80::load_matrix_4(tokens[1], mine + i * 128 + 64);
                 weights[i % 2].multiply_half(sums, tokens[0], 0);
-                // NOTE: behind the last block lies other shared memory.
+                // NOTE: behind the last block lie the next token and kReadAhead.
                 sm80::load_matrix_4(tokens[0], mine + i * 128 + 128);
                 weights[i % 2].multiply_half(sums, tokens[1], 1);
             }

@@ -216,7 +216,8 @@ def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] in e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
-    scales = x.abs().amax(-1).float() / 448.0
+    # A tensor: a number's reciprocal would be multiplied with on CUDA.
+    scales = x.abs().amax(-1).float() / torch.tensor(448.0, device=x.device)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     codes = (x.float() * (1.0 / scales)[..., None]).clamp(-448.0, 448.0)
     return codes.to(torch.float8_e4m3fn), scales

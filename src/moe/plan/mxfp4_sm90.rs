@@ -107,8 +107,8 @@ const LAYER_TOKENS: i64 = 2;
 const LEAST_STAGES: i64 = 3;
 
 pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more.
-    let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16);
+    // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
+    let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
     let fits = sm90::routes_inside(desc, up)
         && desc.tokens <= LAYER_TOKENS
         && MXFP4_LAYER_TILE.stages_beside(bytes(up), bytes(down)) >= LEAST_STAGES;
