@@ -1,0 +1,157 @@
+"""checkpoint.py FOLDER qwen|gpt [LAYERS]: random weights with a model's MoE layers, as Hugging Face lays it out."""
+
+import json
+import os
+import sys
+
+import torch
+from safetensors.torch import save_file
+
+folder, kind = sys.argv[1], sys.argv[2]
+layers = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+os.makedirs(folder, exist_ok=True)
+dev = "cuda" if torch.cuda.is_available() else "cpu"
+rng = torch.Generator(dev).manual_seed(5)
+small = dev == "cpu"
+vocab = 1024
+
+
+def randn(*size, scale=None):
+    scale = size[-1] ** -0.5 if scale is None else scale
+    return (torch.randn(size, generator=rng, device=dev) * scale).bfloat16().cpu()
+
+
+def ones(n):
+    return torch.ones(n, dtype=torch.bfloat16)
+
+
+if kind == "qwen":
+    H, heads, kv, hd, E, K, inner = (256, 4, 2, 64, 8, 2, 96) if small else (2048, 32, 4, 128, 128, 8, 768)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": H,
+        "intermediate_size": 4 * H,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "head_dim": hd,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+else:
+    H, heads, kv, hd, E, K, inner = (256, 4, 2, 64, 8, 2, 128) if small else (2880, 64, 8, 64, 32, 4, 2880)
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "hidden_size": H,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_local_experts": E,
+        "num_experts_per_tok": K,
+        "experts_per_token": K,
+        "head_dim": hd,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": 128,
+        "max_position_embeddings": 4096,
+        "initial_context_length": 4096,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    }
+config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2}
+json.dump(config, open(f"{folder}/config.json", "w"))
+
+embed = randn(vocab, H, scale=1.0)
+# A trained model's next token stands out: part of each output row is the embedding of another token.
+order = torch.randperm(vocab, generator=torch.Generator().manual_seed(6))
+head = (0.3 * embed[order].float() + (1 - 0.3**2) ** 0.5 * randn(vocab, H, scale=1.0).float()) * H**-0.5
+parts = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(H)}
+index = {}
+
+
+def save(name, tensors):
+    save_file({key: value.contiguous() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
+    index.update(dict.fromkeys(tensors, f"{name}.safetensors"))
+
+
+for n in range(layers):
+    p = f"model.layers.{n}."
+    t = {
+        p + "input_layernorm.weight": ones(H),
+        p + "post_attention_layernorm.weight": ones(H),
+        p + "self_attn.q_proj.weight": randn(heads * hd, H),
+        p + "self_attn.k_proj.weight": randn(kv * hd, H),
+        p + "self_attn.v_proj.weight": randn(kv * hd, H),
+        p + "self_attn.o_proj.weight": randn(H, heads * hd),
+    }
+    if kind == "qwen":
+        t |= {
+            p + "self_attn.q_norm.weight": ones(hd),
+            p + "self_attn.k_norm.weight": ones(hd),
+            p + "mlp.gate.weight": randn(E, H),
+        }
+        for e in range(E):
+            for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
+                t[f"{p}mlp.experts.{e}.{name}.weight"] = randn(*size)
+    else:
+        for name, rows in (("q", heads * hd), ("k", kv * hd), ("v", kv * hd), ("o", H)):
+            t[f"{p}self_attn.{name}_proj.bias"] = randn(rows, scale=0.1)
+        t |= {
+            p + "self_attn.sinks": randn(heads, scale=1.0),
+            p + "mlp.router.weight": randn(E, H),
+            p + "mlp.router.bias": randn(E, scale=0.1),
+        }
+        for name, rows, columns in (("gate_up_proj", 2 * inner, H), ("down_proj", H, inner)):
+            t[f"{p}mlp.experts.{name}_blocks"] = torch.randint(
+                256, (E, rows, columns // 32, 16), dtype=torch.uint8, generator=rng, device=dev
+            ).cpu()
+            t[f"{p}mlp.experts.{name}_scales"] = torch.randint(
+                119, 121, (E, rows, columns // 32), dtype=torch.uint8, generator=rng, device=dev
+            ).cpu()
+            t[f"{p}mlp.experts.{name}_bias"] = randn(E, rows, scale=0.1)
+    save(f"layer{n}", t)
+save("rest", parts)
+json.dump({"metadata": {}, "weight_map": index}, open(f"{folder}/model.safetensors.index.json", "w"))
+print(
+    "checkpoint",
+    kind,
+    folder,
+    sum(os.path.getsize(f"{folder}/{f}") for f in os.listdir(folder)) >> 20,
+    "MiB",
+    flush=True,
+)
