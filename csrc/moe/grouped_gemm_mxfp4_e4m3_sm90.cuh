@@ -25,22 +25,10 @@ struct GroupedGemmMxfp4E4m3Sm90 {
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kSharedBytes = sizeof(Shared);
-    // Tiles of an expert in turn, where it has several.
-    static constexpr bool kByExpert = MaxTokens >= 128;
-    // The widths that a tile can be multiplied at: with more than five wide ones ptxas runs out of registers (C7512).
-    static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16, kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : kWidthStep;
-    static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
-    // K32 steps in a wgmma group.
-    static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
-    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
-    // make.
-    static constexpr bool kMovesRegisters = MaxTokens >= 64;
-    static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
-
-    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
-    static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024),
-                         kCtasByRegisters = MaxTokens <= 32 ? 768 / kThreads : 1;
-    static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+    static constexpr int kCtas = Pipeline::kCtas;
+    static constexpr int kWidthStep = Pipeline::kWidthStep, kSteps = Pipeline::kSteps;  // of 32 K
+    // With more than five wide widths ptxas runs out of registers (C7512).
+    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : kWidthStep;
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -50,12 +38,12 @@ struct GroupedGemmMxfp4E4m3Sm90 {
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
-            if constexpr (kMovesRegisters) sm90::registers_decrease<56>();
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_decrease<56>();
             const int warp = threadIdx.x / 32;
             if (warp == 0) {
                 Pipeline::copy_weights(p, shared);
             } else if (warp == 1) {
-                Base::template schedule<kByExpert>(p, shared);
+                Base::template schedule<Pipeline::kByExpert>(p, shared);
             } else {
                 RingPosition<Pipeline::kScaleSlots> slots;
                 Pipeline::gather(p, shared, [&](int count, const uint32_t* sources, int thread) {
@@ -68,7 +56,7 @@ struct GroupedGemmMxfp4E4m3Sm90 {
                 });
             }
         } else {
-            if constexpr (kMovesRegisters) sm90::registers_increase<152>();
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_increase<152>();
             consume(p, shared);
         }
     }

@@ -5,6 +5,7 @@
 #include "../common/absent.cuh"
 #include "../common/activation.cuh"
 #include "../common/element.cuh"
+#include "../common/sm90.cuh"
 #include "combine.cuh"
 #include "few_slots.cuh"
 
@@ -52,6 +53,44 @@ __device__ __forceinline__ void store(int first, int count, int slice, const flo
         Element* out = reinterpret_cast<Element*>(p.out) + size_t(first + token) * p.out_columns + column;
         absent::store_2_if(out, packed, 0 < limit);
         absent::store_2_if(out + p.out_columns, packed >> 16, 1 < limit);
+    }
+}
+
+// Rows [first, first + count) of GEMM1's output to shared memory, as soon as they are there, by thread `thread` of `kThreads`; 16
+// bytes from column 8 c of row t to address_of(t, c), and zeros for what lies beyond k in its last 64.
+template <int kThreads, typename Address>
+__device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first_row, int count, int thread, Address address_of) {
+    constexpr int kBatch = 4;
+    const int columns = p.k / 8, padded = (p.k + 63) / 64 * 8, items = count * padded;
+    const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(first_row) * columns;
+#pragma unroll 1
+    for (int first = thread; first < items; first += kBatch * kThreads) {
+        const uint4* from[kBatch];
+        uint32_t to[kBatch];
+        uint4 value[kBatch];
+        uint32_t waiting = 0;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int item = first + i * kThreads, token = divide(item, padded), column = item - token * padded;
+            to[i] = address_of(token, column);
+            from[i] = source + token * columns + column;
+            value[i] = {};
+            if (item < items && column < columns) waiting |= 1u << i;
+        }
+        do {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (waiting >> i & 1) value[i] = absent::load(from[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (!absent::in(value[i])) waiting &= ~(1u << i);
+            }
+        } while (waiting);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + i * kThreads < items) sm90::store_shared_16(to[i], value[i]);
+        }
     }
 }
 

@@ -40,6 +40,22 @@ struct Mxfp4PipelineSm90 {
     };
     static constexpr int kSharedBytes = sizeof(Shared);
 
+    // Tiles of an expert in turn, where it has several.
+    static constexpr bool kByExpert = MaxTokens >= 128;
+    // Between the widths that a tile can be multiplied at.
+    static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16;
+    static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
+    // K steps in a wgmma group.
+    static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
+    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
+    // make.
+    static constexpr bool kMovesRegisters = MaxTokens >= 64;
+    static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
+    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
+    static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024),
+                         kCtasByRegisters = MaxTokens <= 32 ? 768 / kThreads : 1;
+    static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
+
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return E4m3 ? p.k / 32 : Base::k_blocks(p); }
 
     // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----

@@ -410,38 +410,8 @@ private:
 
     // A tile's rows of GEMM1's output, as soon as they are there.
     static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const Tile& tile, int thread, uint32_t inner) {
-        constexpr int kBatch = 4;
-        const int columns = p.k / 8, padded = k_blocks(p) * 8, items = tile.count * padded;
-        const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(tile.first) * columns;
-#pragma unroll 1
-        for (int first = thread; first < items; first += kBatch * 32 * kHelpers) {
-            const uint4* from[kBatch];
-            uint32_t to[kBatch];
-            uint4 value[kBatch];
-            uint32_t waiting = 0;
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int item = first + i * 32 * kHelpers, token = divide(item, padded), column = item - token * padded;
-                to[i] = inner + token * pitch(p) + column * 16;
-                from[i] = source + token * columns + column;
-                value[i] = {};
-                if (item < items && column < columns) waiting |= 1u << i;
-            }
-            do {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (waiting >> i & 1) value[i] = absent::load(from[i]);
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (!absent::in(value[i])) waiting &= ~(1u << i);
-                }
-            } while (waiting);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (first + i * 32 * kHelpers < items) sm90::store_shared_16(to[i], value[i]);
-            }
-        }
+        layer_parts::copy_inner<32 * kHelpers>(p, tile.first, tile.count, thread,
+                                               [&](int token, int column) { return inner + token * pitch(p) + column * 16; });
     }
 };
 

@@ -225,40 +225,10 @@ private:
     // All of a unit's rows of GEMM1's output, as soon as they are there.
     static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const WorkUnit& work, int thread,
                                                       Shared& shared) {
-        constexpr int kBatch = 4;
-        const int columns = p.k / 8, padded = k_blocks(p) * 8, items = work.count * padded;
-        const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(work.first) * columns;
         const uint32_t inner = sm90::shared_address(shared.inner);
-#pragma unroll 1
-        for (int first = thread; first < items; first += kBatch * kCopyThreads) {
-            const uint4* from[kBatch];
-            uint32_t to[kBatch];
-            uint4 value[kBatch];
-            uint32_t waiting = 0;
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int item = first + i * kCopyThreads, token = layer_parts::divide(item, padded),
-                          column = item - token * padded;
-                to[i] = inner + (column / 8 * Tokens + token) * 128 + ((column % 8 ^ token) * 16);
-                from[i] = source + token * columns + column;
-                value[i] = {};
-                if (item < items && column < columns) waiting |= 1u << i;
-            }
-            do {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (waiting >> i & 1) value[i] = absent::load(from[i]);
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (!absent::in(value[i])) waiting &= ~(1u << i);
-                }
-            } while (waiting);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (first + i * kCopyThreads < items) sm90::store_shared_16(to[i], value[i]);
-            }
-        }
+        layer_parts::copy_inner<kCopyThreads>(p, work.first, work.count, thread, [&](int token, int column) {
+            return inner + (column / 8 * Tokens + token) * 128 + ((column % 8 ^ token) * 16);
+        });
     }
 
     // ---- consumers ----

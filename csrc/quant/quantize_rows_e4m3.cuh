@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../common/element.cuh"
+#include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params.rs.h"
 
@@ -79,11 +80,8 @@ private:
     }
     static __device__ __forceinline__ uint32_t quantized(uint32_t pair, float inverse) {
         const float2 numbers = unpack<__nv_bfloat16>(pair);
-        uint16_t bytes;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(bytes)
-            : "f"(__fmul_rn(numbers.y, inverse)), "f"(__fmul_rn(numbers.x, inverse)));
-        return bytes;
+        const float high = __fmul_rn(numbers.y, inverse), low = __fmul_rn(numbers.x, inverse);
+        return e4m3_pair(low, high);
     }
 };
 

@@ -34,6 +34,8 @@ SCHEMAS = {
 _libraries: list[torch.library.Library] = []
 _defined: set[str] = set()
 _workspaces: dict[tuple[Any, ...], AllReduceFusionWorkspace] = {}
+# Captured graphs may use them still.
+_outgrown: list[AllReduceFusionWorkspace] = []
 
 
 def define(version: str) -> None:
@@ -85,8 +87,8 @@ def _workspace(group: Any, max_token_num: int, like: Tensor) -> AllReduceFusionW
             "oxmoe: the all-reduce workspace of a group is made at the first call of its ranks, which a CUDA graph "
             "cannot capture; run the model once before the capture (SGLang does, unless its warm-up was skipped)"
         )
-    if workspace is not None:
-        workspace.destroy()
+    if workspace is not None and not workspace.destroyed:
+        _outgrown.append(workspace)
     _workspaces[key] = create_allreduce_fusion_workspace(
         max_token_num=max(max_token_num, like.shape[0]),
         hidden_dim=like.shape[1],
