@@ -164,7 +164,8 @@ def test_fused_operator(four: Crew, attention: bool, dtype: torch.dtype, rng: to
 
 
 def larger(me: Rank, seed: int) -> list[str]:
-    """More tokens than the workspace was made for: it is made again, by all ranks together."""
+    """More tokens than the workspace was made for: another is made by all ranks; the old one stays for graphs."""
+    before = list(collective._outgrown)
     operator = torch.ops.sglang.flashinfer_allreduce_residual_rmsnorm
     wrong = []
     for tokens in (3, 40, 3):
@@ -173,6 +174,9 @@ def larger(me: Rank, seed: int) -> list[str]:
         _, residual = operator(parts[me.rank], zeros, ones, max_token_num=16)
         if not same_bits(residual, total(parts)):
             wrong.append(f"{tokens} tokens")
+    kept = collective._outgrown[len(before) :]
+    if len(kept) != 1 or kept[0].destroyed:
+        wrong.append(f"outgrown: {kept}")
     return wrong
 
 
