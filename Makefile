@@ -73,6 +73,7 @@ fmt: venv ## format everything
 
 gpu-test: install ## tests that need GPUs
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
+	OXMOE_PORTABLE=1 $(BIN)/python -m pytest -m gpu tests/test_moe.py tests/test_mxfp4.py
 
 bench: install ## times against the roofline floor and the peers that are installed
 	$(BIN)/python -m oxmoe bench

@@ -1,8 +1,8 @@
-//! Kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. Parameters: `src/params.rs` → C++
-//! header by cxx. A fatbin is compiled again only when its stub, a header, the flags or the compiler change (by content).
+//! Kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. Parameters: `src/params/` → C++
+//! headers by cxx. A fatbin is compiled again only when its stub, a header of its own, the flags or the compiler change (by content).
 
 use std::collections::hash_map::DefaultHasher;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -30,11 +30,12 @@ fn main() {
     for name in ["OXMOE_NVCC", "OXMOE_CUDA_ARCHS", "OXMOE_KERNEL_CACHE", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
-    for path in ["csrc", "src/params.rs", "src/variants.rs", "src/variants", "build.rs"] {
+    for path in ["csrc", "src/params", "src/variants.rs", "src/variants", "build.rs"] {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    cxx_build::bridge("src/params.rs").std("c++17").compile("oxmoe-params");
+    let bridges = ["allreduce", "common", "moe", "quant"].map(|name| format!("src/params/{name}.rs"));
+    cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 
     let archs = env::var("OXMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());
     let archs: Vec<String> =
@@ -134,14 +135,14 @@ impl Nvcc {
     }
 }
 
-fn headers(folder: &Path, found: &mut Vec<PathBuf>) {
-    let mut entries: Vec<_> = fs::read_dir(folder).map(|d| d.flatten().map(|e| e.path()).collect()).unwrap_or_default();
-    entries.sort();
-    for path in entries {
-        if path.is_dir() {
-            headers(&path, found);
-        } else if path.extension().is_some_and(|e| e == "cuh" || e == "h") {
-            found.push(path);
+/// Adds the headers that `source` includes by quotes, directly or not: beside the file that names them, else in `folders`.
+fn headers(source: &str, beside: &Path, folders: &[PathBuf], found: &mut BTreeSet<PathBuf>) {
+    for name in source.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.split('"').next()) {
+        let places = std::iter::once(beside).chain(folders.iter().map(PathBuf::as_path));
+        let Some(path) = places.filter_map(|folder| folder.join(name).canonicalize().ok()).next() else { continue };
+        if found.insert(path.clone()) {
+            let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            headers(&text, path.parent().unwrap_or(beside), folders, found);
         }
     }
 }
@@ -154,12 +155,7 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
         flags.into_iter().map(String::from).chain(["-allow-unsupported-compiler".into(), "-Icsrc".into()]).collect();
     let mut base = DefaultHasher::new();
     (&nvcc.version, &flags).hash(&mut base);
-    let mut sources = Vec::new();
-    headers(Path::new("csrc"), &mut sources);
-    sources.push(include.join("oxmoe/src/params.rs.h"));
-    for source in &sources {
-        fs::read(source).unwrap_or_else(|e| panic!("{}: {e}", source.display())).hash(&mut base);
-    }
+    let folders = [PathBuf::from("csrc"), include.clone()];
     let cache = env::var_os("OXMOE_KERNEL_CACHE").map_or_else(|| out.join("kernels"), PathBuf::from);
     fs::create_dir_all(&cache).expect("the kernel cache folder can be made");
 
@@ -170,6 +166,11 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
         while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
             let mut hash = base.clone();
             (&unit.source, &unit.archs).hash(&mut hash);
+            let mut used = BTreeSet::new();
+            headers(&unit.source, out, &folders, &mut used);
+            for path in &used {
+                fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display())).hash(&mut hash);
+            }
             let kept = cache.join(format!("{}-{:016x}.fatbin", unit.name, hash.finish()));
             if !kept.exists() {
                 let stub = out.join(format!("{}.cu", unit.name));
@@ -208,7 +209,7 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
     let mut text = String::from(
-        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, fp8::Fp8::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
+        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, dense::Dense::*, fp8::Fp8::*, mxfp8::Mxfp8::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
     );
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));

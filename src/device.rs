@@ -44,6 +44,8 @@ pub struct Device {
     pub arch: Arch,
     pub name: String,
     pub multiprocessors: u32,
+    /// Whether the kernels for any GPU take the place of this architecture's own: of tests (OXMOE_PORTABLE).
+    pub portable: bool,
     /// Most dynamic shared memory a CTA can have, bytes.
     pub shared_bytes: u32,
     /// For the roofline in `explain`, bytes a second.
@@ -63,7 +65,13 @@ impl Device {
             100..=109 => ("B200", 148, 227, 8.0e12, 2250e12),
             _ => ("RTX PRO 6000 Blackwell", 188, 99, 1.79e12, 504e12),
         };
-        Device { arch, name: name.into(), multiprocessors, shared_bytes: shared_kib * 1024, bandwidth, flops }
+        let (name, shared_bytes) = (name.into(), shared_kib * 1024);
+        Device { arch, name, multiprocessors, portable: false, shared_bytes, bandwidth, flops }
+    }
+
+    /// Whether layers run on the kernels for Hopper.
+    pub fn is_hopper(&self) -> bool {
+        self.arch == Arch::SM90 && !self.portable
     }
 }
 
@@ -140,6 +148,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
         arch,
         name,
         multiprocessors: ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        portable: std::env::var_os("OXMOE_PORTABLE").is_some_and(|value| value == "1"),
         shared_bytes: ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         ..typical
     };

@@ -3,12 +3,12 @@
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
-    AllReduceParams, CombineParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params, PackMxfp4Params,
-    QuantizeFp8Params, QuantizeMxfp4Params, QuantizeRowsParams, RaggedParams, RouteParams, RoutedLayerParams,
-    ScaleBytesParams, SelectParams,
+    AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
+    MmMxfp8Params, PackMxfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params,
+    QuantizeRowsParams, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams,
 };
 use crate::tma::TensorMap;
-use crate::variants::{fp8::Fp8, Variant};
+use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
 use std::sync::OnceLock;
@@ -74,6 +74,7 @@ pub enum Args<'a> {
     /// The sort of given ids.
     Sort(&'a RouteParams),
     Ragged(&'a RaggedParams),
+    Schedule(&'a ScheduleParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
     Gemm(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
@@ -84,9 +85,13 @@ pub enum Args<'a> {
     ScaleBytes(&'a ScaleBytesParams),
     LayoutMxfp4(&'a LayoutMxfp4Params),
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
+    QuantizeNvfp4(&'a QuantizeNvfp4Params),
     QuantizeRows(&'a QuantizeRowsParams),
     AllReduce(&'a AllReduceParams),
     QuantizeFp8(&'a QuantizeFp8Params),
+    ExpandScales(&'a ExpandScalesParams),
+    QuantizeMxfp8(&'a QuantizeMxfp8Params),
+    MmMxfp8(&'a MmMxfp8Params),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -101,6 +106,7 @@ impl Args<'_> {
             Args::Select(s, r) => [address(s), address(r), none],
             Args::Sort(p) => [address(p), none, none],
             Args::Ragged(p) => [address(p), none, none],
+            Args::Schedule(p) => [address(p), none, none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
             Args::Gemm(p) => [address(p), none, none],
             Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
@@ -111,9 +117,13 @@ impl Args<'_> {
             Args::ScaleBytes(p) => [address(p), none, none],
             Args::LayoutMxfp4(p) => [address(p), none, none],
             Args::QuantizeMxfp4(p) => [address(p), none, none],
+            Args::QuantizeNvfp4(p) => [address(p), none, none],
             Args::QuantizeRows(p) => [address(p), none, none],
             Args::AllReduce(p) => [address(p), none, none],
             Args::QuantizeFp8(p) => [address(p), none, none],
+            Args::ExpandScales(p) => [address(p), none, none],
+            Args::QuantizeMxfp8(p) => [address(p), none, none],
+            Args::MmMxfp8(p) => [address(p), none, none],
         }
     }
 
@@ -126,6 +136,7 @@ impl Args<'_> {
                     Variant::Route { experts_per_lane: 0, .. } | Variant::Histogram | Variant::Place { .. }
                 )
                 | (Args::Ragged(_), Variant::Ragged)
+                | (Args::Schedule(_), Variant::Schedule)
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. } | Variant::Fp8(_))
                 | (
                     Args::Gemm(_),
@@ -134,16 +145,31 @@ impl Args<'_> {
                         | Variant::GroupedGemmMxfp4Sm90 { .. }
                 )
                 | (Args::LayerSm90(..), Variant::LayerSm90 { routed: false, .. })
-                | (Args::RoutedLayerSm90(..), Variant::LayerSm90 { routed: true, .. })
+                | (
+                    Args::RoutedLayerSm90(..),
+                    Variant::LayerSm90 { routed: true, .. } | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
+                )
                 | (Args::RoutedLayerMxfp4(_), Variant::RoutedLayerMxfp4Sm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
-                | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3)
+                | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize)
+                | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
+                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. }))
+                | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
                 | (Args::AllReduce(_), Variant::AllReduce(_))
-                | (Args::QuantizeFp8(_), Variant::Fp8(Fp8::RowsToE4m3))
+                | (
+                    Args::QuantizeFp8(_),
+                    Variant::Fp8(Fp8::RowsToE4m3 | Fp8::TilesToE4m3 | Fp8::WholeRowsToE4m3 | Fp8::PeakOfRows)
+                )
+                | (Args::ExpandScales(_), Variant::Fp8(Fp8::ExpandScales))
+                | (Args::QuantizeMxfp8(_), Variant::Dense(Dense::QuantizeMxfp8 | Dense::DequantizeMxfp8))
+                | (
+                    Args::MmMxfp8(_),
+                    Variant::Dense(Dense::MmMxfp8 { .. } | Dense::MmMxfp8Wide { .. } | Dense::MmMxfp8Tokens)
+                )
         )
     }
 }
@@ -280,7 +306,7 @@ impl<'a> Stream<'a> {
                 count = 2;
             }
             // Its CTAs wait for each other: all of them start, or none, also beside another stream's kernels.
-            if matches!(launch.variant, Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) {
+            if launch.variant.is_one_launch() {
                 attributes[count as usize].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
                 attributes[count as usize].value.cooperative = 1;
                 count += 1;

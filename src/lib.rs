@@ -2,6 +2,7 @@
 
 pub mod allreduce;
 pub mod cpu;
+pub mod dense;
 pub mod device;
 mod dlpack;
 pub mod error;
@@ -23,9 +24,13 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::allreduce::{allreduce_bytes, allreduce_finish, allreduce_message, allreduce_shape};
     #[pymodule_export]
+    use crate::dense::mm_mxfp8;
+    #[pymodule_export]
     use crate::device_info;
     #[pymodule_export]
     use crate::moe::explain::{explain, workspace_bytes};
+    #[pymodule_export]
+    use crate::moe::masked::{masked_workspace_bytes, moe_contiguous, moe_masked};
     #[pymodule_export]
     use crate::moe::topk::{routing_tables, sort_by_expert, topk};
     #[pymodule_export]
@@ -38,6 +43,10 @@ mod _oxmoe {
     use crate::quant::layout_ops::{
         deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4,
     };
+    #[pymodule_export]
+    use crate::quant::mxfp8_ops::{dequantize_mxfp8, quantize_mxfp8};
+    #[pymodule_export]
+    use crate::quant::nvfp4_ops::quantize_nvfp4;
     #[pymodule_export]
     use crate::quant::ops::{dequantize_mxfp4, quantize_mxfp4};
     #[pymodule_export]

@@ -4,22 +4,28 @@
 // NOTE: with paths, since the build script has this file elsewhere in its tree.
 #[path = "variants/allreduce.rs"]
 pub mod allreduce;
+#[path = "variants/dense.rs"]
+pub mod dense;
 #[path = "variants/fp8.rs"]
 pub mod fp8;
 #[path = "variants/layer.rs"]
 mod layer;
 #[path = "variants/mxfp4.rs"]
 mod mxfp4;
+#[path = "variants/mxfp8.rs"]
+pub mod mxfp8;
 #[path = "variants/portable.rs"]
 mod portable;
 
 pub use allreduce::AllReduce;
+use dense::Dense;
 use fp8::Fp8;
 use layer::layer_shared_bytes;
 #[allow(unused_imports)] // the build script needs but some of them
 pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
 #[allow(unused_imports)] // as above
 pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
+use mxfp8::Mxfp8;
 pub use portable::{PortableTile, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
@@ -102,6 +108,8 @@ pub enum Variant {
     },
     /// triton_kernels' block tables of a sorted batch.
     Ragged,
+    /// The schedule of rows that lie expert by expert.
+    Schedule,
     /// Weighted sum of a token's rows.
     Combine {
         element: Element,
@@ -122,8 +130,12 @@ pub enum Variant {
     /// Numbers to MXFP4 and back.
     Mxfp4Quantize,
     Mxfp4Dequantize,
+    /// Numbers to NVFP4.
+    Nvfp4Quantize,
     AllReduce(AllReduce),
     Fp8(Fp8),
+    Mxfp8(Mxfp8),
+    Dense(Dense),
 }
 
 /// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
@@ -133,7 +145,7 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
 /// What converts MXFP4 weights, to the packed form and others.
-pub const CONVERSIONS: [Variant; 10] = [
+pub const CONVERSIONS: [Variant; 11] = [
     Variant::Mxfp4Peak,
     Variant::Mxfp4Pack,
     Variant::Mxfp4Unpack,
@@ -144,6 +156,7 @@ pub const CONVERSIONS: [Variant; 10] = [
     Variant::Mxfp4Layout { scales: true, back: true },
     Variant::Mxfp4Quantize,
     Variant::Mxfp4Dequantize,
+    Variant::Nvfp4Quantize,
 ];
 
 /// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
@@ -176,10 +189,12 @@ pub fn all() -> Vec<Variant> {
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
         rows.push(Variant::Place { chosen: plain });
     }
-    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::QuantizeRowsE4m3]);
+    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::Schedule, Variant::QuantizeRowsE4m3]);
     rows.extend(CONVERSIONS);
     rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
     rows.extend(fp8::all().into_iter().map(Variant::Fp8));
+    rows.extend(mxfp8::all().into_iter().map(Variant::Mxfp8));
+    rows.extend(dense::all().into_iter().map(Variant::Dense));
     rows
 }
 
@@ -222,6 +237,8 @@ impl Variant {
     pub fn symbol(&self) -> String {
         match *self {
             Variant::Fp8(kernel) => kernel.symbol(),
+            Variant::Mxfp8(kernel) => kernel.symbol(),
+            Variant::Dense(kernel) => kernel.symbol(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
                 element.name(),
@@ -247,6 +264,7 @@ impl Variant {
             Variant::Histogram => "histogram".into(),
             Variant::Place { chosen } => if chosen { "place_chosen" } else { "place_given" }.into(),
             Variant::Ragged => "ragged".into(),
+            Variant::Schedule => "schedule".into(),
             Variant::Combine { element } => format!("combine_{}", element.name()),
             Variant::Mxfp4Peak => "mxfp4_peak".into(),
             Variant::Mxfp4Pack => "mxfp4_pack".into(),
@@ -254,6 +272,7 @@ impl Variant {
             Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
             Variant::Mxfp4Quantize => "mxfp4_quantize".into(),
             Variant::Mxfp4Dequantize => "mxfp4_dequantize".into(),
+            Variant::Nvfp4Quantize => "nvfp4_quantize".into(),
             Variant::Mxfp4Layout { scales, back } => {
                 let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
                 format!("mxfp4_layout_{what}{back}")
@@ -266,6 +285,8 @@ impl Variant {
     pub fn device_type(&self) -> String {
         match *self {
             Variant::Fp8(kernel) => kernel.device_type(),
+            Variant::Mxfp8(kernel) => kernel.device_type(),
+            Variant::Dense(kernel) => kernel.device_type(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
                 element.device_type()
@@ -294,6 +315,7 @@ impl Variant {
             Variant::Histogram => "oxmoe::Histogram".into(),
             Variant::Place { chosen } => format!("oxmoe::Place<{chosen}>"),
             Variant::Ragged => "oxmoe::Ragged".into(),
+            Variant::Schedule => "oxmoe::Schedule".into(),
             Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
             Variant::Mxfp4Peak => "oxmoe::Mxfp4Peak".into(),
             Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
@@ -301,6 +323,7 @@ impl Variant {
             Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
             Variant::Mxfp4Quantize => "oxmoe::Mxfp4Quantize".into(),
             Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
+            Variant::Nvfp4Quantize => "oxmoe::QuantizeNvfp4".into(),
             Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
             Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
             Variant::AllReduce(kernel) => kernel.device_type(),
@@ -311,6 +334,8 @@ impl Variant {
     pub fn header(&self) -> &'static str {
         match self {
             Variant::Fp8(kernel) => kernel.header(),
+            Variant::Mxfp8(kernel) => kernel.header(),
+            Variant::Dense(kernel) => kernel.header(),
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
             Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
@@ -324,12 +349,14 @@ impl Variant {
             Variant::Route { .. } => "moe/route.cuh",
             Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
             Variant::Ragged => "moe/ragged.cuh",
+            Variant::Schedule => "moe/schedule.cuh",
             Variant::Combine { .. } => "moe/combine.cuh",
             Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
                 "quant/pack_mxfp4.cuh"
             }
             Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
+            Variant::Nvfp4Quantize => "quant/quantize_nvfp4.cuh",
             Variant::AllReduce(kernel) => kernel.header(),
         }
     }
@@ -338,6 +365,8 @@ impl Variant {
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
             Variant::Fp8(kernel) => kernel.signature(),
+            Variant::Mxfp8(kernel) => kernel.signature(),
+            Variant::Dense(kernel) => kernel.signature(),
             Variant::GroupedGemmSm90 { .. } => (
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
                 "weights, p",
@@ -363,6 +392,7 @@ impl Variant {
                 ("const __grid_constant__ oxmoe::RouteParams p", "p")
             }
             Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
+            Variant::Schedule => ("const __grid_constant__ oxmoe::ScheduleParams p", "p"),
             Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
             Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack => {
                 ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p")
@@ -372,6 +402,7 @@ impl Variant {
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
                 ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
             }
+            Variant::Nvfp4Quantize => ("const __grid_constant__ oxmoe::QuantizeNvfp4Params p", "p"),
             Variant::QuantizeRowsE4m3 => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
             Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
         }
@@ -392,6 +423,7 @@ impl Variant {
                 format!("{header}_{}", gated_name(gated))
             }
             Variant::AllReduce(kernel) => kernel.unit(),
+            Variant::Mxfp8(kernel) => kernel.unit(),
             _ => header.into(),
         }
     }
@@ -400,6 +432,8 @@ impl Variant {
     pub fn runs_on(&self, arch: &str) -> bool {
         match self {
             Variant::Fp8(kernel) => kernel.runs_on(arch),
+            Variant::Mxfp8(kernel) => kernel.runs_on(arch),
+            Variant::Dense(kernel) => kernel.runs_on(arch),
             Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
             Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
             Variant::QuantizeRowsE4m3 => arch == "90a",
@@ -494,6 +528,8 @@ impl Variant {
     pub fn threads(&self) -> u32 {
         match *self {
             Variant::Fp8(kernel) => kernel.threads(),
+            Variant::Mxfp8(kernel) => kernel.threads(),
+            Variant::Dense(kernel) => kernel.threads(),
             Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
                 128 * (1 + consumers)
             }
@@ -502,10 +538,22 @@ impl Variant {
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
             Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3 => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
-            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
+            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Nvfp4Quantize => {
+                256
+            }
             Variant::AllReduce(kernel) => kernel.threads(),
             _ => 1024,
         }
+    }
+
+    /// Whether its CTAs wait for each other: a layer in one launch.
+    pub fn is_one_launch(&self) -> bool {
+        matches!(
+            self,
+            Variant::LayerSm90 { .. }
+                | Variant::RoutedLayerMxfp4Sm90 { .. }
+                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
+        )
     }
 
     /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
@@ -515,6 +563,8 @@ impl Variant {
             _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::Fp8(kernel)) => kernel.ctas(),
+            (.., Variant::Mxfp8(kernel)) => kernel.ctas(),
+            (.., Variant::Dense(kernel)) => kernel.ctas(),
             (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
             (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
@@ -535,9 +585,10 @@ impl Variant {
             (.., Variant::RoutedLayerMxfp4Sm90 { .. }) => Some(Mxfp4LayerTile::SHARED_BYTES),
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
             (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
-            (.., Variant::Combine { .. } | Variant::Ragged | Variant::QuantizeRowsE4m3 | Variant::AllReduce(_)) => {
-                Some(0)
-            }
+            (.., Variant::Mxfp8(kernel)) => Some(kernel.shared_bytes()),
+            (.., Variant::Combine { .. } | Variant::Ragged | Variant::Schedule | Variant::AllReduce(_)) => Some(0),
+            (.., Variant::QuantizeRowsE4m3) => Some(0),
+            (.., Variant::Dense(kernel)) => Some(kernel.shared_bytes()),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }

@@ -143,6 +143,12 @@ def tie_free_logits(tokens: int, experts: int, rng: torch.Generator, *, step: fl
     return (torch.stack(rows) - experts // 2).float() * step if rows else torch.zeros((0, experts))
 
 
+def tie_free_groups(tokens: int, experts: int, rng: torch.Generator) -> Tensor:
+    """tie_free_logits for groups judged by two sigmoids: the offset keeps sigmoid(a) + sigmoid(-a) = 1 from making
+    groups tie up to rounding; no longer exact in bf16."""
+    return tie_free_logits(tokens, experts, rng) + 0.37
+
+
 @dataclass
 class Layer:
     """Operands of one layer on one device."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
+
+import oxmoe._oxmoe as extension
+from fake_cuda.harness import build, cuda_headers
 
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 _SEED = pytest.StashKey[int]()
@@ -59,3 +63,19 @@ def device(request: pytest.FixtureRequest) -> str:
 def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
     """(device, dtype): every pair that has a kernel."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for libcuda."""
+    if cuda_headers() is None:
+        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
+    folder = tmp_path_factory.mktemp("driver")
+    build(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kernels_for_hopper() -> None:
+    if "90a" not in extension.device_info()["archs"]:
+        pytest.skip("this wheel has no kernels for 90a")

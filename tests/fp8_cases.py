@@ -1,4 +1,4 @@
-"""Operands of fp8 layers with block scales, and how their results are checked."""
+"""Operands of fp8 layers, and how their results are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import Shape, draws, make_layer, make_x
+from cases import Shape, draws, make_layer, make_workspace, make_x
 from mxfp4_cases import call
 from oxmoe import reference
 from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm
@@ -26,10 +26,19 @@ MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7
 # On CPUs sums differ in the last bits of fp32 alone.
 CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
 NORM = 1.2e-2
+TENSOR_NORM = 4e-2  # where every code may move
+
+# What a call may ask for beside its routing.
+CALL_OPTIONS: list[dict[str, Any]] = [
+    {"no_combine": True},
+    {"apply_router_weight_on_input": True},
+    {"routed_scaling_factor": 2.5},
+    {"ep_size": 2, "ep_rank": 1},
+]
 
 
 @dataclasses.dataclass
-class Fp8:
+class Quantised:
     """Operands of one layer."""
 
     shape: Shape
@@ -48,11 +57,15 @@ class Fp8:
     def options(self) -> dict[str, Any]:
         return {"b13": self.b13, "b2": self.b2, **dict(self.shape.options)}
 
-    def weights(self, **options: Any) -> oxmoe.ExpertWeights:
-        return oxmoe.ExpertWeights.fp8_block(*self.operands, **{**self.options, **options})
-
     def x(self, tokens: int, rng: torch.Generator) -> Tensor:
         return make_x(tokens, self.shape, torch.bfloat16, self.w13.device.type, rng)
+
+
+class Fp8(Quantised):
+    """With a scale for each 128 x 128."""
+
+    def weights(self, **options: Any) -> oxmoe.ExpertWeights:
+        return oxmoe.ExpertWeights.fp8_block(*self.operands, **{**self.options, **options})
 
 
 def quantize_blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +98,147 @@ def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | N
     ]
     result, truth = torch.cat(results), torch.cat(expected)
     assert_close_ulp(result, truth, FP8_BAR if x.is_cuda else CPU_BAR)
+    finite = truth.isfinite()
+    assert relative_norm(result[finite], truth[finite]) < NORM
+    return results[0]
+
+
+# One scale for an expert's matrix
+
+MODES = ("tensor", "token", "static")
+
+
+@dataclasses.dataclass
+class Fp8Tensor:
+    """Operands of one layer; a13_scale and a2_scale are near what x and GEMM1's outputs need."""
+
+    shape: Shape
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor  # [E], or [E, 2], or of rows [E, 2I, 1]
+    w2_scale: Tensor  # [E], or of rows [E, H, 1]
+    a13_scale: Tensor
+    a2_scale: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    mode: str = "tensor"
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.w13, self.w2, self.w13_scale, self.w2_scale
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"b13": self.b13, "b2": self.b2, **dict(self.shape.options)}
+
+    def scaling(self, mode: str) -> dict[str, Any]:
+        """Options of ExpertWeights."""
+        if mode == "static":
+            return {"a13_scale": self.a13_scale, "a2_scale": self.a2_scale}
+        return {"per_token": mode == "token"}
+
+    def weights(self, mode: str | None = None) -> oxmoe.ExpertWeights:
+        return oxmoe.ExpertWeights.fp8_tensor(*self.operands, **self.scaling(mode or self.mode), **self.options)
+
+    def reference(self, x: Tensor, *routing: Tensor, scales: Any, **options: Any) -> Tensor:
+        """scales: "tensor", "token", or those of x and of GEMM1's output."""
+        tables = dict(zip(("w13_scale", "w2_scale"), self.tables, strict=True))
+        given = [part.to(x.device) for part in routing]
+        return reference.moe(
+            x, self.w13, self.w2, *given, **self.options, **tables, activation_scales=scales, **options
+        )
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Scales of w13 and w2 as the reference takes them."""
+        return blocks_of(self.w13_scale, self.w13), blocks_of(self.w2_scale, self.w2)
+
+    def x(self, tokens: int, rng: torch.Generator) -> Tensor:
+        return make_x(tokens, self.shape, torch.bfloat16, self.w13.device.type, rng)
+
+
+def blocks_of(scale: Tensor, weights: Tensor) -> Tensor:
+    """[E] or [E, 2] as [E, N / 128, K / 128]; scales of rows stay as they are."""
+    experts, rows, columns = weights.shape
+    if scale.shape[1:2] == (rows,):
+        return scale
+    parts = scale.view(experts, -1)
+    return parts.repeat_interleave(rows // 128 // parts.shape[1], 1)[..., None].repeat(1, 1, columns // 128)
+
+
+def make_fp8_tensor(
+    shape: Shape,
+    device: str,
+    rng: torch.Generator,
+    *,
+    halves: bool = False,
+    of_rows: bool = False,
+    mode: str = "tensor",
+) -> Fp8Tensor:
+    plain = make_layer(shape, torch.bfloat16, device, rng)
+
+    def quantize(weights: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        if of_rows:
+            # Rows of different sizes: each scale must meet its own.
+            sized = weights.float() * (torch.rand((*weights.shape[:2], 1), generator=rng).to(device) + 0.5)
+            scale = sized.abs().amax(-1, keepdim=True) / 448
+            return (sized / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+        halved = weights.float().view(weights.shape[0], parts, -1)
+        scale = halved.abs().amax(-1) / 448
+        codes = (halved / scale[..., None]).clamp(-448, 448).view(weights.shape).to(torch.float8_e4m3fn)
+        return codes, scale if parts > 1 else scale[:, 0]
+
+    (w13, w13_scale), (w2, w2_scale) = quantize(plain.w13, 2 if halves else 1), quantize(plain.w2, 1)
+    a13_scale, a2_scale = torch.tensor(3.5 / 448, device=device), torch.tensor([3.0 / 448], device=device)
+    return Fp8Tensor(shape, w13, w2, w13_scale, w2_scale, a13_scale, a2_scale, plain.b13, plain.b2, mode)
+
+
+def peaks_of(workspace: Tensor, layer: Fp8Tensor, tokens: int, slots: int) -> Tensor:
+    """The largest magnitudes of x and of GEMM1's output, which a call with one scale for each left in its workspace."""
+    shape = layer.shape
+    text = oxmoe.explain(
+        shape.experts,
+        slots,
+        shape.hidden,
+        shape.intermediate,
+        tokens,
+        format="fp8_tensor",
+        gated=shape.gated,
+        arch="cpu",
+    )
+    (counters,) = (int(line.split()[0]) for line in text.splitlines() if line.endswith(" counters"))
+    return workspace[counters + 8 : counters + 16].view(torch.float32)
+
+
+def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **options: Any) -> Tensor:
+    """Close to the reference; the result.
+
+    With one scale for a call, a number of GEMM1's output that rounds to its neighbour moves every code if it is the
+    largest. So the reference has the scale that the kernel made, which is that of a number one step of bf16 away.
+    """
+    weights = layer.weights(mode)
+    given = [part.to(x.device) for part in routing]
+    slots = given[1].shape[1] if given else options["top_k"]
+    results, expected = [], []
+    for drawn in draws(x):
+        workspace = make_workspace(oxmoe.workspace_bytes(weights, drawn.shape[0], slots), x.device)
+        results.append(oxmoe.moe(drawn, weights, *given, **options, workspace=workspace))
+        scales: Any = (layer.a13_scale, layer.a2_scale) if mode == "static" else mode
+        if mode == "tensor" and drawn.shape[0]:
+            peaks = peaks_of(workspace, layer, drawn.shape[0], slots)
+            acts: list[Tensor] = []
+            independent = layer.reference(drawn, *given, scales=mode, acts=acts, **options)
+            assert relative_norm(results[-1].nan_to_num(), independent.nan_to_num()) < TENSOR_NORM
+            largest = torch.cat(acts).float().abs().nan_to_num(nan=0.0)
+            assert peaks[0] == drawn.float().abs().nan_to_num(nan=0.0).max()
+            torch.testing.assert_close(peaks[1], largest.max() if largest.numel() else peaks[1] * 0, rtol=2**-7, atol=0)
+            scales = tuple(peaks.clamp(min=1e-10) / torch.tensor(448.0, device=x.device))
+        expected.append(layer.reference(drawn, *given, scales=scales, **options))
+    result, truth = torch.cat(results), torch.cat(expected)
+    # A code's step is that of the largest number under its scale, a row's or a call's: where sums round otherwise,
+    # small results move by many of their own ulp, and the norm tells. test_fp8_stages.py has every step's own bar.
+    if not x.is_cuda:
+        assert_close_ulp(result, truth, CPU_BAR)
     finite = truth.isfinite()
     assert relative_norm(result[finite], truth[finite]) < NORM
     return results[0]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fake_cuda.harness import STRUCTS
-from host_kernels import ROOT, parameter_header
+from host_kernels import ROOT, write_parameter_headers
 
 ELEMENTS = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 RANKS = (1, 2, 4, 8)
@@ -45,6 +45,7 @@ using std::min;
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct ulonglong2 { uint64_t x, y; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct Index { unsigned x; };
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
@@ -184,9 +185,9 @@ class HostAllReduce:
         compiler = shutil.which("g++")
         if compiler is None:
             pytest.skip("no g++")
-        for name in ("oxmoe/src", "common", "allreduce"):
+        for name in ("common", "allreduce"):
             (folder / name).mkdir(parents=True)
-        (folder / "oxmoe/src/params.rs.h").write_text(parameter_header())
+        write_parameter_headers(folder)
         (folder / "cuda.h").write_text(CUDA)
         (folder / "common/element.cuh").write_text(ELEMENT)
         (folder / "allreduce/memory.cuh").write_text(MEMORY)
@@ -194,6 +195,8 @@ class HostAllReduce:
         for name in (
             "common/cluster.cuh",
             "common/narrow.cuh",
+            "common/nvfp4.cuh",
+            "common/scale_layout.cuh",
             "common/pdl.cuh",
             *(f"allreduce/{n}.cuh" for n in copied),
         ):

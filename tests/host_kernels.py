@@ -18,6 +18,7 @@ import pytest
 from fake_cuda.harness import STRUCTS
 
 ROOT = Path(__file__).parents[1]
+PARAMETERS = ("common", "allreduce", "moe", "quant")
 TYPES = {
     "bool": "bool",
     "i32": "int32_t",
@@ -68,6 +69,18 @@ static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
     const uint32_t other = exchanged[(threadIdx.x ^ lanes) % 32];
     pthread_barrier_wait(&warp);
     return other;
+}
+static uint32_t of_lane(uint32_t value, int lane) {
+    exchanged[threadIdx.x % 32] = value;
+    pthread_barrier_wait(&warp);
+    const uint32_t other = exchanged[lane];
+    pthread_barrier_wait(&warp);
+    return other;
+}
+[[maybe_unused]] static uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return of_lane(value, lane); }
+[[maybe_unused]] static uint32_t __shfl_up_sync(uint32_t, uint32_t value, int lanes) {
+    const int lane = threadIdx.x % 32;
+    return of_lane(value, lane < lanes ? lane : lane - lanes);
 }
 """
 
@@ -124,8 +137,8 @@ extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool togethe
 
 
 def parameter_header() -> str:
-    """src/params.rs in C++, as cxx has it."""
-    text = (ROOT / "src" / "params.rs").read_text()
+    """The headers of src/params/ in one, as cxx has them."""
+    text = "".join((ROOT / "src" / "params" / f"{name}.rs").read_text() for name in PARAMETERS)
     out = ["#pragma once", "#include <cstdint>", "namespace oxmoe {"]
     kinds = dict(TYPES)
     for name, body in re.findall(r"enum (\w+) \{\n(.*?)\n    \}", text, re.DOTALL):
@@ -145,6 +158,14 @@ def parameter_header() -> str:
     return "\n".join([*out, "}"])
 
 
+def write_parameter_headers(folder: Path) -> None:
+    """Every header that kernels may include, all the same one."""
+    (folder / "oxmoe" / "src" / "params").mkdir(parents=True)
+    for name in PARAMETERS:
+        (folder / "oxmoe" / "src" / "params" / f"{name}.rs.h").write_text('#include "all.h"\n')
+    (folder / "oxmoe" / "src" / "params" / "all.h").write_text(parameter_header())
+
+
 class HostKernels:
     """`kernels`: name -> (struct with `run`, its parameters)."""
 
@@ -152,8 +173,7 @@ class HostKernels:
         compiler = shutil.which("c++") or shutil.which("g++")
         if compiler is None:
             pytest.skip("no C++ compiler")
-        (folder / "oxmoe" / "src").mkdir(parents=True)
-        (folder / "oxmoe" / "src" / "params.rs.h").write_text(parameter_header())
+        write_parameter_headers(folder)
         for name, text in HEADERS.items():
             (folder / name).write_text(text)
         source, library = folder / "kernels.cpp", folder / "kernels.so"

@@ -2,12 +2,14 @@
 
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
+use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
 use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
 use _oxmoe::variants::fp8::{Fp8, WIDE_TOKENS};
+use _oxmoe::variants::mxfp8::Mxfp8;
 use _oxmoe::variants::{self, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
@@ -37,15 +39,30 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
 
 const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
+const FORMATS: [Format; 9] = [
+    Format::Bf16,
+    Format::F16,
+    Format::Mxfp4,
+    Format::Mxfp4A8,
+    Format::Mxfp8,
+    Format::Fp8Block,
+    Format::Fp8Tensor,
+    Format::Fp8TensorToken,
+    Format::Fp8TensorStatic,
+];
+
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
         // Hidden may be part of the columns of MXFP4 weights, so anything.
-        let formats = [Format::Bf16, Format::F16, Format::Mxfp4, Format::Mxfp4A8, Format::Fp8Block].into_iter();
-        let fits = move |format: Format| match format {
-            Format::Fp8Block => hidden % format.spec().block == 0 && intermediate % format.spec().block == 0,
-            _ => intermediate % format.spec().block == 0,
+        let fits = move |format: Format| {
+            let whole = |size: i64, block: i64| size % block == 0;
+            match format {
+                _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
+                Format::Mxfp8 => whole(hidden, 32) && whole(intermediate, 32),
+                _ => whole(intermediate, format.spec().block),
+            }
         };
-        formats.filter(move |&format| fits(format)).flat_map(move |format| {
+        FORMATS.into_iter().filter(move |&format| fits(format)).flat_map(move |format| {
             [true, false].map(|gated| {
                 let dtype = format.spec().compute;
                 (LayerDesc { experts, hidden, intermediate, gated, dtype, format }, top_k)
@@ -58,8 +75,10 @@ fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
     layers().filter(|(layer, _)| layer.require_cuda(device).is_ok())
 }
 
+/// A usual GPU of every architecture, and a Hopper GPU without Hopper's kernels.
 fn devices() -> impl Iterator<Item = Device> {
-    ARCHS.into_iter().map(|arch| Device::typical(Arch(arch)))
+    let portable = Device { portable: true, ..Device::typical(Arch::SM90) };
+    ARCHS.into_iter().map(|arch| Device::typical(Arch(arch))).chain([portable])
 }
 
 /// Every layer that a device serves, with every number of tokens, with logits and with given ids.
@@ -85,6 +104,42 @@ fn gemms(plan: &MoePlan) -> Vec<Launch> {
     }
 }
 
+/// Every layer that is served without routing, with rows expected and room for them.
+fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
+    let layers = layers_on(device)
+        .map(|(layer, _)| layer)
+        .filter(|layer| ![Format::Mxfp4A8, Format::Mxfp8].contains(&layer.format) && !layer.format.is_fp8_tensor());
+    layers.flat_map(|layer| {
+        [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
+            let rows = most * layer.experts;
+            [true, false].map(|quantizes_x| MaskedDesc { layer, rows, expected, quantizes_x })
+        })
+    })
+}
+
+fn masked_plan(desc: &MaskedDesc, device: &Device) -> MaskedPlan {
+    MaskedPlan::new(desc, device).unwrap_or_else(|e| panic!("{desc:?} on {device:?}: {e}"))
+}
+
+#[test]
+fn masked_plans_fit() {
+    for device in devices() {
+        for desc in masked_descs(&device) {
+            let (plan, w) = (masked_plan(&desc, &device), masked::workspace(&desc.layer, desc.rows));
+            let tiles = desc.layer.experts as u64
+                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.tile_tokens as u64);
+            assert!(tiles <= plan.max_tiles as u64 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
+            assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{desc:?} on {device:?}");
+            assert_eq!(w.counters.bytes, 16);
+            let asked = plan.launches();
+            assert!(asked.iter().all(|l| l.grid > 0 && l.shared_bytes <= device.shared_bytes), "{asked:?}");
+            // What is expected chooses the tile alone.
+            let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
+            assert!(other.tile_tokens != plan.tile_tokens || other == plan, "{desc:?} on {device:?}");
+        }
+    }
+}
+
 #[test]
 fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     let table: HashSet<Variant> = variants::all().into_iter().collect();
@@ -96,10 +151,15 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
             let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
             chosen.extend(alone.map(|l| l.variant));
         }
+        chosen.extend(masked_descs(&device).flat_map(|desc| masked_plan(&desc, &device).launches()).map(|l| l.variant));
         chosen.insert(routing::ragged(1).variant);
     }
-    // Loading weights is no part of a layer's plan, nor are all-reduces, whose own plan is tested beside it.
+    // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::CONVERSIONS);
+    chosen.extend([Mxfp8::Peak, Mxfp8::Pack].map(Variant::Mxfp8));
+    // For scales of tokens that a caller quantised.
+    chosen.insert(Variant::Fp8(Fp8::ExpandScales));
+    chosen.extend(variants::dense::all().into_iter().map(Variant::Dense));
     chosen.extend(variants::allreduce::all().into_iter().map(Variant::AllReduce));
     let unknown: Vec<_> = chosen.difference(&table).collect();
     assert!(unknown.is_empty(), "chosen and not built: {unknown:#?}");
@@ -219,8 +279,12 @@ fn schedule_fits_its_range() {
                 | Variant::GroupedGemmMxfp4Sm90 { tokens, .. }
                 | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
                 Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. }) => tokens,
-                Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. }) => WIDE_TOKENS,
+                Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. } | Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
+                    WIDE_TOKENS
+                }
+                Variant::Mxfp8(Mxfp8::Gemm { tokens, .. }) => tokens,
                 Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,
+                Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. }) => 8,
                 other => panic!("{other:?} is no GEMM"),
             };
             assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
@@ -245,7 +309,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
-    let fp8 = usize::from(layer.format == Format::Fp8Block);
+    let fp8 = usize::from(layer.format.is_fp8());
     let e4m3 = usize::from(layer.format == Format::Mxfp4A8);
     let padded = |columns: i64| (columns as usize).next_multiple_of(64);
     let x_e4m3 = e4m3 * tokens as usize * padded(layer.hidden);

@@ -51,7 +51,7 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _new_server(backend: str, topology: dict[str, Any]) -> Iterator[None]:
+def _new_server(backend: str, a2a: str, overlap: bool, topology: dict[str, Any]) -> Iterator[None]:
     from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
     from sglang.srt.runtime_context import get_context, get_flags, get_parallel
 
@@ -60,7 +60,7 @@ def _new_server(backend: str, topology: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(get_context().override_server_args(model_path="dummy"))
         flags = get_flags().moe.override(
-            runner_backend=resolve_moe_runner_backend(backend), a2a_backend=MoeA2ABackend.NONE
+            runner_backend=resolve_moe_runner_backend(backend), a2a_backend=MoeA2ABackend(a2a), sbo_enabled=overlap
         )
         stack.enter_context(flags)
         stack.enter_context(get_parallel().override(**ranks))
@@ -68,26 +68,31 @@ def _new_server(backend: str, topology: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _old_server(backend: str) -> Iterator[None]:
+def _old_server(backend: str, a2a: str, overlap: bool) -> Iterator[None]:
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     _one_rank(_free_port())
 
-    def start(name: str) -> None:
+    def start(name: str, a2a: str, overlap: bool) -> None:
         arguments = ServerArgs(model_path="dummy", moe_runner_backend=name)
+        # Set afterwards: at first such a server asks for its GPUs.
+        arguments.moe_a2a_backend, arguments.enable_single_batch_overlap = a2a, overlap
         set_global_server_args_for_scheduler(arguments)
         initialize_moe_config(arguments)
 
-    start(backend)
-    yield
-    start("auto")
+    start(backend, a2a, overlap)
+    try:
+        yield
+    finally:
+        start("auto", "none", False)
 
 
 @contextmanager
-def server(backend: str = "auto", **topology: Any) -> Iterator[None]:
-    """A server of one rank with this --moe-runner-backend; topology: what 0.5.23 overrides of its ranks."""
-    with _new_server(backend, topology) if NEW else _old_server(backend):
+def server(backend: str = "auto", *, a2a: str = "none", overlap: bool = False, **topology: Any) -> Iterator[None]:
+    """A server of one rank with this --moe-runner-backend and --moe-a2a-backend, with or without
+    --enable-single-batch-overlap; topology: what 0.5.23 overrides of its ranks."""
+    with _new_server(backend, a2a, overlap, topology) if NEW else _old_server(backend, a2a, overlap):
         yield
 
 

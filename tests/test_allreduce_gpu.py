@@ -65,11 +65,11 @@ def compare(
 
 
 def shapes(
-    me: Rank, seed: int, dtype: torch.dtype, cases: list[tuple[int, int]], size: int | None = None
+    me: Rank, seed: int, dtype: torch.dtype, cases: list[tuple[int, int]], size: int | None = None, deadline: int = 20
 ) -> tuple[list[str], list[int]]:
     size = size or me.world
     most = max(tokens * hidden for tokens, hidden in cases)
-    space = make(me, most // 64 + 1, 64, dtype, size, force_oneshot_support=True)
+    space = make(me, most // 64 + 1, 64, dtype, size, force_oneshot_support=True, deadline=deadline)
     first = me.rank // size * size
     wrong, sums = [], []
     for tokens, hidden in cases:
@@ -123,6 +123,21 @@ def test_four_ranks_on_fewer_gpus(shared: Crew, rng: torch.Generator, dtype: str
     cases = [(1, 2880), (9, 1408), (130, 3584), (2, 8192), (1, 16384)] + [(1, 32768)] * (dtype != "f32")
     alike(shared.run(shapes, seed_of(rng), DTYPES[dtype], cases), 4)
     alike(shared.run(shapes, seed_of(rng), DTYPES[dtype], cases[:2], 2), 2)
+
+
+@pytest.fixture
+def eight() -> Iterator[Crew]:
+    crew = Crew(8, gpus=True)
+    yield crew
+    crew.close()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(_GPUS >= 8, reason="there is a GPU for each of eight ranks")
+def test_eight_ranks_on_fewer_gpus(eight: Crew, rng: torch.Generator) -> None:
+    """Ranks of one GPU take turns, and each waits for all: a few small calls take seconds."""
+    cases = [(1, 2880), (9, 1408), (40, 512)]
+    alike(eight.run(shapes, seed_of(rng), torch.bfloat16, cases, None, 60, patience=180), 8)
 
 
 @pytest.mark.multi_gpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import oxmoe._oxmoe as extension
-from fake_cuda.harness import build, cuda_headers, execute, parameters_of
+from fake_cuda.harness import execute, parameters_of
 
 STREAM = 0x1234
 EMPTY = 2**64 - 1
@@ -19,16 +19,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stand-in."""
-    if "90a" not in extension.device_info()["archs"]:
-        pytest.skip("this wheel has no kernels for 90a")
-    if cuda_headers() is None:
-        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
-    folder = tmp_path_factory.mktemp("driver")
-    build(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
 
 
 def run(driver: Path, tmp_path: Path, call: str = "pair", world: int = 2, **arguments: Any) -> Any:

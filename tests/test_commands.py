@@ -69,13 +69,12 @@ def test_bench_writes_a_row_for_each_backend(
 def test_bench_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     monkeypatch.setitem(layers.SHAPES, "blocks", layers.Shape(4, 2, 256, 128))
-    arguments = ["bench", "--shapes", "blocks", "--tokens", "1,9", "--format", "fp8-block", "--peers", "torch-loop"]
-    assert __main__.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    formats = ["fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static"]
+    arguments = ["bench", "--shapes", "blocks", "--tokens", "1,9", "--format", ",".join(formats)]
+    assert __main__.main([*arguments, "--peers", "torch-loop", "--device", "cpu", "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["backend"], row["format"], row["tokens"]) for row in rows] == [
-        ("oxmoe", "fp8-block", 1),
-        ("oxmoe", "fp8-block", 9),
-    ]
+    cells = [(row["backend"], row["format"], row["tokens"]) for row in rows]
+    assert cells == [("oxmoe", name, tokens) for name in formats for tokens in (1, 9)]
 
 
 def test_bench_of_mxfp4(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +279,8 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["formats"] == "bf16, f16, mxfp4, fp8_block, mxfp4-a8; on CPU also f32"
+    assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, fp8_tensor, ")
+    assert lines["formats"].endswith("; on CPU also f32, nvfp4")
     assert lines["layer on cpu"].startswith("right, ")
 
 

@@ -19,7 +19,9 @@ from cases import (
     make_x,
     tie_free_logits,
 )
+from fp8_cases import Fp8, Fp8Tensor, make_fp8, make_fp8_tensor
 from mxfp4_cases import Blocks, make_blocks
+from mxfp8_cases import Mxfp8, make_mxfp8
 from oxmoe.testing import same_bits
 
 Place = tuple[str, torch.dtype]
@@ -31,7 +33,9 @@ def starts(tokens: int, batch: int) -> set[int]:
     return {0, (tokens - batch) // 2, tokens - batch}
 
 
-def check_batches(layer: Layer | Blocks, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+def check_batches(
+    layer: Layer | Blocks | Mxfp8 | Fp8 | Fp8Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> None:
     """Rows of the largest batch, run in smaller batches at other places and among other rows."""
     weights = layer.weights()
     whole = oxmoe.moe(x, weights, topk_weights, topk_ids)
@@ -60,7 +64,9 @@ def operands(
     )
 
 
-def check_runs(layer: Layer | Blocks, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+def check_runs(
+    layer: Layer | Blocks | Mxfp8 | Fp8 | Fp8Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> None:
     """Whatever lies in the workspace, and with weights made again."""
     weights = layer.weights()
     first = oxmoe.moe(x, weights, topk_weights, topk_ids)
@@ -113,6 +119,33 @@ def test_mxfp4(pattern: str, hidden_size: int, device: str, rng: torch.Generator
     check_batches(*mxfp4_operands(shape, device, pattern, 64 if device == "cpu" else 4096, rng))
     for tokens in (1, 7, 61) if device == "cpu" else (1, 7, 61, 150, 700):
         check_runs(*mxfp4_operands(shape, device, pattern, tokens, rng))
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "holes"])
+def test_mxfp8(pattern: str, device: str, rng: torch.Generator) -> None:
+    for tokens in (1, 7, 61) if device == "cpu" else (1, 7, 61, 150, 700):
+        check_runs(make_mxfp8(SMALL, device, rng), *mxfp4_operands(SMALL, device, pattern, tokens, rng)[1:])
+    tokens = 64 if device == "cpu" else 4096
+    check_batches(make_mxfp8(SMALL, device, rng), *mxfp4_operands(SMALL, device, pattern, tokens, rng)[1:])
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes"])
+@pytest.mark.parametrize("scales", ["block", "token", "static", "tensor"])
+def test_fp8(scales: str, pattern: str, device: str, rng: torch.Generator) -> None:
+    """With one scale for a call ("tensor") a row's bits may depend on the others."""
+    shape = Shape("fp8", 8, 3, 256, 384, bias=True)
+    layer: Fp8 | Fp8Tensor = make_fp8(shape, device, rng)
+    if scales != "block":
+        layer = make_fp8_tensor(shape, device, rng, mode=scales)
+
+    def operands(tokens: int) -> tuple[Fp8 | Fp8Tensor, Tensor, Tensor, Tensor]:
+        topk_weights, topk_ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
+        return layer, layer.x(tokens, rng), topk_weights.to(device), topk_ids.to(device)
+
+    if scales != "tensor":
+        check_batches(*operands(64 if device == "cpu" else 4096))
+    for tokens in (1, 7, 61) if device == "cpu" else (1, 7, 61, 150, 700):
+        check_runs(*operands(tokens))
 
 
 @pytest.mark.gpu

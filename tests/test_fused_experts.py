@@ -191,9 +191,7 @@ def test_no_combine(place: Place, keep: bool, rng: torch.Generator) -> None:
     assert_close_ulp(result, expect(layer, x, topk_output, no_combine=True, keep_router_weight=keep))
 
 
-@pytest.mark.parametrize(
-    "name", ["use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"]
-)
+@pytest.mark.parametrize("name", ["use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"])
 def test_quantised_flags_are_refused(name: str, rng: torch.Generator) -> None:
     layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
     before = x.clone()
@@ -215,6 +213,8 @@ def test_quantised_operands_are_refused(name: str, rng: torch.Generator) -> None
 def test_other_refusals(rng: torch.Generator) -> None:
     layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
     before = x.clone()
+    with pytest.raises(ValueError, match="w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got bfloat16"):
+        call(layer, x, topk_output, Config23(), use_fp8_w8a8=True)
     with pytest.raises(NotImplementedError, match=r'"situ".*served are "silu"'):
         call(layer, x, topk_output, Config23(activation="situ"))
     with pytest.raises(ValueError, match=r"inplace and no_combine"):

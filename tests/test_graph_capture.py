@@ -8,7 +8,9 @@ from torch import Tensor
 
 import oxmoe
 from cases import MODELS, PATTERNS, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from fp8_cases import MODES, make_fp8, make_fp8_tensor
 from mxfp4_cases import make_blocks
+from mxfp8_cases import make_mxfp8
 from oxmoe.testing import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +63,22 @@ def test_replays_of_mxfp4(hidden_size: int, tokens: int, rng: torch.Generator) -
     """Every tile of the kernel for Hopper, and the portable one."""
     shape = SHAPES[0]
     weights = make_blocks(shape, "bf16", "cuda", rng).weights(hidden_size=hidden_size)
+    check_replays(weights, shape, tokens, rng, replays=200)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 120, 280, 700])
+def test_replays_of_mxfp8(tokens: int, rng: torch.Generator) -> None:
+    check_replays(make_mxfp8(SHAPES[0], "cuda", rng).weights(), SHAPES[0], tokens, rng, replays=200)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 280, 700])
+@pytest.mark.parametrize("scales", ["block", *MODES])
+def test_replays_of_fp8(scales: str, tokens: int, rng: torch.Generator) -> None:
+    shape = Shape("fp8", 16, 4, 256, 384, bias=True)
+    if scales == "block":
+        weights = make_fp8(shape, "cuda", rng).weights()
+    else:
+        weights = make_fp8_tensor(shape, "cuda", rng).weights(scales)
     check_replays(weights, shape, tokens, rng, replays=200)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import oxmoe._oxmoe as extension
-from fake_cuda.harness import STRUCTS, asked, build, cuda_headers, execute, launches, named, parameters_of, planned
+from fake_cuda.harness import STRUCTS, asked, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234
 CONTEXT = 0xC000
@@ -60,16 +60,6 @@ LAYERS = [
 ]
 
 Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stand-in."""
-    if cuda_headers() is None:
-        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
-    folder = tmp_path_factory.mktemp("driver")
-    build(folder)
-    return folder
 
 
 def settings_of(capability: int) -> dict[str, int]:

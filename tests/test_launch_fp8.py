@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-import oxmoe._oxmoe as extension
-from fake_cuda.harness import asked, build, cuda_headers, execute, launches, named, parameters_of, planned
+from fake_cuda.harness import asked, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234
 LAYERS = [
@@ -20,15 +19,7 @@ LAYERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if cuda_headers() is None:
-        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
-    if "90a" not in extension.device_info()["archs"]:
-        pytest.skip("this wheel has no kernels for 90a")
-    folder = tmp_path_factory.mktemp("driver")
-    build(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
 
 
 def ranges_of(call: dict[str, Any]) -> dict[str, int]:
@@ -41,19 +32,33 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     result = execute(driver, tmp_path, "fp8_calls", {**layer, "top_k": 4, "tokens": [1, 7, 64, 300, 2000, 20000]})
     experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
     maps = {record["map"]: record for record in named(result["load"], "cuTensorMapEncodeTiled")}
-    kernels = set()
+    kernels, together = set(), []
     for call in result["calls"]:
         made, ranges, tokens = launches(call["records"]), ranges_of(call), call["tokens"]
         assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
+        if made[0]["kernel"].startswith("routed_layer_fp8_sm90"):
+            (one,) = made
+            assert one["cooperative"]
+            up_map, down_map, p = parameters_of(one)
+            up, down = p.layer.up, p.layer.down
+            # Both are bf16: the launch quantises what it reads, and counts pairs of e4m3.
+            assert (up.x, up.out, down.x, down.out) == (call["x"], ranges["hidden"], ranges["hidden"], ranges["rows"])
+            assert (up.k, down.k) == (hidden // 2, intermediate // 2)
+            for gemm, tensor_map, name in ((up, up_map, "w13"), (down, down_map, "w2")):
+                assert gemm.weights == tensor_map[1] == result["addresses"][name]
+                assert gemm.block_scales == result["addresses"][f"{name}_scale"]
+                assert math.prod(maps[tensor_map[0]]["box"][1:]) == 64
+            together.append(tokens)
+            continue
         first = next(i for i, launch in enumerate(made) if launch["kernel"] == "quantize_fp8")
         *stages, combine = made[first:]
         assert first in (1, 2) and combine["kernel"] == "combine_bf16"
         inside = len(stages) == 3
         quantize, up, *between, down = stages
         kernels |= {up["kernel"], down["kernel"]}
-        assert inside == ("wide" in up["kernel"]) == ("wide" in down["kernel"])
+        assert inside == ("wide" in up["kernel"]) == ("wide" in down["kernel"] or "stationary" in down["kernel"])
         (of_x,), (up_map, p), (down_map, q) = (parameters_of(launch) for launch in (quantize, up, down))
         assert (of_x.x, of_x.codes, of_x.scales) == (call["x"], ranges["x_codes"], ranges["x_scales"])
         assert (of_x.rows, of_x.columns, of_x.group, of_x.row_count) == (tokens, hidden, 128, 0)
@@ -76,4 +81,85 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             assert gemm.block_scales == result["addresses"][f"{name}_scale"]
             rows = math.prod(maps[tensor_map[0]]["box"][1:])
             assert rows == (128 if inside else 64 if "c1" in (up if name == "w13" else down)["kernel"] else 128)
-    assert any("wide" in name for name in kernels) and any("wide" not in name for name in kernels)
+    assert together == {2048: [1, 7], 7168: [1], 384: []}[hidden]
+    assert any("wide" in name for name in kernels) and any("gated_t" in name for name in kernels)
+    assert any("stationary" in name for name in kernels) == (intermediate % 256 == 0)
+
+
+SCALING = {"tensor": 2, "token": 1, "static": 3}  # Fp8Scaling
+
+
+@pytest.mark.parametrize("mode", SCALING)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
+def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -> None:
+    """The kernels of block scales, and in front of them whatever finds the scales of activations."""
+    arguments = {**layer, "top_k": 4, "tokens": [1, 7, 64, 300, 2000, 20000], "mode": mode}
+    result = execute(driver, tmp_path, "fp8_tensor_calls", arguments)
+    experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
+    addresses = result["addresses"]
+    assert result["shapes"]["w13_scale"] == [experts, 2 * intermediate // 128, hidden // 128]
+    assert result["shapes"]["w2_scale"] == [experts, hidden // 128, intermediate // 128]
+    quantisers = {"tensor": ["quantize_fp8_peak", "quantize_fp8"], "token": ["quantize_fp8_rows"]}
+
+    def expected(rows: int, columns: int) -> list[str]:
+        if mode == "tensor" and rows * columns <= 1 << 14:
+            return ["quantize_fp8_rows"]  # one CTA
+        return quantisers.get(mode, ["quantize_fp8"])
+
+    for call in result["calls"]:
+        made, ranges, tokens = launches(call["records"]), ranges_of(call), call["tokens"]
+        assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        assert [asked(launch) for launch in made] == planned(call["explain"])
+        names = [launch["kernel"] for launch in made]
+        first = next(i for i, name in enumerate(names) if name.startswith("quantize_fp8"))
+        of_x, of_hidden = expected(tokens, hidden), expected(4 * tokens, intermediate)
+        up, down = first + len(of_x), first + len(of_x) + 1 + len(of_hidden)
+        assert names[first:up] == of_x and names[up + 1 : down] == of_hidden and len(made) == down + 2
+        # Routing's last kernel zeroes what the peaks are found in.
+        (*_, route) = parameters_of(made[first - 1])
+        assert (route.counters, route.counter_count) == (ranges["counters"], 4 if mode == "tensor" else 2)
+        _, p = parameters_of(made[up])
+        _, q = parameters_of(made[down])
+        stages = ((first, up, "x", hidden, tokens), (up + 1, down, "hidden", intermediate, 4 * tokens))
+        for stage, (start, end, name, columns, rows) in enumerate(stages):
+            for launch in made[start:end]:
+                (of,) = parameters_of(launch)
+                assert of.x == (call["x"] if name == "x" else ranges["hidden"])
+                assert (of.codes, of.scales) == (ranges[f"{name}_codes"], ranges[f"{name}_scales"])
+                assert (of.rows, of.columns, of.group, of.scaling) == (rows, columns, 128, SCALING[mode])
+                assert of.row_count == (0 if name == "x" else ranges["offsets"] + 4 * experts)
+                static = addresses.get("a13_scale" if name == "x" else "a2_scale")
+                assert of.given == (static if mode == "static" else ranges["counters"] + 4 * (2 + stage))
+                # A thread of a row has at most four vectors, as far as a CTA's threads go.
+                assert of.row_threads in (256, *(1 << i for i in range(2, 8)))
+                assert of.row_threads == 256 or columns <= 8 * 4 * of.row_threads < 2 * columns
+                if mode == "token":
+                    assert asked(launch)[1] == -(-rows * of.row_threads // 256)
+                elif launch["kernel"] == "quantize_fp8_rows":
+                    assert asked(launch)[1] == 1
+        assert (p.out, p.out_scales, p.x, p.x_scales) == (ranges["hidden"], 0, ranges["x_codes"], ranges["x_scales"])
+        assert (q.x, q.x_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
+        assert (p.block_scales, q.block_scales) == (addresses["w13_scale"], addresses["w2_scale"])
+        assert (p.schedule_is_older, q.schedule_is_older) == (True, True)
+
+
+@pytest.mark.parametrize("tokens", [5, 2000])
+@pytest.mark.parametrize("form", ["rows", "columns", "packed", "token", "one"])
+def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) -> None:
+    """GEMM1 reads codes and rows of scales as they are; other scales are brought into order in front of it."""
+    call = execute(driver, tmp_path, "fp8_tokens", {"tokens": tokens, "form": form})
+    made, ranges = launches(call["records"]), ranges_of(call)
+    names = [launch["kernel"] for launch in made]
+    place = next(i for i, name in enumerate(names) if name.startswith("grouped_gemm_fp8"))
+    _, p = parameters_of(made[place])
+    assert (p.x, p.schedule_is_older) == (call["x"], form != "rows")
+    assert "quantize_fp8" not in names[:place]
+    if form == "rows":
+        assert p.x_scales == call["scale"] and "expand_scales" not in names
+        return
+    assert names[place - 1] == "expand_scales" and p.x_scales == ranges["x_scales"]
+    (of,) = parameters_of(made[place - 1])
+    assert (of.scales, of.table, of.rows, of.groups) == (call["scale"], ranges["x_scales"], tokens, 3)
+    strides = {"columns": (1, tokens), "packed": (1, tokens), "token": (1, 0), "one": (0, 0)}
+    assert (of.row_stride, of.group_stride, of.powers) == (*strides[form], form == "packed")
+    assert asked(made[place - 1])[1] == -(-3 * tokens // 256)

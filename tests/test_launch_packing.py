@@ -9,22 +9,13 @@ from typing import Any
 
 import pytest
 
-import oxmoe._oxmoe as extension
-from fake_cuda.harness import asked, build, cuda_headers, execute, launches, named, parameters_of, planned
+from fake_cuda.harness import asked, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234
 LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if cuda_headers() is None:
-        pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
-    if "90a" not in extension.device_info()["archs"]:
-        pytest.skip("this wheel has no kernels for 90a")
-    folder = tmp_path_factory.mktemp("driver")
-    build(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
 
 
 def up(size: int, multiple: int) -> int:

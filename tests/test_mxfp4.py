@@ -513,7 +513,9 @@ def test_operators_are_checked(small: tuple[Blocks, Tensor, tuple[Tensor, Tensor
         torch.ops.oxmoe.moe(x, blocks.w13, blocks.w2, *routing, format="mxfp4")
     with pytest.raises(ValueError, match=r'format "bf16" has no scales'):
         torch.ops.oxmoe.moe(x, plain.w13, plain.w2, *routing, **scales)
-    with pytest.raises(ValueError, match=r'hidden_size: only for format "mxfp4", got them with "bf16"'):
+    with pytest.raises(
+        ValueError, match=r'hidden_size: only for formats "mxfp4" and \(bf16\) "mxfp8", got them with "bf16"'
+    ):
         torch.ops.oxmoe.moe(x, plain.w13, plain.w2, *routing, hidden_size=64)
     with pytest.raises(NotImplementedError, match=r'w13: dtype uint8.*"mxfp4"'):
         torch.ops.oxmoe.moe(x, blocks.w13, blocks.w2, *routing, **scales)

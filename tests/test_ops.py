@@ -14,6 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import oxmoe
 from cases import GPT_OSS, Shape, make_layer, make_routing, make_workspace, make_x, tie_free_logits
+from fp8_cases import MODES, make_fp8, make_fp8_tensor
+from op_checks import fakes_are_real, opcheck
+from oxmoe import reference
 from oxmoe.testing import same_bits
 
 SHAPE = Shape("ops", 6, 2, 32, 24, bias=True, options=tuple(GPT_OSS.items()))
@@ -78,24 +81,7 @@ def test_opcheck(operands: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_fakes_have_the_real_shapes(operands: dict[str, Any], name: str) -> None:
     operator, arguments, options = calls(operands)[name]
-    real = operator(*arguments, **options)
-    with FakeTensorMode() as mode:
-        fake = operator(
-            *(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments),
-            **{key: mode.from_tensor(value) if isinstance(value, Tensor) else value for key, value in options.items()},
-        )
-    if real is None:
-        assert fake is None
-        return
-    pairs = list(
-        zip(
-            real if isinstance(real, (tuple, list)) else [real],
-            fake if isinstance(fake, (tuple, list)) else [fake],
-            strict=True,
-        )
-    )
-    for r, f in pairs:
-        assert (r.shape, r.dtype, r.device, r.stride()) == (f.shape, f.dtype, f.device, f.stride())
+    fakes_are_real(operator, arguments, options)
 
 
 def programs(o: dict[str, Any]) -> dict[str, Callable[[Tensor], Any]]:
@@ -233,3 +219,62 @@ def test_operators_refuse_as_the_builtin_does(operands: dict[str, Any]) -> None:
         ops.moe(x[:, 1:].contiguous(), layer.w13, layer.w2, operands["topk_weights"], operands["topk_ids"])
     with pytest.raises(NotImplementedError, match=r"float8"):
         ops.moe(x, layer.w13.to(torch.float8_e4m3fn), layer.w2, operands["topk_weights"], operands["topk_ids"])
+
+
+# Experts of e4m3
+
+FP8_SHAPE = Shape("fp8-ops", 5, 2, 256, 128)
+FP8_CALLS = ("fp8_block", *(f"fp8_tensor-{mode}" for mode in MODES))
+
+
+def fp8_layer(name: str, device: str, rng: torch.Generator) -> tuple[Any, oxmoe.ExpertWeights]:
+    if name == "fp8_block":
+        layer = make_fp8(FP8_SHAPE, device, rng)
+        return layer, layer.weights()
+    tensor = make_fp8_tensor(FP8_SHAPE, device, rng, halves=True)
+    return tensor, tensor.weights(name.rpartition("-")[2])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_fp8_opcheck(name: str, quantised: bool, device: str, rng: torch.Generator) -> None:
+    layer, weights = fp8_layer(name, device, rng)
+    x = make_x(5, FP8_SHAPE, torch.bfloat16, device, rng)
+    routing = tuple(t.to(device) for t in make_routing("uniform", 5, 5, 2, rng))
+    options: dict[str, Any] = {"format": weights.format, "w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+    options.update(
+        {key: getattr(weights, key) for key in ("a13_scale", "a2_scale") if getattr(weights, key) is not None}
+    )
+    expected = oxmoe.moe(x, weights, *routing)
+    if quantised:
+        x, options["x_scale"] = reference.fp8_groups(x)
+        expected = oxmoe.moe(x, weights, *routing, x_scale=options["x_scale"])
+    operands = x, layer.w13, layer.w2, *routing
+    opcheck(ops.moe.default, operands, options)
+    assert same_bits(ops.moe(*operands, **options), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = ops.moe(mode.from_tensor(x), *operands[1:], **options)
+    assert (fake.shape, fake.dtype) == (expected.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_fp8_compiled(name: str, device: str, rng: torch.Generator) -> None:
+    torch._dynamo.reset()
+    layer, weights = fp8_layer(name, device, rng)
+    x = make_x(5, FP8_SHAPE, torch.bfloat16, device, rng)
+    routing = tuple(t.to(device) for t in make_routing("uniform", 5, 5, 2, rng))
+    codes, scales = reference.fp8_groups(x)
+    static = {"a1_scale": weights.a13_scale, "a2_scale": weights.a2_scale} if name.endswith("static") else {}
+    blocks = {"block_shape": [128, 128]} if name == "fp8_block" else {}
+
+    def program(x: Tensor, codes: Tensor) -> Tensor:
+        result = oxmoe.moe(x, weights, *routing) + oxmoe.moe(codes, weights, *routing, x_scale=scales)
+        given = {"w1_scale": layer.w13_scale, "w2_scale": layer.w2_scale, **static, **blocks}
+        given["per_channel_quant"] = name.endswith("token")
+        experts = oxmoe.fused_experts(
+            x, layer.w13, layer.w2, (*routing, None), Config(), layer.b13, layer.b2, use_fp8_w8a8=True, **given
+        )
+        return result + experts
+
+    expected = program(x, codes)
+    assert same_bits(torch.compile(program, fullgraph=True, backend="aot_eager")(x, codes), expected)

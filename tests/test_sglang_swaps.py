@@ -129,7 +129,12 @@ def run(backend: str, info: Any, x: Tensor, topk: Any, runner_config: MoeRunnerC
     ("backend", "info", "options", "message"),
     [
         ("deep_gemm", {"gemm": True}, GPT_OSS_CONFIG, "deep_gemm hands over no biases"),
-        ("deep_gemm", {"gemm": True, "w13_scale": torch.ones(8), "block_shape": [128, 128]}, {}, "with w13_scale, blo"),
+        (
+            "deep_gemm",
+            {"gemm": True, "w13_scale": torch.ones(8), "block_shape": [128, 128]},
+            {},
+            "of torch.bfloat16 with",
+        ),
         ("triton_kernel", {"w13_bias": torch.ones(8, 192)}, GPT_OSS_CONFIG, r"with w13_bias and gemm1_alpha 1\.702"),
         ("triton_kernel", {}, GPT_OSS_CONFIG, r"with no bias and gemm1_alpha 1\.702"),
         ("triton_kernel", {}, {"no_combine": True, "inplace": False}, "no_combine is not served"),
@@ -150,11 +155,8 @@ def test_refused(backend: str, info: dict[str, Any], options: dict[str, Any], me
 
 @new
 def test_core_refuses_an_all_to_all() -> None:
-    from sglang.srt.layers.moe.utils import MoeA2ABackend
-    from sglang.srt.runtime_context import get_flags
-
-    with server("deep_gemm"), get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP):
-        with pytest.raises(NotImplementedError, match="--moe-a2a-backend deepep is not served; served is none"):
+    with server("deep_gemm", a2a="mori"):
+        with pytest.raises(NotImplementedError, match="--moe-a2a-backend mori is not served; served are none, deepep"):
             MoeRunner(MoeRunnerBackend.DEEP_GEMM, MoeRunnerConfig())
 
 
@@ -390,26 +392,24 @@ def test_layer_in_cuda_graph(kind: str, rng: torch.Generator) -> None:
     blocks = Blocks(8, 256, 128, "cuda", rng)
     x, logits = torch.randn(5, 256, generator=rng).bfloat16().cuda(), tie_free_logits(5, 8, rng).cuda()
     topk = routed("standard", x, logits, 2)
-    if kind == "mxfp4":
-        with server():
-            module = mxfp4_layer(blocks)
-    else:
-        layer = make_layer(SHAPE, torch.bfloat16, "cuda", rng)
-        x = x[:, : SHAPE.hidden].contiguous()
-        with server("triton_kernel"):
-            module = fused_moe(layer, quantized=False)
-        # Weights are transposed at the first call, which a capture says.
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(RuntimeError, match="prepared at its first call"), torch.cuda.graph(graph):
-            module(x, topk)
-    module(x, topk)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = module(x, topk)
-    x.copy_(x.roll(1, 0))
-    graph.replay()
-    assert same_bits(result, module(x, topk))
+    with server("auto" if kind == "mxfp4" else "triton_kernel"):
+        if kind == "mxfp4":
+            module = mxfp4_layer(blocks)
+        else:
+            module = fused_moe(make_layer(SHAPE, torch.bfloat16, "cuda", rng), quantized=False)
+            x = x[:, : SHAPE.hidden].contiguous()
+            # Weights are transposed at the first call, which a capture says.
+            with pytest.raises(RuntimeError, match="prepared at its first call"), torch.cuda.graph(graph):
+                module(x, topk)
+        module(x, topk)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = module(x, topk)
+        x.copy_(x.roll(1, 0))
+        graph.replay()
+        assert same_bits(result, module(x, topk))
 
 
 @pytest.mark.skipif(NEW, reason="0.5.12.post1's")
@@ -460,8 +460,10 @@ def _methods() -> dict[str, Any]:
 
 
 def test_quantization_refuses_other_checkpoints() -> None:
-    with pytest.raises(NotImplementedError, match="no kernel for a checkpoint of fp8; served are bf16, f16 and mxfp4"):
-        get_quantization_config("oxmoe").from_config({"quant_method": "fp8"})
+    with pytest.raises(
+        NotImplementedError, match="no kernel for a checkpoint of awq; served are bf16, f16, mxfp4, mxfp8"
+    ):
+        get_quantization_config("oxmoe").from_config({"quant_method": "awq"})
 
 
 def test_a_gpt_oss_checkpoint_comes_to_us(tmp_path: Path) -> None:

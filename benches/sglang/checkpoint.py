@@ -1,4 +1,4 @@
-"""checkpoint.py FOLDER qwen|gpt [LAYERS]: random weights with a model's MoE layers, as Hugging Face lays it out."""
+"""checkpoint.py FOLDER qwen|qwen-fp8|gpt [LAYERS]: random weights with a model's MoE layers, for Hugging Face."""
 
 import json
 import os
@@ -25,8 +25,11 @@ def ones(n):
     return torch.ones(n, dtype=torch.bfloat16)
 
 
-if kind == "qwen":
-    H, heads, kv, hd, E, K, inner = (256, 4, 2, 64, 8, 2, 96) if small else (2048, 32, 4, 128, 128, 8, 768)
+fp8 = kind == "qwen-fp8"  # experts with a scale for each 128 x 128 block
+if kind != "gpt":
+    H, heads, kv, hd, E, K, inner = (
+        (256, 4, 2, 64, 8, 2, 128 if fp8 else 96) if small else (2048, 32, 4, 128, 128, 8, 768)
+    )
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -93,6 +96,14 @@ else:
             ],
         },
     }
+if fp8:
+    projections = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(layers) for name in "qkvo"]
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*projections, *(f"model.layers.{n}.mlp.gate" for n in range(layers)), "lm_head"],
+    }
 config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2}
 json.dump(config, open(f"{folder}/config.json", "w"))
 
@@ -119,7 +130,7 @@ for n in range(layers):
         p + "self_attn.v_proj.weight": randn(kv * hd, H),
         p + "self_attn.o_proj.weight": randn(H, heads * hd),
     }
-    if kind == "qwen":
+    if kind != "gpt":
         t |= {
             p + "self_attn.q_norm.weight": ones(hd),
             p + "self_attn.k_norm.weight": ones(hd),
@@ -127,7 +138,13 @@ for n in range(layers):
         }
         for e in range(E):
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
-                t[f"{p}mlp.experts.{e}.{name}.weight"] = randn(*size)
+                weight = randn(*size)
+                if fp8:
+                    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+                    scale = blocks.abs().amax((1, 3)) / 448
+                    t[f"{p}mlp.experts.{e}.{name}.weight_scale_inv"] = scale
+                    weight = (blocks / scale[:, None, :, None]).view(size).to(torch.float8_e4m3fn)
+                t[f"{p}mlp.experts.{e}.{name}.weight"] = weight
     else:
         for name, rows in (("q", heads * hd), ("k", kv * hd), ("v", kv * hd), ("o", H)):
             t[f"{p}self_attn.{name}_proj.bias"] = randn(rows, scale=0.1)

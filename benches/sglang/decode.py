@@ -1,4 +1,4 @@
-"""decode.py CHECKPOINT qwen|gpt off|on OUT: SGLang 0.5.12.post1's ModelRunner decodes greedily, without or with oxmoe.
+"""decode.py CHECKPOINT qwen|qwen-fp8|gpt off|on OUT: SGLang's ModelRunner decodes greedily, without or with oxmoe.
 
 In SGLang's environment, beside the output of checkpoint.py:
 
@@ -27,20 +27,28 @@ logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
-from sglang import bench_one_batch as bench
+from oxmoe.sglang import sglang_version
+
+new = sglang_version() == "0.5.23"
+if new:
+    from sglang.benchmark import one_batch as bench
+else:
+    from sglang import bench_one_batch as bench
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.moe import initialize_moe_config
-from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
-from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 options = {}
 if mode == "on":
-    # A bf16 checkpoint gets our quantization by name, an MXFP4 one by itself, with top-k from SGLang's own kernel.
-    options = {"quantization": "oxmoe"} if kind == "qwen" else {"moe_runner_backend": "triton"}
+    # A bf16 checkpoint gets our quantization by name, the others by themselves: MXFP4 with top-k from SGLang's kernel.
+    options = {"qwen": {"quantization": "oxmoe"}, "gpt": {"moe_runner_backend": "triton"}}.get(kind, {})
 elif kind == "gpt":
     options = {"moe_runner_backend": "triton_kernel"}
+if new:
+    options |= {"cuda_graph_bs_decode": [1, 4, 16, 64], "cuda_graph_max_bs_decode": 64}
+    options |= {"cuda_graph_backend_prefill": "disabled"}
+else:
+    options |= {"cuda_graph_bs": [1, 4, 16, 64], "cuda_graph_max_bs": 64, "disable_piecewise_cuda_graph": True}
 args = ServerArgs(
     model_path=checkpoint,
     skip_tokenizer_init=True,
@@ -51,32 +59,75 @@ args = ServerArgs(
     mem_fraction_static=0.6,
     max_total_tokens=65536,
     max_running_requests=128,
-    cuda_graph_bs=[1, 4, 16, 64],
-    cuda_graph_max_bs=64,
-    disable_piecewise_cuda_graph=True,
     disable_radix_cache=True,
     disable_overlap_schedule=True,
     random_seed=1,
     log_level="info",
     **options,
 )
-initialize_moe_config(args)
-initialize_fp8_gemm_config(args)
-initialize_fp4_gemm_config(args)
-ports = PortArgs.init_new(args)
-runner = ModelRunner(
-    model_config=ModelConfig.from_server_args(args),
-    mem_fraction_static=args.mem_fraction_static,
-    gpu_id=0,
-    tp_rank=0,
-    tp_size=1,
-    moe_ep_rank=0,
-    moe_ep_size=1,
-    pp_rank=0,
-    pp_size=1,
-    nccl_port=ports.nccl_port,
-    server_args=args,
-)
+
+
+def old_runner():
+    """0.5.12.post1's, as its bench_one_batch makes it."""
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+
+    initialize_moe_config(args)
+    initialize_fp8_gemm_config(args)
+    initialize_fp4_gemm_config(args)
+    ranks = {name: 0 for name in ("gpu_id", "tp_rank", "moe_ep_rank", "pp_rank")}
+    return ModelRunner(
+        model_config=ModelConfig.from_server_args(args),
+        mem_fraction_static=args.mem_fraction_static,
+        tp_size=1,
+        moe_ep_size=1,
+        pp_size=1,
+        nccl_port=PortArgs.init_new(args).nccl_port,
+        server_args=args,
+        **ranks,
+    )
+
+
+def new_runner():
+    """0.5.23's, as its benchmark.one_batch makes it, without a tokenizer."""
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+    args.resolve_once()
+    bench._set_envs_and_config(args)
+    port = PortArgs.init_new(args).nccl_port
+    publish(
+        args,
+        role="scheduler",
+        ranks=SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=0, pp_rank=0), gpu_id=0),
+    )
+    bench._init_process_global_configs()
+    model = ModelConfig.from_server_args(args)
+    bootstrap.init_parallel_runtime(server_args=args, device="cuda", dist_port=port)
+    bootstrap.init_layer_runtime(model_config=model)
+    made = ModelRunner(
+        model_config=model,
+        mem_fraction_static=bench.resolving_view(args).mem_fraction_static,
+        gpu_id=0,
+        nccl_port=port,
+        server_args=args,
+    )
+    made.alloc_memory_pool()
+    made.init_attention_backends()
+    made.init_cuda_graphs()
+    return made
+
+
+def graph_of(count):
+    """The decode step's CUDA graph for this many sequences."""
+    if not new:
+        return runner.graph_runner.graphs[count]
+    graphs = runner.decode_cuda_graph_runner.backend._graphs
+    return next(graph for key, graph in graphs.items() if key.size == count)
+
+
+runner = new_runner() if new else old_runner()
 method = runner.model.model.layers[0].mlp.experts.quant_method
 print(
     f"{kind} {mode}: ready after {time.time() - t0:.1f} s; {type(method).__name__}, "
@@ -119,13 +170,15 @@ with torch.no_grad():
         fcntl.flock(lock, fcntl.LOCK_EX)
         for count in (1, 4, 16, 64):
             *_, batch, token = generate(count, 8)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
+            walls = []
+            for _ in range(40):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
                 token, _ = bench.decode(token, batch, runner)
-            torch.cuda.synchronize()
-            wall = (time.perf_counter() - start) / 20 * 1e6
-            graph = runner.graph_runner.graphs[count]
+                torch.cuda.synchronize()
+                walls.append((time.perf_counter() - start) * 1e6)
+            wall, quickest = sorted(walls)[20], min(walls)
+            graph = graph_of(count)
             for _ in range(5):
                 graph.replay()
             a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -138,7 +191,7 @@ with torch.no_grad():
             result[f"us {count}"] = gpu
             lines.append(
                 f"{kind} {mode} batch {count}: decode step {gpu:.1f} us on the GPU (graph), "
-                f"{wall:.0f} us with SGLang's Python"
+                f"{wall:.0f} us (median; least {quickest:.0f}) with SGLang's Python"
             )
     print("\n".join(lines), flush=True)
     path = f"{out}/{kind}-{mode}.pt"

@@ -6,7 +6,7 @@
 
 #include "../common/pdl.cuh"
 #include "memory.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/allreduce.rs.h"
 
 namespace oxmoe::allreduce {
 

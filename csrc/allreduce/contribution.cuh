@@ -2,7 +2,7 @@
 // (src/cpu/allreduce.rs, `contribute`: in slot order in fp32, products rounded before they are added, rounded once).
 #pragma once
 #include "arithmetic.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/allreduce.rs.h"
 
 namespace oxmoe::allreduce {
 

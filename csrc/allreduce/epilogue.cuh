@@ -2,7 +2,7 @@
 #pragma once
 #include "../common/cluster.cuh"
 #include "quantise.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/allreduce.rs.h"
 
 namespace oxmoe::allreduce {
 

@@ -1,37 +1,15 @@
 // Quantisation of a row's norm, a chunk a thread, in registers (src/cpu/allreduce.rs, `quantise_row`, has the same bits).
 #pragma once
-#include "../common/narrow.cuh"
+#include "../common/nvfp4.cuh"
 #include "arithmetic.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/allreduce.rs.h"
 
 namespace oxmoe::allreduce {
-
-// Where the scale of 16 values lies: in tiles of 128 or 8 rows by 4 blocks, or row by row.
-__device__ __forceinline__ int64_t block_scale_offset(int tile_rows, int64_t row, int block, int blocks) {
-    const int64_t tiles = (blocks + 3) / 4;
-    if (tile_rows == 128) return (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-    if (tile_rows == 8) return (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4;
-    return row * blocks + block;
-}
-
-// x rounded up to a power of two; infinity stays.
-__device__ __forceinline__ float power_of_two_above(float x) {
-    const uint32_t bits = __float_as_uint(x);
-    return __uint_as_float(bits & 0x7FFFFFu ? (bits + 0x800000u) & 0x7F800000u : bits);
-}
 
 // Blocks of 16 values in a row.
 template <class Element>
 __device__ __forceinline__ int scale_blocks(const AllReduceParams& p) {
     return p.row_chunks / (16 / kChunkValues<Element>);
-}
-
-template <int kValues>
-__device__ __forceinline__ float largest(const float (&x)[kValues]) {
-    float result = 0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) result = fmaxf(fabsf(x[i]), result);
-    return result;
 }
 
 template <class Element>
@@ -60,11 +38,8 @@ struct Narrower {
     __device__ __forceinline__ void nvfp4(int row, int chunk, bool here, float (&x)[kValues]) const {
         const Narrowing& n = p.narrowing;
         const int blocks = scale_blocks<Element>(p);
-        const uint32_t code = e4m3(scale_factor * (across<Largest>(largest<kValues>(x), kBlockLanes) * (1.f / 6.f)));
-        const float narrow = e4m3_value(code), factor = narrow != 0 ? __fdiv_rn(scale_factor, narrow) : 0.f;
-        uint32_t pairs = 0;
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) pairs |= e2m1(x[i] * factor) << 4 * i;
+        const uint32_t code = nvfp4_scale(scale_factor, across<Largest>(largest<kValues>(x), kBlockLanes));
+        const uint32_t pairs = e2m1_pairs(x, block_factor(scale_factor, e4m3_value(code)));
         if (!here) return;
         const int64_t at = int64_t(row) * p.row_chunks + chunk;
         if constexpr (kValues == 8) {

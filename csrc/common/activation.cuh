@@ -1,6 +1,6 @@
-// What GEMM1's epilogue does with its fp32 sums (params.rs, Activation). The kind is the same for a whole launch.
+// What GEMM1's epilogue does with its fp32 sums (params/moe.rs, Activation). The kind is the same for a whole launch.
 #pragma once
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 

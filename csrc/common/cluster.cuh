@@ -50,6 +50,20 @@ __device__ __forceinline__ void store(float* local, int rank, float value) {
 #endif
 }
 
+// What lies at the place of `local` in the shared memory of CTA `rank`.
+__device__ __forceinline__ float4 load(const float4* local, int rank) {
+    float4 value = {};
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(uint32_t(__cvta_generic_to_shared(local))), "r"(rank)
+        : "memory");
+#endif
+    return value;
+}
+
 __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -22,6 +22,16 @@ struct Scale {
         if (powers) scale = __uint_as_float((__float_as_uint(scale) + 0x007FFFFF) & 0xFF800000);
         inverse = __frcp_rn(scale);
     }
+
+    // Of a scale that was made elsewhere.
+    static __device__ __forceinline__ Scale given(float scale) {
+        Scale result;
+        result.scale = scale, result.inverse = __frcp_rn(scale);
+        return result;
+    }
+
+private:
+    Scale() = default;
 };
 
 }  // namespace oxmoe::fp8

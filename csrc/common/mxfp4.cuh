@@ -75,10 +75,8 @@ __device__ __forceinline__ void take(uint32_t word, uint32_t (&bits)[4]) {
     bits[3] = __funnelshift_l(word, word, 12) & kInPlace;
 }
 
-// A fragment of a k16 step: `word` of codes, `scales` from unpack_scales.
-__device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
-    uint32_t bits[4];
-    take(word, bits);
+// Codes in place times `scales` from unpack_scales.
+__device__ __forceinline__ void scale(const uint32_t (&bits)[4], uint32_t scales, uint32_t (&a)[4]) {
     // Not as a permutation of bytes: this way ptxas makes the halves modifiers of the products' operands.
     uint32_t row_g, row_g8;
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\nmov.b32 %0, {low, low};\nmov.b32 %1, {high, high};\n}"
@@ -87,6 +85,42 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t 
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[r] = multiply(bits[r], r % 2 ? row_g8 : row_g);
 }
+
+// A fragment of a k16 step: `word` of codes, `scales` from unpack_scales.
+__device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
+    uint32_t bits[4];
+    take(word, bits);
+    scale(bits, scales, a);
+}
+
+// What moe/grouped_gemm_packed_sm90.cuh takes.
+struct Form {
+    static constexpr int kCodeBytes = mxfp4::kCodeBytes, kScaleBytes = mxfp4::kScaleBytes;  // of a block
+    static constexpr int kThreadCodes = 16, kQuadScales = 4;  // bytes between a thread's codes and the next's, a quad's scales
+
+    // Widths of the widest tile, down from its tokens, that registers allow.
+    static constexpr int kWidestSpan = 80;
+
+    // A thread's of a block.
+    using Codes = uint4;
+    using Scales = uint32_t;
+    static __device__ __forceinline__ Codes load_codes(const uint8_t* mine) { return *reinterpret_cast<const uint4*>(mine); }
+    static __device__ __forceinline__ Scales load_scales(const uint8_t* mine) { return *reinterpret_cast<const uint32_t*>(mine); }
+
+    static constexpr int kGroupSteps = 2;  // k16 steps, four a block, that share scales
+    static __device__ __forceinline__ uint32_t multipliers(Scales scales, int group) { return unpack_scales(scales, group); }
+    static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
+        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+        mxfp4::decode(words[step], multipliers, a);
+    }
+
+    // Of the GEMM's outputs, 8 of a token, before they are stored. kExchanges: lanes do so, and all of them are there.
+    static constexpr bool kExchanges = false;
+    template <typename Params>
+    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
+        return outputs;
+    }
+};
 #endif
 
 }  // namespace oxmoe::mxfp4

@@ -140,7 +140,22 @@ __device__ __forceinline__ void store_global_16(void* address, const uint4& valu
                  : "memory");
 }
 
+// What outputs go through before they are stored: nothing.
+struct Unchanged {
+    static constexpr bool kExchanges = false;
+
+    template <typename Params>
+    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
+        return outputs;
+    }
+};
+
 // NOTE: predicated in asm, so that stores of neighbouring tokens stay free of branches.
+__device__ __forceinline__ void store_global_16_if(void* address, const uint4& value, bool condition) {
+    asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %5, 0;\n@now st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(address),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(int(condition))
+                 : "memory");
+}
 __device__ __forceinline__ void store_global_8_if(void* address, uint32_t low, uint32_t high, bool condition) {
     asm volatile("{\n.reg .pred now;\nsetp.ne.b32 now, %3, 0;\n@now st.global.v2.u32 [%0], {%1, %2};\n}" ::"l"(address), "r"(low),
                  "r"(high), "r"(int(condition))

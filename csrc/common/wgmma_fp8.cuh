@@ -22,7 +22,8 @@ struct WgmmaE4m3;
 #define REGISTERS48 REGISTERS40 ", " "%40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS56 REGISTERS48 ", " "%48, %49, %50, %51, %52, %53, %54, %55"
 #define REGISTERS64 REGISTERS56 ", " "%56, %57, %58, %59, %60, %61, %62, %63"
-#define SUM(i) "+f"(d[i])
+#define SUM(i) MODE "f"(d[i])
+#define MODE "+"
 #define SUMS8_AT(i) SUM(i), SUM(i + 1), SUM(i + 2), SUM(i + 3), SUM(i + 4), SUM(i + 5), SUM(i + 6), SUM(i + 7)
 #define SUMS8 SUMS8_AT(0)
 #define SUMS16 SUMS8, SUMS8_AT(8)
@@ -52,6 +53,18 @@ DEFINE_WGMMA_E4M3(32, 16, 16, 17, 18)
 DEFINE_WGMMA_E4M3(48, 24, 24, 25, 26)
 DEFINE_WGMMA_E4M3(64, 32, 32, 33, 34)
 DEFINE_WGMMA_E4M3(128, 64, 64, 65, 66)
+#undef MODE
+#define MODE "="
+
+// d[64 x 128] = a[64 x 32] b[128 x 32]^T: what d was does not count, and needs no registers.
+__device__ __forceinline__ void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS64 "}, %64, %65, keep, 1, 1;\n}"
+        : SUMS64
+        : "l"(a), "l"(b));
+}
+#undef MODE
 #undef DEFINE_WGMMA_E4M3
 #undef SUM
 #undef SUMS8_AT

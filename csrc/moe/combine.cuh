@@ -9,7 +9,7 @@
 #include "../common/absent.cuh"
 #include "../common/element.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 

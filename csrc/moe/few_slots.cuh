@@ -3,6 +3,7 @@
 // GEMMs. Ids, weights and places are those of Route.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/sm90.cuh"
 #include "select.cuh"
@@ -10,12 +11,15 @@
 
 namespace oxmoe {
 
-// Shared memory. At most kMostTokens tokens, kMost slots and kMostExperts experts; a token lists an expert at most once.
-struct FewSlots {
-    static constexpr int kMost = 64, kMostTokens = 8, kMostExperts = 128, kPerLane = kMostExperts / 32;
-    static constexpr uint32_t kNone = 255;
+// Shared memory. At most kMostTokens tokens, kMost slots and `Experts` experts; a token lists an expert at most once.
+template <int Experts>
+struct FewSlotsOf {
+    static constexpr int kMost = 64, kMostTokens = 8, kMostExperts = Experts, kPerLane = kMostExperts / 32;
+    using Id = std::conditional_t<Experts <= 128, uint8_t, uint16_t>;
+    static constexpr uint32_t kNone = 255;  // no place
+    static constexpr Id kNobody = Id(-1);
 
-    uint8_t expert[kMost];  // of a slot, kNone: skipped, and behind the last slot
+    Id expert[kMost];  // of a slot, kNobody: skipped, and behind the last slot
     uint8_t place_of_slot[kMost], slot_of_place[kMost];
     uint32_t active[kMostExperts / 32];  // bit e: the expert has slots
     uint32_t tiles[kMost];               // expert, first place << 16, places << 24
@@ -23,7 +27,7 @@ struct FewSlots {
 
     // Before a barrier and route().
     __device__ __forceinline__ void clear() {
-        if (threadIdx.x < kMost) expert[threadIdx.x] = uint8_t(kNone);
+        if (threadIdx.x < kMost) expert[threadIdx.x] = kNobody;
         if (threadIdx.x < kMostExperts / 32) active[threadIdx.x] = 0;
     }
 
@@ -62,7 +66,7 @@ struct FewSlots {
             mine = lane < top_k;
             const uint32_t local = uint32_t(choice.id) - uint32_t(first_expert);
             const bool here = mine && token < valid && local < uint32_t(experts);
-            if (mine) expert[token * top_k + lane] = uint8_t(here ? local : kNone);
+            if (mine) expert[token * top_k + lane] = here ? Id(local) : kNobody;
             if (here) atomicOr(&active[local / 32], 1u << local % 32);
             mine = mine && token < valid;
         }
@@ -76,21 +80,24 @@ struct FewSlots {
     }
 
 private:
-    // Stable in the slot number: compares a slot with four others at a time.
+    // Stable in the slot number: compares a slot with a word of others at a time.
     __device__ __forceinline__ void sort(int slot, int slots) {
-        const uint32_t own = expert[slot], four = own * 0x01010101u, ones = 0x01010101u;
+        constexpr int kIds = 4 / sizeof(Id), kBits = 32 / kIds;
+        const uint32_t own = expert[slot], ones = kIds == 4 ? 0x01010101u : 0x00010001u, all = own * ones;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(expert);
         int less = 0, same = 0, before = 0;
 #pragma unroll 1
-        for (int i = 0; i < slots; i += 4) {
-            const uint32_t word = words[i / 4], equal = __vcmpeq4(word, four) & ones;
-            // Bytes below the slot.
-            const uint32_t earlier = slot <= i ? 0 : slot >= i + 4 ? ~0u : (1u << 8 * (slot - i)) - 1;
-            less += __popc(__vcmpltu4(word, four) & ones);
+        for (int i = 0; i < slots; i += kIds) {
+            const uint32_t word = words[i / kIds];
+            const uint32_t equal = (kIds == 4 ? __vcmpeq4(word, all) : __vcmpeq2(word, all)) & ones;
+            const uint32_t below = (kIds == 4 ? __vcmpltu4(word, all) : __vcmpltu2(word, all)) & ones;
+            // Ids below the slot.
+            const uint32_t earlier = slot <= i ? 0 : slot >= i + kIds ? ~0u : (1u << kBits * (slot - i)) - 1;
+            less += __popc(below);
             same += __popc(equal);
             before += __popc(equal & earlier);
         }
-        const bool skipped = own == kNone;
+        const bool skipped = own == kNobody;
         const int place = less + before;
         place_of_slot[slot] = uint8_t(skipped ? int(kNone) : place);
         if (skipped) return;
@@ -105,6 +112,7 @@ private:
         tiles[number] = own | uint32_t(less) << 16 | uint32_t(same) << 24;
     }
 };
+using FewSlots = FewSlotsOf<128>;
 static_assert(sizeof(FewSlots) == 720, "src/variants.rs knows it");
 
 }  // namespace oxmoe

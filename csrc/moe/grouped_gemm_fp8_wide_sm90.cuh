@@ -235,6 +235,7 @@ private:
 
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
+public:
     // Where in a block's sums a lane's column of its token `half` lies.
     static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
         return column / 2 * 4 + half * 2 + column % 2;
@@ -306,6 +307,7 @@ private:
         }
     }
 
+private:
     // Outputs where the sums of the first block were.
     static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
         constexpr int kSums = kBlockRows / 2;

@@ -10,14 +10,15 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/mxfp4.cuh"
 #include "../common/mxfp4_e4m3.cuh"
-#include "mxfp4_pipeline_sm90.cuh"
+#include "packed_pipeline_sm90.cuh"
 
 namespace oxmoe {
 
 template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
 struct GroupedGemmMxfp4E4m3Sm90 {
-    using Pipeline = Mxfp4PipelineSm90<Gated, MaxTokens, Consumers, Stages, Blocks, true>;
+    using Pipeline = PackedPipelineSm90<mxfp4::Form, Gated, MaxTokens, Consumers, Stages, Blocks, true>;
     using Base = typename Pipeline::Base;
     using Shared = typename Pipeline::Shared;
     using Stage = typename Pipeline::Stage;

@@ -33,9 +33,10 @@
 #include "../common/activation.cuh"
 #include "../common/element.cuh"
 #include "../common/pdl.cuh"
+#include "../common/ring.cuh"
 #include "../common/sm90.cuh"
 #include "../common/wgmma.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 
@@ -55,20 +56,6 @@ __device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int 
     work = {tile.expert, tile.first, tile.count, place / group_tiles};
     return number;
 }
-
-// Position in a ring of `Slots` and the parity of its current use.
-template <int Slots>
-struct RingPosition {
-    int slot = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == Slots) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
@@ -543,7 +530,7 @@ public:
         }
     }
 
-    template <bool Activated, typename Buffers>
+    template <bool Activated, typename Form = sm90::Unchanged, typename Buffers>
     static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                  const GroupedGemmParams& p, Buffers& shared, uint32_t& staging) {
         if constexpr (kPaired) return store_pairs<Activated>(work, sums, p);
@@ -586,10 +573,10 @@ public:
                 sm90::named_barrier(1 + consumer, 128);
 #pragma unroll
                 for (int n = 0; n < kChunk; n += kPassTokens) {
-                    if (chunk + n < limit) {
-                        sm90::store_global_16(out + size_t(chunk + n) * p.out_columns,
-                                              sm90::load_shared_16(buffers + staging + n * kOutputBytes + read));
-                    }
+                    const bool inside = chunk + n < limit;
+                    if (!inside && !Form::kExchanges) continue;
+                    const uint4 outputs = Form::finish(sm90::load_shared_16(buffers + staging + n * kOutputBytes + read), p);
+                    if (inside) sm90::store_global_16(out + size_t(chunk + n) * p.out_columns, outputs);
                 }
                 staging ^= kStagingBytes;
             }

@@ -95,8 +95,8 @@ __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first
 }
 
 // This CTA's part of the layer's output, by thread `thread` of 128: groups of 8 threads with 32 bytes of a row.
-template <typename Element>
-__device__ __forceinline__ void combine(const CombineParams& p, const FewSlots& slots, int thread) {
+template <typename Element, typename Slots>
+__device__ __forceinline__ void combine(const CombineParams& p, const Slots& slots, int thread) {
     using Vector = uint32_t;
     constexpr int kColumns = sizeof(Vector) / 2, kGroup = 8, kGroups = 128 / kGroup;
     const int rows = Combine<Element>::row_count(p), columns = p.hidden / kColumns;

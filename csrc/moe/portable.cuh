@@ -10,7 +10,7 @@
 #include "../common/element.cuh"
 #include "../common/pdl.cuh"
 #include "../common/sm80.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 

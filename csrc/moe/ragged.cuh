@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 

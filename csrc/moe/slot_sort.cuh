@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 
@@ -151,8 +151,8 @@ public:
         for (int e = id >> each_log2; e < params_.experts; e += ids >> each_log2) {
             const int4 span = spans_[e];
             int size = tile;
-            // Cut evenly, in steps of 16 (of 8): a full tile and a small rest would take longer than two halves.
-            const int step = min(tile, 16);
+            // Cut evenly, in steps: a full tile and a small rest would take longer than two halves.
+            const int step = params_.tile_step;
             if (span.w > 1) size = divide(divide(span.y + span.w - 1, span.w) + step - 1, step) * step;
 #pragma unroll 1
             for (int i = id & (each - 1); i < span.w; i += each)

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/quant.rs.h"
 
 namespace oxmoe {
 namespace mxfp4 {

@@ -9,7 +9,7 @@
 #include "../common/mxfp4.cuh"
 #include "../common/mxfp4_e4m3.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/quant.rs.h"
 
 namespace oxmoe {
 namespace mxfp4 {
@@ -49,6 +49,7 @@ struct Fragment {
         return (size_t(expert) * p.rows + row) * p.row_blocks + 2 * k_block + group;
     }
 
+    __device__ __forceinline__ size_t block() const { return block_; }
     __device__ __forceinline__ uint32_t* codes(const PackMxfp4Params& p) const {
         return reinterpret_cast<uint32_t*>(p.packed_codes + block_ * kCodeBytes + 16 * thread);
     }
@@ -75,6 +76,12 @@ struct Mxfp4Peak {
     static constexpr int kSharedBytes = 0;
 
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
+        run(p, [&](uint32_t peak) { return p.e4m3 ? mxfp4_e4m3::scale_field(peak) : 127 + (peak > 128 ? peak - 128 : 0); });
+    }
+
+    // `field`: exponent field of the factor of an expert whose largest scale byte it is given.
+    template <typename Field>
+    static __device__ __forceinline__ void run(const PackMxfp4Params& p, Field field) {
         pdl::wait();
         __shared__ uint32_t peaks[kThreads / 32];
         const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -93,8 +100,7 @@ struct Mxfp4Peak {
         __syncthreads();
         if (warp > 0) return;
         peak = __reduce_max_sync(~0u, peaks[lane]);
-        const uint32_t field = p.e4m3 ? mxfp4_e4m3::scale_field(peak) : 127 + (peak > 128 ? peak - 128 : 0);
-        if (lane == 0) p.expert_scales[blockIdx.x] = __uint_as_float(field << 23);
+        if (lane == 0) p.expert_scales[blockIdx.x] = __uint_as_float(field(peak) << 23);
     }
 };
 

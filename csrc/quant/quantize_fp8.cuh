@@ -1,14 +1,17 @@
-// Rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns. Groups of 128 16-bit numbers go to four
-// neighbouring threads, which have every fourth vector of eight; others to group / 8 threads, a vector each.
+// Rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns, or (groups of 128 16-bit numbers) with one that
+// `given` tells. Groups of 128 16-bit numbers go to four neighbouring threads, which have every fourth vector of eight; others
+// to group / 8 threads, a vector each.
 #pragma once
 #include <cstdint>
 
 #include "../common/element.cuh"
 #include "../common/fp8.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/quant.rs.h"
 
 namespace oxmoe {
+
+struct QuantizeFp8Tiles;
 
 struct QuantizeFp8 {
     static constexpr int kThreads = 256;
@@ -30,6 +33,8 @@ struct QuantizeFp8 {
     }
 
 private:
+    friend struct QuantizeFp8Tiles;
+
     template <typename Element, typename Pair>
     static __device__ __forceinline__ void group_of_128(const QuantizeFp8Params& p, uint32_t thread, uint32_t rows) {
         const uint32_t group = thread / kLanes, lane = thread % kLanes, row_groups = p.columns / (kLanes * kVectors * 8);
@@ -39,6 +44,13 @@ private:
         if (inside) {
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(p.x) + first + i * kLanes);
+        }
+        if (p.scaling != Fp8Scaling::Groups) {
+            const float given = *p.given;
+            if (!inside) return;
+            store_group<Element>(p, words, first, group,
+                                 p.scaling == Fp8Scaling::Peak ? fp8::Scale(given, p.eps) : fp8::Scale::given(given));
+            return;
         }
         uint32_t peak = 0;
         auto grow = [&](uint32_t pair) {
@@ -52,14 +64,21 @@ private:
         for (int distance = 1; distance < kLanes; distance *= 2) grow(__shfl_xor_sync(0xFFFFFFFF, peak, distance));
         if (!inside) return;
         const float2 peaks = unpack<Element>(peak);
-        const fp8::Scale scale(fmaxf(peaks.x, peaks.y), p.eps, p.powers);
+        store_group<Element>(p, words, first, group, fp8::Scale(fmaxf(peaks.x, peaks.y), p.eps, p.powers));
+    }
+
+    // A lane's part of a group. `first`: its first vector.
+    template <typename Element>
+    static __device__ __forceinline__ void store_group(const QuantizeFp8Params& p, const uint4 (&words)[kVectors], size_t first,
+                                                       uint32_t group, const fp8::Scale& scale) {
+        const uint32_t row_groups = p.columns / (kLanes * kVectors * 8);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             float x[8];
             take<Element>(words[i], x);
             reinterpret_cast<uint2*>(p.codes)[first + i * kLanes] = codes(x, scale.inverse);
         }
-        if (lane == 0) store_scale(p, group / row_groups, group % row_groups, scale.scale);
+        if (first % (kLanes * kVectors) == 0) store_scale(p, group / row_groups, group % row_groups, scale.scale);
     }
 
     static __device__ __forceinline__ void one_vector(const QuantizeFp8Params& p, uint32_t vector, uint32_t rows) {

@@ -9,7 +9,7 @@
 
 #include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/quant.rs.h"
 
 namespace oxmoe {
 namespace mxfp4 {

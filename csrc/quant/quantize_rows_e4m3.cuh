@@ -10,7 +10,7 @@
 #include "../common/element.cuh"
 #include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params.rs.h"
+#include "oxmoe/src/params/quant.rs.h"
 
 namespace oxmoe {
 

@@ -9,15 +9,25 @@ from oxmoe.allreduce import (
     allreduce_fusion,
     create_allreduce_fusion_workspace,
 )
+from oxmoe.cutedsl_moe import CuteDslMoEWrapper
 from oxmoe.cutlass_moe import cutlass_fused_moe, fused_experts_flashinfer_mxfp4, prepare_cutlass_fused_moe
 from oxmoe.dispatch import moe, sort_by_expert, topk
 from oxmoe.fused_experts import fused_experts
+from oxmoe.masked import masked_workspace_bytes, moe_contiguous, moe_masked
+from oxmoe.mxfp8 import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
+from oxmoe.packed_topk import pack_topk, unpack_topk
 from oxmoe.routing import ExptData, GatherIndx, RaggedTensorMetadata, RoutingData, ScatterIndx, routing
 from oxmoe.triton_kernels_moe import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
+from oxmoe.trtllm_moe import (
+    prepare_trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_routed_moe,
+)
 
 __all__ = [
     "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",
+    "CuteDslMoEWrapper",
     "ExpertWeights",
     "ExptData",
     "GatherIndx",
@@ -25,6 +35,7 @@ __all__ = [
     "RaggedTensorMetadata",
     "RoutingData",
     "ScatterIndx",
+    "SfLayout",
     "__version__",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
@@ -33,13 +44,25 @@ __all__ = [
     "explain",
     "fused_experts",
     "fused_experts_flashinfer_mxfp4",
+    "masked_workspace_bytes",
+    "mm_mxfp8",
     "moe",
+    "moe_contiguous",
+    "moe_masked",
+    "mxfp8_dequantize_host",
+    "mxfp8_linear",
+    "mxfp8_quantize",
+    "pack_topk",
     "prepare_cutlass_fused_moe",
     "prepare_triton_kernel_experts",
+    "prepare_trtllm_fp8_block_scale_moe",
     "quantize",
     "routing",
     "sort_by_expert",
     "topk",
     "triton_kernel_fused_experts_with_bias",
+    "trtllm_fp8_block_scale_moe",
+    "trtllm_fp8_block_scale_routed_moe",
+    "unpack_topk",
     "workspace_bytes",
 ]

@@ -126,6 +126,113 @@ class ExpertWeights:
         of the row and that of the block.
         """
 
+    @staticmethod
+    def fp8_tensor(
+        w13: Tensor,  # float8_e4m3fn [El, 2I, H], or [El, I, H] when not gated
+        w2: Tensor,  # float8_e4m3fn [El, H, I]
+        w13_scale: Tensor,  # fp32 [El], [El, 2] (one for each half of w13's rows), one number, or (CPU) [El, 2I]
+        w2_scale: Tensor,  # fp32 [El], one number, or (CPU) [El, H]; of rows both may have a last dimension of 1
+        *,
+        a13_scale: Tensor | None = None,  # fp32, one number or [El], of which the largest counts
+        a2_scale: Tensor | None = None,  # the same, of GEMM1's output; both or none
+        per_token: bool = False,  # without them: a scale for each row instead of one for all rows
+        b13: Tensor | None = None,  # [El, 2I] bf16 or fp32
+        b2: Tensor | None = None,  # [El, H] bf16 or fp32
+        layout: Literal["gate_up", "up_gate"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float | Tensor = 1.0,  # as for bf16, these three also fp32 [El]
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
+        clamp: Literal["before", "after"] = "before",
+    ) -> ExpertWeights:
+        """fp8 experts with one scale for an expert's matrix, as SGLang's Fp8MoEMethod holds them: a weight is its code
+        times that scale; or on CPU tensors with one for each row of the matrix, as compressed-tensors' "channel"
+        strategy has them (per_token goes with it). H and I are multiples of 128: NotImplementedError for others, for
+        layout="interleaved", and on CUDA for scales of rows.
+
+        x is bf16. Its rows, and GEMM1's activated output rounded to bf16, become e4m3: x times the rounded reciprocal
+        of the scale, to nearest, ties to even, at most 448. Scales that are not given are amax / 448, amax at least
+        1e-10: that of all rows of x (of all placed rows of GEMM1's output), or with per_token that of a row. With one
+        scale for all rows a row's bits depend on the batch around it. Sums are fp8_block's: the products of 128 columns
+        are added to fp32 sums times both scales; a scale of a row of weights multiplies the sum of all. SGLang's Triton
+        kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
+
+        w13_scale and w2_scale of the result are tables as fp8_block takes them, made of those given; a change of the
+        scales given has no effect. Those of rows are the tensors given.
+        """
+
+    @staticmethod
+    def mxfp8(
+        w13: Tensor,  # float8_e4m3fn (or its bytes as uint8) [El, 2I, H], or [El, I, H] when not gated
+        w2: Tensor,  # float8_e4m3fn [El, H, I]
+        w13_scale: Tensor,  # E8M0 [El, 2I, H / 32]: uint8, float8_e8m0fnu, or its value as fp32
+        w2_scale: Tensor,  # E8M0 [El, H, I / 32]
+        *,
+        b13: Tensor | None = None,  # [El, 2I] bf16, f16 or fp32
+        b2: Tensor | None = None,  # [El, H] bf16, f16 or fp32
+        layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float | Tensor = 1.0,  # as for bf16, these three also fp32 [El]
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
+        clamp: Literal["before", "after"] = "before",
+        hidden_size: int | None = None,  # columns of x and the output where w13 and w2 are padded: a multiple of 32
+        in_place: bool = False,  # on CUDA: pack into the memory of the four tensors
+    ) -> ExpertWeights:
+        """MXFP8 experts (OCP Microscaling Formats v1.0); H and I are multiples of 32. A weight is its e4m3 code times
+        the scale 2^(byte - 127) of its 32 neighbours along the row; byte 255 makes its block NaN.
+
+        x is bf16. Each 32 columns of its rows, and of GEMM1's activated output rounded to bf16, are rounded to MXFP8:
+        scale 2^ceil(log2(amax / 448)), numbers to the nearest e4m3 times scale, ties to even. Products of these numbers
+        are exact, sums fp32. NaN stays NaN; an infinity becomes NaN and the finite numbers of its group 0, as numbers
+        of groups below 448 * 2^-127 do.
+
+        On CUDA (sm_90; others: NotImplementedError) the weights are packed at load as those of ExpertWeights.mxfp4,
+        with 4096 bytes of codes a block (csrc/common/mxfp8.cuh). Where a matrix's largest scale byte (255 aside) is
+        E > 134, its sums are taken of weights 2^(E - 134) times smaller and multiplied back in fp32: no weight
+        saturates, and weights below 2^(E - 267) lose bits.
+        """
+
+    @staticmethod
+    def nvfp4(
+        w13: Tensor,  # uint8 [El, 2I, H / 2], or [El, I, H / 2] when not gated: two e2m1 codes a byte
+        w2: Tensor,  # uint8 [El, H, I / 2]
+        w13_scale: Tensor,  # e4m3 (float8_e4m3fn, or its bytes as uint8) [El, 2I, H / 16], see scale_layout
+        w2_scale: Tensor,  # e4m3 [El, H, I / 16]
+        w13_global_scale: float | Tensor,  # fp32: one number, [El], or [El, 2] for gate and up
+        w2_global_scale: float | Tensor,  # fp32: one number, or [El]
+        *,
+        input_global_scale: float | Tensor | None = None,  # fp32, one number or [El]: x is rounded to NVFP4
+        a2_global_scale: float | Tensor | None = None,  # and so is GEMM1's output; both or neither
+        scale_layout: Literal["plain", "swizzled"] | None = None,
+        b13: Tensor | None = None,  # [El, 2I] bf16, f16 or fp32
+        b2: Tensor | None = None,  # [El, H] bf16, f16 or fp32
+        layout: Literal["gate_up", "up_gate", "interleaved", "gate_up_64", "up_gate_64"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float | Tensor = 1.0,  # as for bf16, these three also fp32 [El]
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
+        clamp: Literal["before", "after"] = "before",
+        dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
+    ) -> ExpertWeights:
+        """NVFP4 experts, on CPU tensors; H and I are multiples of 16. NotImplementedError on CUDA.
+
+        An element is its e2m1 code times the e4m3 scale of its 16 neighbours along the row, which every dtype holds
+        exactly; products are summed in fp32, and a global scale multiplies the sums (before bias and activation).
+
+        With input_global_scale and a2_global_scale (W4A4), rows of x and of GEMM1's output, rounded to dtype, are
+        quantised as oxmoe.nvfp4.fp4_quantize does with these numbers, and their elements times block scales are
+        multiplied. Nothing divides by them again: w13_global_scale and w2_global_scale then are the peers' alphas,
+        weight_scale_2 / input_global_scale.
+
+        Scales lie row by row ("plain"), in tiles as oxmoe.nvfp4.swizzle_blockscale makes them ("swizzled"), or are a
+        view [32, 4, row tiles, 4, column tiles, El] of those (convert_sf_to_mma_layout). None: told by the shape;
+        where both fit, plain. Layouts "..._64" have 64 gate and 64 up rows in turn (interleave_w13_halves).
+        """
+
     # The arguments, as given (fp32 scales of MXFP4 as E8M0 bytes): torch.compile and the operators take experts apart
     # through these. Of packed experts the weights and scales are None.
     w13: Tensor | None
@@ -134,8 +241,10 @@ class ExpertWeights:
     b2: Tensor | None
     w13_scale: Tensor | None  # formats with block scales, else None
     w2_scale: Tensor | None
-    # MXFP4 on CUDA, else None: (codes, scales, expert_scales) as oxmoe.quantize.mxfp4_pack gives them of the columns
-    # up to hidden_size, or (in_place) the given codes and scales with the same bytes.
+    a13_scale: Tensor | None  # fp8_tensor with scales of activations, else None
+    a2_scale: Tensor | None
+    # MXFP4 and MXFP8 on CUDA, else None: (codes, scales, expert_scales), MXFP4's as oxmoe.quantize.mxfp4_pack gives
+    # them of the columns up to hidden_size, or (in_place) the given codes and scales with the same bytes.
     w13_packed: tuple[Tensor, Tensor, Tensor] | None
     w2_packed: tuple[Tensor, Tensor, Tensor] | None
     layout: str
@@ -145,7 +254,9 @@ class ExpertWeights:
     limit: float | Tensor | None
     clamp: str
 
-    format: str  # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block"
+    # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block", "mxfp8", "nvfp4", "fp8_tensor",
+    # "fp8_tensor-token" (with per_token), "fp8_tensor-static" (with a13_scale and a2_scale)
+    format: str
     dtype: str  # of x and the output: "bf16", "f16", "f32"
     num_experts: int  # El
     hidden_size: int
@@ -154,7 +265,7 @@ class ExpertWeights:
     device: str  # "cpu" or "cuda:0"
 
 def moe(
-    x: Tensor,  # [T, hidden_size] in weights.dtype
+    x: Tensor,  # [T, hidden_size] in weights.dtype, or codes with x_scale
     weights: ExpertWeights,
     topk_weights: Tensor | None = None,  # fp32 [T, k]
     topk_ids: Tensor | None = None,  # int32 or int64 [T, k]; -1: no expert
@@ -173,6 +284,10 @@ def moe(
     keep_router_weight: bool = False,  # with no_combine: weighted all the same
     ep_size: int = 1,  # > 1: topk_ids are global, these weights hold experts [ep_rank El, (ep_rank + 1) El)
     ep_rank: int = 0,
+    # Of float8_e4m3fn x, with fp8 experts: fp32 [T, H / 128] with any strides, [T, 1] or one number, or E8M0 bytes,
+    # four groups of 128 columns an int32, [T, ceil(H / 512)] with any strides. Of uint8 x [T, H / 2] (e2m1 pairs), with
+    # nvfp4 experts that have an input_global_scale: e4m3 [T, H / 16].
+    x_scale: Tensor | None = None,
     out: Tensor | None = None,  # [T, H]; may be x itself
     workspace: Tensor | None = None,  # uint8 [>= workspace_bytes(...)], 256-byte aligned
 ) -> Tensor:
@@ -180,11 +295,42 @@ def moe(
     expert(e, x) = w2[e] act(w13[e] x + b13[e]) + b2[e].
 
     Sums in fp32; rounded to the dtype after the activation, after the second GEMM (b2 included) and at the end.
-    Deterministic; a row's bits do not depend on the batch around it.
+    Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor's one scale for a call. Scales
+    of quantised tokens that are not fp32 [T, H / 128] row by row are brought into that order by a small kernel.
     """
 
 def workspace_bytes(weights: ExpertWeights, num_tokens: int, top_k: int) -> int:
     """Bytes of workspace that `moe` needs for up to num_tokens tokens: exact, never decreasing in num_tokens."""
+
+def moe_masked(
+    x: Tensor,  # [El, m, hidden_size] in weights.dtype, or codes with x_scale
+    weights: ExpertWeights,
+    masked_m: Tensor,  # int32 [El]
+    *,
+    x_scale: Tensor | None = None,  # fp32 [El, m, hidden_size / 128]; W4A4 nvfp4: e4m3 [El, m, hidden_size / 16]
+    expected_m: int | None = None,  # chooses the tile; default: m / 32
+    out: Tensor | None = None,  # [El, m, hidden_size]; may be x itself
+    workspace: Tensor | None = None,  # uint8 [>= masked_workspace_bytes(weights, El m)], 256-byte aligned
+) -> Tensor:
+    """out[e, i] = expert(e, x[e, i]) for i < masked_m[e]; other rows are neither read nor written.
+    `oxmoe.moe_masked`."""
+
+def moe_contiguous(
+    x: Tensor,  # [M, hidden_size] in weights.dtype, or codes with x_scale
+    weights: ExpertWeights,
+    counts: Tensor,  # int32 [El]
+    *,
+    alignment: int = 1,  # of each expert's first row
+    x_scale: Tensor | None = None,  # fp32 [M, hidden_size / 128]; W4A4 nvfp4: e4m3 [M, hidden_size / 16]
+    expected_m: int | None = None,  # chooses the tile; default: M / El
+    out: Tensor | None = None,  # [M, hidden_size]; may be x itself
+    workspace: Tensor | None = None,  # uint8 [>= masked_workspace_bytes(weights, M)], 256-byte aligned
+) -> Tensor:
+    """Every expert on its rows, which follow each other. `oxmoe.moe_contiguous`."""
+
+def masked_workspace_bytes(weights: ExpertWeights, num_rows: int) -> int:
+    """Bytes of workspace that `moe_masked` needs for El x m rows, and `moe_contiguous` for M rows: exact, never
+    decreasing in num_rows."""
 
 def topk(
     router_logits: Tensor,  # fp32, bf16 or f16 [T, E], E <= 512
@@ -255,6 +401,39 @@ def quantize_fp8(
     scales [K / group, rows rounded up to row_multiple] and powers of two [ceil(K / group / 4), the same] as they lie in
     memory.
     """
+
+def quantize_mxfp8(
+    x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU or CUDA
+    *,
+    layout: str = "128x4",  # "8x4", "linear"
+    alignment: int = 32,
+) -> tuple[Tensor, Tensor]:
+    """MXFP8 of x: (codes float8_e4m3fn [..., K rounded up to alignment], scales uint8 E8M0, flat).
+    `oxmoe.quantize.mxfp8`; `oxmoe.mxfp8_quantize` says more.
+    """
+
+def dequantize_mxfp8(
+    codes: Tensor,  # float8_e4m3fn or uint8 [..., K]
+    scales: Tensor,  # uint8, flat, as quantize_mxfp8 gives them
+    dtype: Any = None,
+    *,
+    layout: str = "128x4",  # "8x4", "linear"
+) -> Tensor:
+    """The dtype (float32, float16 or bfloat16, or its name) [..., K] of MXFP8: element times 2^(byte - 127), rounded
+    once; the byte 255 makes its 32 elements NaN. `oxmoe.quantize.dequantize_mxfp8`.
+    """
+
+def mm_mxfp8(
+    a: Tensor,  # float8_e4m3fn [m, k]
+    b: Tensor,  # float8_e4m3fn [k, n], strides (1, k)
+    a_descale: Tensor,  # uint8 [m, k / 32], or flat
+    b_descale: Tensor,  # uint8 [k / 32, n], or flat
+    *,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    use_8x4_sf_layout: bool = False,
+) -> Tensor:
+    """`oxmoe.mm_mxfp8`; out_dtype may be float32 too."""
 
 def quantize_mxfp4(
     x: Tensor,  # bf16, f16 or fp32 [..., K], K a multiple of 32, on CPU or CUDA
@@ -364,6 +543,25 @@ def unpack_mxfp4(
     Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
     """
 
+def quantize_nvfp4(
+    x: Tensor,  # bf16, f16 or fp32 [B, M, K], K a multiple of block, on CPU or CUDA
+    global_scale: Tensor | None = None,  # fp32 [1] or [B]: multiplies x; None: 1
+    *,
+    block: int = 16,  # or 32
+    scale_dtype: Literal["e4m3", "e8m0"] = "e4m3",
+    scale_layout: Literal["128x4", "8x4", "linear"] = "128x4",
+    inverse: bool = False,  # x is divided by global_scale
+    masked_m: Tensor | None = None,  # int32 [B]: rows of each batch
+) -> tuple[Tensor, Tensor]:
+    """x in e2m1 with a scale for each block of columns: (codes uint8 [B, M, K / 2], scales uint8 [B, M', G']).
+    `oxmoe.nvfp4` has it under flashinfer's names.
+
+    The scale is e4m3(global_scale amax / 6), or (e8m0) that rounded up to a power of two; elements are x times
+    global_scale over the scale, rounded to nearest even. NaN counts for no scale and becomes 6 of them. M' and G' are
+    M and K / block, padded to whole tiles with zeros where scale_layout has tiles. Codes and scales of rows beyond
+    masked_m stay undefined.
+    """
+
 def quantize_rows_e4m3(
     x: Tensor,  # bf16 [..., K], on CPU, or on sm_90 with K a multiple of 8
 ) -> tuple[Tensor, Tensor]:
@@ -380,7 +578,7 @@ def explain(
     intermediate_size: int,
     num_tokens: int,
     *,
-    format: str = "bf16",  # "bf16", "f16", "f32" (no kernels on GPUs), "mxfp4", "mxfp4-a8", "fp8_block"
+    format: str = "bf16",  # as ExpertWeights.format; "f32" has no kernels on GPUs
     gated: bool = True,
     arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
 ) -> str:

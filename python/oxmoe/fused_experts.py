@@ -23,7 +23,8 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _SERVED = (
     "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
     "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale; "
-    "with use_fp8_w8a8 and block_shape [128, 128] float8_e4m3fn experts with w1_scale and w2_scale, for bfloat16 tokens"
+    "with use_fp8_w8a8 float8_e4m3fn experts with w1_scale and w2_scale, of block_shape [128, 128], one number an "
+    "expert or (on CPU) one for each row of its weights, for bfloat16 tokens"
 )
 
 
@@ -43,6 +44,12 @@ def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **opti
     """ExpertWeights in this format, or in that of w13's dtype."""
     if format == "mxfp4-a8":
         return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
+    if format == "mxfp8":
+        options.pop("dtype", None)  # bf16: there is no other
+    if format == "fp8_tensor-token":
+        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=True, **options)
+    if format == "fp8_tensor-static":
+        format = "fp8_tensor"
     build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
     return build(w13, w2, **options)
 
@@ -104,6 +111,10 @@ def run(
     routed_scaling_factor: float | None = None,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    a1_scale: Tensor | None = None,
+    a2_scale: Tensor | None = None,
+    per_tensor: bool = False,
+    per_token: bool = False,
     out: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
@@ -111,7 +122,10 @@ def run(
     blocks: dict[str, Any] = {}
     if w1_scale is not None or w2_scale is not None:
         blocks = {"w13_scale": w1_scale, "w2_scale": w2_scale, "format": "fp8_block"}
-        if not _is_e4m3(w1):
+        if per_tensor:
+            dynamic = per_token and a1_scale is None and a2_scale is None
+            blocks.update(format="fp8_tensor-token" if dynamic else "fp8_tensor", a13_scale=a1_scale, a2_scale=a2_scale)
+        elif not _is_e4m3(w1):
             name = str(hidden_states.dtype).rpartition(".")[2]
             blocks.update(format="mxfp4", dtype=_DTYPES.get(name, name))
     return _oxmoe.moe_tensors(
@@ -164,33 +178,36 @@ def fused_experts(
     once, for oxmoe.moe.
 
     use_fp8_w8a8 with block_shape [128, 128]: w1 and w2 of float8_e4m3fn, w1_scale and w2_scale as
-    ExpertWeights.fp8_block has them; hidden_states of bfloat16 are quantised by token and 128 columns.
+    ExpertWeights.fp8_block has them; hidden_states of bfloat16 are quantised by token and 128 columns. Without a
+    block_shape w1_scale and w2_scale are one number an expert, and activations are quantised with a1_scale and a2_scale
+    or, where those are None, with one scale for a call, or with per_channel_quant one for each token, as
+    ExpertWeights.fp8_tensor has it. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale [E, H, 1] are
+    one number for each row of weights, on CPU.
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
     mxfp4 = str(w1.dtype).endswith("int8")
     blocks = use_fp8_w8a8 and block_shape is not None
-    if blocks:
-        if list(block_shape or ()) != [128, 128]:
+    if use_fp8_w8a8:
+        if blocks and list(block_shape or ()) != [128, 128]:
             raise NotImplementedError(f"block_shape: no kernel for {block_shape}; served is [128, 128]")
         if not _is_e4m3(w1):
             raise ValueError(
                 f"w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got {str(w1.dtype).rpartition('.')[2]}"
             )
         if w1_scale is None or w2_scale is None:
-            raise ValueError("w1_scale and w2_scale: both are needed with block_shape")
+            raise ValueError("w1_scale and w2_scale: both are needed with use_fp8_w8a8")
     unserved = {
-        "use_fp8_w8a8": use_fp8_w8a8 and not blocks,
         "use_int8_w8a8": use_int8_w8a8,
         "use_int8_w8a16": use_int8_w8a16,
         "use_int4_w4a16": use_int4_w4a16,
-        "per_channel_quant": per_channel_quant,
-        "w1_scale": w1_scale is not None and not mxfp4 and not blocks,
-        "w2_scale": w2_scale is not None and not mxfp4 and not blocks,
+        "per_channel_quant": per_channel_quant and (blocks or not use_fp8_w8a8),
+        "w1_scale": w1_scale is not None and not mxfp4 and not use_fp8_w8a8,
+        "w2_scale": w2_scale is not None and not mxfp4 and not use_fp8_w8a8,
         "w1_zp": w1_zp is not None,
         "w2_zp": w2_zp is not None,
-        "a1_scale": a1_scale is not None,
-        "a2_scale": a2_scale is not None,
+        "a1_scale": a1_scale is not None and (blocks or not use_fp8_w8a8),
+        "a2_scale": a2_scale is not None and (blocks or not use_fp8_w8a8),
         "block_shape": block_shape is not None and not blocks,
         "a1_q": a1_q is not None,
     }
@@ -221,6 +238,10 @@ def fused_experts(
         "fuse_swiglu_interleaved": fuse_swiglu_interleaved,
         "w1_scale": w1_scale,
         "w2_scale": w2_scale,
+        "a1_scale": a1_scale,
+        "a2_scale": a2_scale,
+        "per_tensor": use_fp8_w8a8 and not blocks,
+        "per_token": per_channel_quant,
     }
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
     operands = (hidden_states, w1, w2, topk_output[0], topk_output[1], b1, b2)

@@ -8,6 +8,7 @@ as plain tensors.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,16 +21,16 @@ from oxmoe.tracing import tracing
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
+EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
 # What the options of the same name are where each expert has its own: operators have no union types.
 _EXPERT_TENSOR_NAMES = {"alpha": "expert_alpha", "beta": "expert_beta", "limit": "expert_limit"}
-# Of formats with block scales; the others take none of them.
-_BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "format", "dtype", "hidden_size")
-_PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights.mxfp4, which packs them once"
+# Of formats with scales; the others take none of them. The last two are MXFP4's.
+BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "a13_scale", "a2_scale", "format", "dtype", "hidden_size")
+_PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights of the format, which packs them once"
 _LOGITS_OPTION_NAMES = frozenset(
     ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
 ) | {"num_token_non_padded"}
-_EXPERT_OPTIONS = (
+EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
     'float? limit=None, str clamp="before", Tensor? w13_scale=None, Tensor? w2_scale=None, str? format=None, '
     "str? dtype=None, int? hidden_size=None, Tensor? expert_alpha=None, Tensor? expert_beta=None, "
@@ -40,11 +41,11 @@ _MOE_OPERANDS = (
     "Tensor? b13=None, Tensor? b2=None"
 )
 _MOE_OPTIONS = (
-    f"{_EXPERT_OPTIONS}, Tensor? router_logits=None, int top_k=0, "
+    f"{EXPERT_OPTIONS}, Tensor? router_logits=None, int top_k=0, "
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
     "int topk_group=0, Tensor? num_token_non_padded=None, float routed_scaling_factor=1.0, "
     "bool apply_router_weight_on_input=False, bool no_combine=False, bool keep_router_weight=False, "
-    "int ep_size=1, int ep_rank=0"
+    "int ep_size=1, int ep_rank=0, Tensor? x_scale=None, Tensor? a13_scale=None, Tensor? a2_scale=None"
 )
 _FUSED_OPERANDS = (
     "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b1=None, Tensor? b2=None"
@@ -53,12 +54,17 @@ _FUSED_OPTIONS = (
     'str activation="silu", bool is_gated=True, bool apply_router_weight_on_input=False, bool no_combine=False, '
     "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
     "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
-    "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None"
+    "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, "
+    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=False"
 )
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
     "int topk_group=0, str? group_score=None, int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
     'bool apply_routed_scaling_factor_on_output=False, Tensor? num_token_non_padded=None, str order="weight"'
+)
+_DENSE_OPERANDS = (
+    "Tensor a, Tensor b, Tensor a_descale, Tensor b_descale, *, ScalarType? out_dtype=None, "
+    "bool use_8x4_sf_layout=False"
 )
 
 SCHEMAS = {
@@ -75,10 +81,32 @@ SCHEMAS = {
         '(Tensor topk_weights, Tensor topk_ids, int num_experts, *, str gate_dtype="float32") '
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
+    "quantize_mxfp8": '(Tensor x, *, str layout="128x4", int alignment=32) -> (Tensor, Tensor)',
+    "dequantize_mxfp8": ('(Tensor codes, Tensor scales, ScalarType? dtype=None, *, str layout="128x4") -> Tensor'),
+    "mm_mxfp8": f"({_DENSE_OPERANDS}) -> Tensor",
+    "mm_mxfp8.out": f"({_DENSE_OPERANDS}, Tensor(a!) out) -> ()",
 }
 
 
 # Kernels: what the dispatcher calls on CPU and CUDA tensors.
+
+
+def bare(w13: Tensor, options: dict[str, Any]) -> None:
+    """Gives numbers that each expert has its own of their names in ExpertWeights; refuses what is packed on CUDA."""
+    _name_tensors(options)
+    _refuse_packed_formats(w13, options)
+
+
+def _name_tensors(options: dict[str, Any]) -> None:
+    for name, of_experts in _EXPERT_TENSOR_NAMES.items():
+        tensor = options.pop(of_experts, None)
+        if tensor is not None:
+            options[name] = tensor
+
+
+def _refuse_packed_formats(w13: Tensor, options: dict[str, Any]) -> None:
+    if str(options.get("format")).startswith("mxfp") and w13.is_cuda:
+        raise NotImplementedError(f"{options['format']} experts on {w13.device} as bare tensors; {_PACKED_ONLY}")
 
 
 def _moe(
@@ -91,16 +119,12 @@ def _moe(
     b2: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    for name, of_experts in _EXPERT_TENSOR_NAMES.items():
-        tensor = options.pop(of_experts, None)
-        if tensor is not None:
-            options[name] = tensor
+    _name_tensors(options)
     if topk_weights is not None and topk_ids is not None:
         options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
-    if str(options.get("format")).startswith("mxfp4") and w13.is_cuda:
-        raise NotImplementedError(f"mxfp4 experts on {w13.device} as bare tensors; {_PACKED_ONLY}")
-    names = _EXPERT_OPTION_NAMES + _BLOCK_OPTION_NAMES
+    _refuse_packed_formats(w13, options)
+    names = EXPERT_OPTION_NAMES + BLOCK_OPTION_NAMES
     of_experts = {name: options.pop(name) for name in names if options.get(name) is not None}
     weights = expert_weights(w13, w2, b13=b13, b2=b2, **of_experts)
     return _oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
@@ -124,6 +148,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "topk.out": _into_out(_oxmoe.topk),
     "sort_by_expert": _oxmoe.sort_by_expert,
     "routing_tables": _oxmoe.routing_tables,
+    "quantize_mxfp8": _oxmoe.quantize_mxfp8,
+    "dequantize_mxfp8": _oxmoe.dequantize_mxfp8,
+    "mm_mxfp8": _oxmoe.mm_mxfp8,
+    "mm_mxfp8.out": _into_out(_oxmoe.mm_mxfp8),
 }
 
 
@@ -131,7 +159,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def _fake_rows(x: Tensor, slots: int, no_combine: bool) -> Tensor:
-    return x.new_empty((x.shape[0], slots, x.shape[1]) if no_combine else x.shape)
+    # Quantised tokens have bf16 results.
+    dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    return x.new_empty((x.shape[0], slots, x.shape[1]) if no_combine else x.shape, dtype=dtype)
 
 
 def _fake_moe(
@@ -187,6 +217,28 @@ def _fake_routing_tables(
     return gates, *(topk_ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
+def _fake_quantize_mxfp8(x: Tensor, *, layout: str = "128x4", alignment: int = 32) -> tuple[Tensor, Tensor]:
+    columns = (x.shape[-1] + alignment - 1) // alignment * alignment
+    rows, blocks = math.prod(x.shape[:-1]), columns // 32
+    if layout != "linear":
+        of_tile = 128 if layout == "128x4" else 8
+        rows, blocks = (rows + of_tile - 1) // of_tile * of_tile, (blocks + 3) // 4 * 4
+    codes = x.new_empty((*x.shape[:-1], columns), dtype=torch.float8_e4m3fn)
+    return codes, x.new_empty((rows * blocks,), dtype=torch.uint8)
+
+
+def _fake_dequantize_mxfp8(
+    codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None, *, layout: str = "128x4"
+) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype or torch.float32)
+
+
+def _fake_mm_mxfp8(
+    a: Tensor, b: Tensor, a_descale: Tensor, b_descale: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or torch.bfloat16)
+
+
 def _fake_nothing(*operands: Any, **options: Any) -> None:
     return None
 
@@ -197,14 +249,24 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "topk": _fake_topk,
     "sort_by_expert": _fake_sort,
     "routing_tables": _fake_routing_tables,
+    "quantize_mxfp8": _fake_quantize_mxfp8,
+    "dequantize_mxfp8": _fake_dequantize_mxfp8,
+    "mm_mxfp8": _fake_mm_mxfp8,
 }
 
 _library = torch.library.Library("oxmoe", "DEF")
+
+
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """The operator oxmoe::name on CPU and CUDA."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)
+    torch.library.register_fake(f"oxmoe::{name}", fake, lib=_library)
+
+
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _KERNELS[_name], _key)
-    torch.library.register_fake(f"oxmoe::{_name}", _FAKES.get(_name, _fake_nothing), lib=_library)
+    define(_name, _schema, _KERNELS[_name], _FAKES.get(_name, _fake_nothing))
 
 
 # Public functions
@@ -212,12 +274,30 @@ for _name, _schema in SCHEMAS.items():
 fused_experts = torch.ops.oxmoe.fused_experts
 
 
-def _dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
+def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
     @functools.wraps(builtin)
     def call(*operands: Any, **options: Any) -> Any:
         return traced(*operands, **options) if tracing() else builtin(*operands, **options)
 
     return call  # type: ignore[return-value]
+
+
+def expert_tensors(
+    weights: _oxmoe.ExpertWeights,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
+    """(w13, w2, b13, b2, options) as operators take experts."""
+    if weights.format == "nvfp4":
+        raise NotImplementedError("nvfp4 experts in traced code; served there: the other formats")
+    if weights.w13 is None or weights.w2 is None:
+        raise NotImplementedError(f"packed {weights.format} experts in traced code; {_PACKED_ONLY} and is not traced")
+    options: dict[str, Any] = {}
+    for name in EXPERT_OPTION_NAMES:
+        value = getattr(weights, name)
+        options[_EXPERT_TENSOR_NAMES[name] if isinstance(value, Tensor) else name] = value
+    if weights.w13_scale is not None:
+        names = BLOCK_OPTION_NAMES if weights.format.startswith("mxfp4") else BLOCK_OPTION_NAMES[:-2]
+        options.update({name: getattr(weights, name) for name in names})
+    return weights.w13, weights.w2, weights.b13, weights.b2, options
 
 
 def _traced_moe(
@@ -230,14 +310,9 @@ def _traced_moe(
     workspace: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    if weights.w13 is None:
-        raise NotImplementedError(f"packed mxfp4 experts in traced code; {_PACKED_ONLY} and is not traced")
-    operands = (x, weights.w13, weights.w2, topk_weights, topk_ids, weights.b13, weights.b2)
-    for name in _EXPERT_OPTION_NAMES:
-        value = getattr(weights, name)
-        options[_EXPERT_TENSOR_NAMES[name] if isinstance(value, Tensor) else name] = value
-    if weights.w13_scale is not None:
-        options.update({name: getattr(weights, name) for name in _BLOCK_OPTION_NAMES})
+    w13, w2, b13, b2, of_experts = expert_tensors(weights)
+    operands = (x, w13, w2, topk_weights, topk_ids, b13, b2)
+    options.update(of_experts)
     if out is None and workspace is None:
         return torch.ops.oxmoe.moe.default(*operands, **options)
     if out is None:
@@ -273,7 +348,39 @@ def _traced_routing_tables(
     return torch.ops.oxmoe.routing_tables.default(topk_weights, topk_ids, num_experts, gate_dtype=gate_dtype)
 
 
-moe = _dispatching(_oxmoe.moe, _traced_moe)
-topk = _dispatching(_oxmoe.topk, _traced_topk)
-sort_by_expert = _dispatching(_oxmoe.sort_by_expert, _traced_sort)
-routing_tables = _dispatching(_oxmoe.routing_tables, _traced_routing_tables)
+def _traced_quantize_mxfp8(x: Tensor, *, layout: str = "128x4", alignment: int = 32) -> tuple[Tensor, Tensor]:
+    return torch.ops.oxmoe.quantize_mxfp8.default(x, layout=layout, alignment=alignment)
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _traced_dequantize_mxfp8(codes: Tensor, scales: Tensor, dtype: Any = None, *, layout: str = "128x4") -> Tensor:
+    return torch.ops.oxmoe.dequantize_mxfp8.default(codes, scales, _dtype(dtype), layout=layout)
+
+
+def _traced_mm_mxfp8(
+    a: Tensor,
+    b: Tensor,
+    a_descale: Tensor,
+    b_descale: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: Any = None,
+    use_8x4_sf_layout: bool = False,
+) -> Tensor:
+    options: dict[str, Any] = {"out_dtype": _dtype(out_dtype), "use_8x4_sf_layout": use_8x4_sf_layout}
+    if out is None:
+        return torch.ops.oxmoe.mm_mxfp8.default(a, b, a_descale, b_descale, **options)
+    torch.ops.oxmoe.mm_mxfp8.out(a, b, a_descale, b_descale, **options, out=out)
+    return out
+
+
+moe = dispatching(_oxmoe.moe, _traced_moe)
+topk = dispatching(_oxmoe.topk, _traced_topk)
+sort_by_expert = dispatching(_oxmoe.sort_by_expert, _traced_sort)
+routing_tables = dispatching(_oxmoe.routing_tables, _traced_routing_tables)
+quantize_mxfp8 = dispatching(_oxmoe.quantize_mxfp8, _traced_quantize_mxfp8)
+dequantize_mxfp8 = dispatching(_oxmoe.dequantize_mxfp8, _traced_dequantize_mxfp8)
+matmul_mxfp8 = dispatching(_oxmoe.mm_mxfp8, _traced_mm_mxfp8)

@@ -1,17 +1,18 @@
-"""Quantisation on CPU and CUDA: e4m3 rows with one scale or a scale for each group of columns, MXFP4, the layouts that
-other kernels hold MXFP4 weights in, and those that oxmoe's GPU kernels read. Takes torch and numpy."""
+"""Quantisation on CPU and CUDA: e4m3 rows with one scale or a scale for each group of columns, MXFP8, MXFP4, the
+layouts that other kernels hold MXFP4 weights in, and those that oxmoe's GPU kernels read. Takes torch and numpy."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from oxmoe import _oxmoe
 from oxmoe._oxmoe import deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4
 from oxmoe._oxmoe import dequantize_mxfp4 as dequantize
 from oxmoe._oxmoe import pack_mxfp4 as mxfp4_pack
 from oxmoe._oxmoe import quantize_mxfp4 as mxfp4
 from oxmoe._oxmoe import quantize_rows_e4m3 as rows_e4m3
 from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
+from oxmoe.dispatch import dequantize_mxfp8, quantize_fp8
+from oxmoe.dispatch import quantize_mxfp8 as mxfp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,15 +20,55 @@ if TYPE_CHECKING:
 __all__ = [
     "deinterleave_sm90_mxfp4",
     "dequantize",
+    "dequantize_mxfp8",
     "interleave_sm90_mxfp4",
     "mxfp4",
     "mxfp4_pack",
     "mxfp4_unpack",
+    "mxfp8",
     "per_token_group_quant_fp8",
     "rows_e4m3",
     "swizzle_hopper_mxfp4",
+    "swizzle_scales",
     "unswizzle_hopper_mxfp4",
+    "unswizzle_scales",
 ]
+
+
+def _tiles(rows: int, blocks: int, layout: str) -> tuple[int, int, int]:
+    """(rows of a tile, tiles of rows, tiles of four blocks)."""
+    if layout not in ("128x4", "8x4"):
+        raise ValueError(f'layout: expected "128x4" or "8x4", got {layout!r}')
+    of_tile = 128 if layout == "128x4" else 8
+    return of_tile, -(-rows // of_tile), -(-blocks // 4)
+
+
+def swizzle_scales(scales: Tensor, layout: str = "128x4") -> Tensor:
+    """Block scales uint8 [rows, blocks] in the flat order of flashinfer's "128x4" or "8x4" layout, padded with zeros.
+
+    "128x4": [rows / 128, blocks / 4, 32, 4, 4], row r of a tile at [r % 32, r / 32]; "8x4": [rows / 8, blocks / 4, 8,
+    4].
+    """
+    if scales.ndim != 2:
+        raise ValueError(f"scales: expected 2 dimensions [rows, blocks], got shape {tuple(scales.shape)}")
+    rows, blocks = scales.shape
+    of_tile, row_tiles, block_tiles = _tiles(rows, blocks, layout)
+    padded = scales.new_zeros((row_tiles * of_tile, block_tiles * 4))
+    padded[:rows, :blocks] = scales
+    tiles = padded.view(row_tiles, of_tile // 32 or 1, min(of_tile, 32), block_tiles, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_scales(scales: Tensor, rows: int, blocks: int, layout: str = "128x4") -> Tensor:
+    """The inverse of swizzle_scales: [rows, blocks] of flat scales with padding."""
+    of_tile, row_tiles, block_tiles = _tiles(rows, blocks, layout)
+    size = row_tiles * of_tile * block_tiles * 4
+    if tuple(scales.shape) != (size,):
+        raise ValueError(
+            f"scales: expected shape {(size,)} for {rows} x {blocks} in {layout}, got {tuple(scales.shape)}"
+        )
+    tiles = scales.view(row_tiles, block_tiles, min(of_tile, 32), of_tile // 32 or 1, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * of_tile, block_tiles * 4)[:rows, :blocks].contiguous()
 
 
 def per_token_group_quant_fp8(
@@ -58,7 +99,7 @@ def per_token_group_quant_fp8(
         )
     if column_major_scales and x.ndim != 2:
         raise NotImplementedError(f"column_major_scales: served for 2-D x, got {x.ndim} dimensions")
-    codes, scales = _oxmoe.quantize_fp8(
+    codes, scales = quantize_fp8(
         x,
         group_size,
         eps,

@@ -75,6 +75,20 @@ def _product(rows: Tensor, weights: Tensor, fp32_sums: bool, activation_dtype: t
     return torch.mm(padded, weights.T, out_dtype=torch.float32)[: len(rows)]
 
 
+def _scaled_product(
+    rows: Tensor,
+    weights: Tensor,
+    scales: Tensor,
+    fp32_sums: bool,
+    quantised: tuple[Tensor, Tensor] | None,
+    index: Tensor | slice,
+) -> Tensor:
+    """The same of e4m3 weights: fp8_block's with fp32 scales and rows `index` of those quantised, MXFP8's with E8M0."""
+    if quantised is not None:
+        return fp8_product((quantised[0][index], quantised[1][index]), weights, scales)
+    return _product(mxfp8_rows(rows), mxfp8_weights(weights, scales, rows.dtype), fp32_sums, None)
+
+
 def moe(
     x: Tensor,
     w13: Tensor,
@@ -109,13 +123,17 @@ def moe(
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
     activation_dtype: torch.dtype | None = None,
+    activation_scales: str | tuple[Tensor, Tensor] | None = None,
+    acts: list[Tensor] | None = None,
 ) -> Tensor:
     """`oxmoe.moe` on experts as plain tensors. Rounds to x's dtype after the activation, after GEMM2 and at the end.
 
-    w13 and w2 of e4m3 have block scales w13_scale and w2_scale (ExpertWeights.fp8_block): x and the activation's result
-    are quantised before they are multiplied.
+    w13 and w2 of e4m3 have block scales w13_scale and w2_scale, fp32 (ExpertWeights.fp8_block) or E8M0 (mxfp8): x and
+    the activation's result are quantised before they are multiplied, with fp32 scales for each 128 columns of a row;
+    activation_scales "tensor" or "token": with one for all of them or one for each row; or with these two. fp32 scales
+    may be [E, N] or [E, N, 1], one for each row of an expert's weights (fp8_tensor).
 
-    alpha, beta and limit may be tensors `[E]`, one number for each expert.
+    alpha, beta and limit may be tensors `[E]`, one number for each expert. acts gets each expert's activated rows.
 
     Products are exact and sums fp32, of 16-bit numbers on CUDA as cuBLAS' tensor cores have them: they truncate as they
     add, which at K = 7168 moves every thirteenth result of a layer in f16. `fp32_sums`: rounded to nearest there, too.
@@ -137,15 +155,17 @@ def moe(
     experts, hidden = w2.shape[:2]
     local_ids = topk_ids.long() - ep_rank * experts if ep_size > 1 else topk_ids.long()
 
-    rows = x.new_zeros((x.shape[0], slots, hidden))
-    for expert in range(experts):
-        token, slot = torch.nonzero(local_ids == expert, as_tuple=True)
-        if token.numel() == 0:
-            continue
+    acts = [] if acts is None else acts
+    chosen = [torch.nonzero(local_ids == expert, as_tuple=True) for expert in range(experts)]
+    given = activation_scales if isinstance(activation_scales, tuple) else (None, None)
+    dynamic = activation_scales if isinstance(activation_scales, str) else None
+    fp8 = w13_scale is not None and w13_scale.dtype == torch.float32
+    quantised = fp8_rows(x, given[0], dynamic) if fp8 else None
+    for expert, (token, slot) in enumerate(chosen):
         if w13_scale is None:
             sums = _product(x[token], w13[expert], fp32_sums, activation_dtype)
         else:
-            sums = fp8_product(x[token], w13[expert], w13_scale[expert])
+            sums = _scaled_product(x[token], w13[expert], w13_scale[expert], fp32_sums, quantised, token)
         if b13 is not None:
             sums = sums + b13[expert].float()
         if apply_router_weight_on_input:
@@ -154,11 +174,21 @@ def moe(
             name: value[expert].item() if isinstance(value, Tensor) else value
             for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit))
         }
-        act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu).to(x.dtype)
+        act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu)
+        acts.append(act.to(x.dtype))
+
+    quantised = fp8_rows(torch.cat(acts), given[1], dynamic) if fp8 else None
+    rows = x.new_zeros((x.shape[0], slots, hidden))
+    first = 0
+    for expert, (token, slot) in enumerate(chosen):
+        if token.numel() == 0:
+            continue
+        places = slice(first, first + token.numel())
+        first = places.stop
         if w2_scale is None:
-            sums = _product(act, w2[expert], fp32_sums, activation_dtype)
+            sums = _product(acts[expert], w2[expert], fp32_sums, activation_dtype)
         else:
-            sums = fp8_product(act, w2[expert], w2_scale[expert])
+            sums = _scaled_product(acts[expert], w2[expert], w2_scale[expert], fp32_sums, quantised, places)
         if b2 is not None:
             sums = sums + b2[expert].float()
         rows[token, slot] = sums.to(x.dtype)
@@ -235,16 +265,115 @@ def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = F
     return codes.to(torch.float8_e4m3fn), scales
 
 
-def fp8_product(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """rows [M, K], quantised, times e4m3 weights [N, K] transposed with scales [N / 128, K / 128]: the fp32 products of
-    every 128 columns are added in fp32, times both scales."""
-    codes, row_scales = fp8_groups(rows)
-    total = torch.zeros((rows.shape[0], weights.shape[0]), device=rows.device)
+def mxfp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] in MXFP8: (codes float8_e4m3fn [..., K], E8M0 bytes uint8 [..., K / 32]), scales 2^ceil(log2(amax /
+    448)); NaN counts for none but of a group of nothing else (255), infinity makes 254 and numbers beside it 0."""
+    groups = x.double().unflatten(-1, (-1, 32))
+    amax = torch.where(groups.isnan(), -1.0, groups.abs()).amax(-1)
+    mantissa, exponent = torch.frexp(amax / 448)
+    scales = (exponent - (mantissa == 0.5).int() + 127).clamp(min=0)
+    scales = torch.where(amax > 0, scales, 0)
+    scales = torch.where(amax.isinf(), 254, torch.where(amax < 0, 255, scales))
+    inverse = torch.where((scales >= 1) & (scales <= 253), torch.exp2((127 - scales).double()), 0.0)
+    codes = (groups * inverse[..., None]).clamp(-448.0, 448.0).flatten(-2)
+    return codes.float().to(torch.float8_e4m3fn), scales.to(torch.uint8)
+
+
+def mxfp8_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Numbers `[..., K]` of e4m3 codes `[..., K]` and E8M0 bytes `[..., K / 32]`."""
+    exponents = scales.view(torch.uint8).int()
+    factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
+    most = torch.finfo(dtype).max
+    values = codes.view(torch.float8_e4m3fn).float().double() * factors.repeat_interleave(32, dim=-1)
+    return values.clamp(-most, most).to(dtype)
+
+
+def mxfp8_rows(x: Tensor) -> Tensor:
+    """The numbers of x's dtype that MXFP8 has for those of x [..., K]."""
+    return mxfp8_weights(*mxfp8_groups(x), x.dtype)
+
+
+def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as codes and scales [M, K / 128]: of this scale, of amax of all ("tensor") or of a row ("token"), or of
+    groups of 128 columns."""
+    if scale is None and dynamic is None:
+        return fp8_groups(x)
+    if scale is None:
+        amax = x.float().abs().nan_to_num(nan=0.0, posinf=math.inf)
+        amax = amax.amax(-1, keepdim=True) if dynamic == "token" else amax.max() if amax.numel() else amax.sum()
+        scale = amax.clamp(min=1e-10) / torch.tensor(448.0, device=x.device)
+    codes = (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes, scale.broadcast_to((x.shape[0], x.shape[1] // 128))
+
+
+def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
+    """e4m3 rows [M, K] with scales [M, K / 128] times e4m3 weights [N, K] transposed with scales [N / 128, K / 128]:
+    the fp32 products of every 128 columns are added in fp32, times both scales. Scales [N] or [N, 1], of rows of
+    weights, multiply the sums."""
+    codes, row_scales = rows
+    if scales.shape[0] == weights.shape[0] and scales.numel() == weights.shape[0]:
+        ones = scales.new_ones((weights.shape[0] // 128, weights.shape[1] // 128))
+        return fp8_product(rows, weights, ones) * scales.flatten()
+    total = torch.zeros((codes.shape[0], weights.shape[0]), device=codes.device)
     for block in range(weights.shape[1] // 128):
         columns = slice(128 * block, 128 * block + 128)
         product = codes[:, columns].float() @ weights[:, columns].float().T
         total += product * (row_scales[:, block, None] * scales[:, block].repeat_interleave(128))
     return total
+
+
+def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 16) -> tuple[Tensor, Tensor]:
+    """(e2m1 codes uint8 [..., K], the values of block scales fp32 [..., K / block]) of numbers times scale."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    sixth = torch.tensor(1.0 / 6.0, device=x.device)
+    wanted = scale * (blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1) * sixth)
+    if powers:
+        mantissa, exponent = torch.frexp(wanted)
+        scales = torch.ldexp(torch.ones_like(wanted), exponent - (mantissa == 0.5).int()).masked_fill(wanted == 0, 0.0)
+    else:
+        scales = wanted.clamp(max=448.0).to(torch.float8_e4m3fn).float()
+    scaled = blocks * torch.where(scales > 0, scale / scales, 0.0)[..., None]
+    # Numbers between two codes, and on which side of the middle; at the middle the even code.
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
+    magnitude = scaled.abs().nan_to_num(nan=6.0)
+    low, high = torch.searchsorted(middles, magnitude), torch.searchsorted(middles, magnitude, right=True)
+    codes = torch.where(low % 2 == 0, low, high) | torch.where(scaled.signbit() & ~scaled.isnan(), 8, 0)
+    return codes.flatten(-2).to(torch.uint8), scales
+
+
+def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 [..., K] of e2m1 pairs uint8 [..., K / 2], times block scales [..., G] of any dtype."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    values = torch.cat([values, -values])
+    numbers = values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
+    return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).flatten(-2)
+
+
+def nvfp4_expert(
+    rows: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    factors: tuple[Tensor, Tensor],
+    roundings: tuple[float, float] | None = None,
+    *,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    **activation: Any,
+) -> Tensor:
+    """One expert of ExpertWeights.nvfp4 on rows [M, H]; w13 and w2 fp32 numbers (nvfp4_numbers). factors multiply the
+    sums, roundings are what rows are multiplied by before they become NVFP4."""
+
+    def product(rows: Tensor, weights: Tensor, stage: int, bias: Tensor | None) -> Tensor:
+        numbers = rows.float()
+        if roundings is not None:
+            codes, scales = nvfp4(rows, roundings[stage])
+            numbers = nvfp4_numbers(codes[..., 0::2] | codes[..., 1::2] << 4, scales)
+        sums = (numbers @ weights.T) * factors[stage]
+        return sums if bias is None else sums + bias.float()
+
+    hidden = activate(product(rows, w13, 0, b13), **activation).to(rows.dtype)
+    return product(hidden, w2, 1, b2).to(rows.dtype)
 
 
 # Top-k

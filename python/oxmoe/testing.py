@@ -110,7 +110,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Bit equality: tells -0 from 0 and one NaN from another."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    return actual.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+    return actual.contiguous().flatten().view(torch.uint8).equal(expected.contiguous().flatten().view(torch.uint8))
 
 
 # Times

@@ -6,7 +6,7 @@ use super::operands::Operands;
 use super::plan::{self, AllReducePlan};
 use super::protocol::{Algorithm, Fault, FaultKind, Layout, Shape, LINE_BYTES, MAX_RANKS};
 use crate::contract;
-use crate::cpu::{Quantise, ReduceRows, ScaleLayout};
+use crate::cpu::{Quantise, ReduceRows};
 use crate::device::{self, Current, Gpu};
 use crate::error::{guard, Result};
 use crate::kernel::{self, Args, Stream};
@@ -129,12 +129,7 @@ fn narrowing(rows: &ReduceRows, row_chunks: u32) -> Narrowing {
             ..none
         },
         Quantise::Nvfp4 { scale, layout } => {
-            let tile_rows = match layout {
-                ScaleLayout::Swizzled128x4 => 128,
-                ScaleLayout::Swizzled8x4 => 8,
-                ScaleLayout::Linear => 0,
-            };
-            Narrowing { kind: QuantKind::Nvfp4, scale, tile_rows, ..none }
+            Narrowing { kind: QuantKind::Nvfp4, scale, tile_rows: layout.tile_rows(), ..none }
         }
     }
 }

@@ -5,48 +5,11 @@
 
 use rayon::prelude::*;
 
-use super::narrow::{e2m1, e4m3, e4m3_value};
+use super::narrow::e4m3;
 use super::{for_dtype, Element, Shared};
 use crate::params::Dtype;
-
-/// Where the scale of a row's block of 16 values lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleLayout {
-    /// Tiles of 128 rows by 4 blocks: [rows / 128][blocks / 4][32][4][4], row r of a tile at [r % 32][r / 32].
-    Swizzled128x4,
-    /// Tiles of 8 rows by 4 blocks: [rows / 8][blocks / 4][8][4].
-    Swizzled8x4,
-    /// Row-major.
-    Linear,
-}
-
-impl ScaleLayout {
-    /// Rows and blocks with padding.
-    pub fn padded(self, rows: usize, blocks: usize) -> (usize, usize) {
-        match self {
-            ScaleLayout::Swizzled128x4 => (rows.next_multiple_of(128), blocks.next_multiple_of(4)),
-            ScaleLayout::Swizzled8x4 => (rows.next_multiple_of(8), blocks.next_multiple_of(4)),
-            ScaleLayout::Linear => (rows, blocks),
-        }
-    }
-
-    /// Bytes of the scales of a matrix.
-    pub fn bytes(self, rows: usize, blocks: usize) -> usize {
-        let (rows, blocks) = self.padded(rows, blocks);
-        rows * blocks
-    }
-
-    pub fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
-        let tiles = blocks.div_ceil(4);
-        match self {
-            ScaleLayout::Swizzled128x4 => {
-                (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4
-            }
-            ScaleLayout::Swizzled8x4 => (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4,
-            ScaleLayout::Linear => row * blocks + block,
-        }
-    }
-}
+pub use crate::quant::nvfp4::ScaleLayout;
+use crate::quant::nvfp4::{amax, power_of_two_above, quantize_block, BLOCK};
 
 /// How a row of the norm is made narrower.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,7 +73,7 @@ fn round<T: Element>(x: f32) -> T {
 /// Pointers that are not null must be valid for the shape; outputs are apart from each other and either apart from inputs or, element for
 /// element, the same memory as an input of the same dtype.
 pub unsafe fn reduce_rows(p: &ReduceRows, dtype: Dtype) {
-    let blocks = p.hidden / 16;
+    let blocks = p.hidden / BLOCK;
     match p.quantise {
         Quantise::Nvfp4 { layout, .. } if !p.scale_out.is_null() => {
             // SAFETY: the caller's contract. Zeros in the padding; the rows' own scales follow.
@@ -205,11 +168,6 @@ fn butterfly(mut lanes: [f32; 32]) -> f32 {
     lanes[0]
 }
 
-/// Largest magnitude; NaNs do not count.
-fn amax(values: &[f32]) -> f32 {
-    values.iter().fold(0.0, |max, x| x.abs().max(max))
-}
-
 /// # Safety
 /// As for [`reduce_rows`].
 unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
@@ -244,24 +202,13 @@ unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
             }
         }
         Quantise::Nvfp4 { scale, layout } => {
-            for (block, (out, values)) in out.chunks_mut(8).zip(values.chunks(16)).enumerate() {
-                let code = e4m3(scale * (amax(values) * (1.0 / 6.0)));
-                let narrow = e4m3_value(code);
-                let factor = if narrow != 0.0 { scale / narrow } else { 0.0 };
-                for (out, pair) in out.iter_mut().zip(values.chunks(2)) {
-                    *out = e2m1(pair[0] * factor) | e2m1(pair[1] * factor) << 4;
-                }
+            for (block, (out, values)) in out.chunks_mut(BLOCK / 2).zip(values.chunks(BLOCK)).enumerate() {
+                let code = quantize_block(values, scale, false, out);
                 // SAFETY: the scale of this block.
-                unsafe { *p.scale_out.add(layout.offset(row, block, hidden / 16)) = code }
+                unsafe { *p.scale_out.add(layout.offset(row, block, hidden / BLOCK)) = code }
             }
         }
     }
-}
-
-/// `x` rounded up to a power of two; infinity stays.
-fn power_of_two_above(x: f32) -> f32 {
-    let bits = x.to_bits();
-    f32::from_bits(if bits & 0x7F_FFFF == 0 { bits } else { (bits + 0x80_0000) & 0x7F80_0000 })
 }
 
 /// What one rank contributes in the MoE patterns.

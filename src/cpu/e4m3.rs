@@ -1,7 +1,7 @@
 //! csrc/quant/quantize_rows_e4m3.cuh on host memory.
 
 use super::narrow::{e4m3, e4m3_value};
-use super::Shared;
+use super::{schedule, Shared};
 use crate::params::QuantizeRowsParams;
 use half::bf16;
 use rayon::prelude::*;
@@ -22,26 +22,27 @@ fn scale(row: &[bf16]) -> f32 {
     }
 }
 
+/// Rows that the parameters name: all, or those of a schedule.
+///
+/// # Safety
+/// `tiles` is null, or it and `tile_count` are a schedule.
+pub(super) unsafe fn placed_rows(p: &QuantizeRowsParams) -> Vec<usize> {
+    if p.tiles.is_null() {
+        return (0..p.rows as usize).collect();
+    }
+    // SAFETY: the caller's contract.
+    unsafe { schedule::rows(p.tiles, p.tile_count) }
+}
+
 /// Calls `f(row number, inverse of its scale)` for every row, on many threads; writes the scales.
 ///
 /// # Safety
 /// As `QuantizeRowsParams` says; nobody else writes there. `f` may write to x only in the row that it is called for.
 unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, usize, f32) + Sync) {
-    let mut rows = p.rows as usize;
-    if !p.tiles.is_null() {
-        // SAFETY: a schedule, by the caller's contract.
-        rows = unsafe {
-            match *p.tile_count {
-                0 => 0,
-                count => {
-                    let last = *p.tiles.add(count as usize - 1);
-                    (last.first + last.count) as usize
-                }
-            }
-        };
-    }
+    // SAFETY: the caller's contract.
+    let rows = unsafe { placed_rows(p) };
     let shared = Shared(p);
-    (0..rows).into_par_iter().for_each(|row| {
+    rows.into_par_iter().for_each(|row| {
         let p = shared.get();
         let columns = p.columns as usize;
         // SAFETY: a row of x, by the caller's contract, and its scale, which this thread alone writes.

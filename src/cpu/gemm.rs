@@ -10,6 +10,8 @@ mod avx2;
 mod avx512;
 mod fp8;
 mod mxfp4;
+mod mxfp8;
+mod nvfp4;
 mod scalar;
 
 use std::cell::RefCell;
@@ -18,10 +20,12 @@ use rayon::prelude::*;
 
 use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
-use crate::quant::blocks::Blocks;
+use crate::quant::blocks::{Blocks, Nvfp4};
 use crate::quant::mxfp4::BLOCK;
+use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::packed_e4m3;
 use mxfp4::{Expand, Expandable};
+use nvfp4::Expandable as Nvfp4Expandable;
 
 /// Weight rows and token rows that a block kernel multiplies at once.
 const BLOCK_ROWS: usize = 4;
@@ -116,7 +120,7 @@ fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
 
 /// An element type with kernels for every instruction set.
 #[cfg(target_arch = "x86_64")]
-trait BlockKernels: avx512::Load + avx2::Load + Expandable {
+trait BlockKernels: avx512::Load + avx2::Load + Expandable + Nvfp4Expandable {
     const AVX512_BF16: Block = avx512::block::<Self>;
 }
 #[cfg(target_arch = "x86_64")]
@@ -129,11 +133,12 @@ impl BlockKernels for half::bf16 {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-trait BlockKernels: Expandable {}
+trait BlockKernels: Expandable + Nvfp4Expandable {}
 #[cfg(not(target_arch = "x86_64"))]
-impl<T: Expandable> BlockKernels for T {}
+impl<T: Expandable + Nvfp4Expandable> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4; with `x_scales` tokens and
+/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4, NVFP4 or (`dtype` is
+/// bf16) MXFP8; with `x_scales` tokens and
 /// weights are e4m3, and `dtype` (bf16) is that of the output alone.
 ///
 /// # Safety
@@ -164,7 +169,11 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
     }
     // SAFETY: as above.
     let tiles = unsafe { std::slice::from_raw_parts(p.tiles, count) };
-    let (block, packed) = (block_kernel::<T>(set), blocks.map(|blocks| (blocks, T::expand(set))));
+    let expand = |blocks: Blocks| match blocks.nvfp4 {
+        Some(_) => (blocks, T::expand_nvfp4(set)),
+        None => (blocks, if blocks.e4m3 { mxfp8::expand } else { T::expand(set) }),
+    };
+    let (block, packed) = (block_kernel::<T>(set), blocks.map(expand));
     let rows_per_column = if activation::is_gated(p.activation.kind) { 2 } else { 1 };
     let column_bytes = rows_per_column * p.k as usize * size_of::<T>();
     let width = (PANEL_BYTES / column_bytes.max(1)).clamp(BLOCK_ROWS, MAX_PANEL_COLUMNS) / BLOCK_ROWS * BLOCK_ROWS;
@@ -209,6 +218,8 @@ impl<'a> Panel<'a> {
             _ if !self.gated => column,
             W13Layout::UpGate => column + (1 - is_up) * out_columns,
             W13Layout::Interleaved => 2 * column + is_up,
+            W13Layout::GateUp64 => column / 64 * 128 + column % 64 + 64 * is_up,
+            W13Layout::UpGate64 => column / 64 * 128 + column % 64 + 64 * (1 - is_up),
             _ => column + is_up * out_columns,
         }
     }
@@ -328,7 +339,7 @@ impl<'a> Panel<'a> {
         Some(bias)
     }
 
-    /// Scale of the row of x, bias, router weight, activation, rounding.
+    /// Scale of the row of x, numbers of the expert or its rows, bias, router weight, activation, rounding.
     ///
     /// # Safety
     /// As for [`Panel::run`]; `place` is in the tile.
@@ -339,6 +350,20 @@ impl<'a> Panel<'a> {
             // SAFETY: one scale a row of x, by the caller's contract.
             let scale = unsafe { *p.row_scales.add(self.x_number(place)) };
             sums.iter_mut().for_each(|sum| *sum *= scale);
+        }
+        if !p.expert_scales.is_null() && !p.x_scales.is_null() {
+            for (row, sum) in sums.iter_mut().enumerate() {
+                let row = self.tile.expert as usize * p.rows as usize + self.weight_row(row);
+                // SAFETY: a scale for each row of every expert, by the caller's contract.
+                *sum *= unsafe { *p.expert_scales.add(row) };
+            }
+        } else if !p.expert_scales.is_null() {
+            let parts = if self.gated { 2 } else { 1 };
+            for (part, sums) in sums.chunks_mut(self.columns).enumerate() {
+                // SAFETY: a number for each part of every expert, by the caller's contract.
+                let factor = unsafe { *p.expert_scales.add(self.tile.expert as usize * parts + part) };
+                sums.iter_mut().for_each(|sum| *sum *= factor);
+            }
         }
         if let Some(bias) = bias {
             sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
@@ -388,7 +413,8 @@ struct Expanded<'a> {
 impl<'a> Expanded<'a> {
     fn new<T>(panel: &'a Panel<'a>, blocks: Blocks, expand: Expand, room: &'a mut Vec<Line>) -> Self {
         let keep = panel.tile.count as usize > BLOCK_TOKENS;
-        let stride = (Self::row_blocks(panel) * BLOCK * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
+        let stride =
+            (Self::row_blocks(panel, &blocks) * blocks.columns() * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
         let rows = if keep { panel.rows().next_multiple_of(BLOCK_ROWS) } else { BLOCK_ROWS };
         if room.len() < rows * stride {
             room.resize(rows * stride, Line([0; 64]));
@@ -397,8 +423,8 @@ impl<'a> Expanded<'a> {
     }
 
     /// Blocks of a row that the GEMM reads.
-    fn row_blocks(panel: &Panel) -> usize {
-        (panel.p.k as usize).div_ceil(BLOCK)
+    fn row_blocks(panel: &Panel, blocks: &Blocks) -> usize {
+        (panel.p.k as usize).div_ceil(blocks.columns())
     }
 
     /// The block of rows from the panel's row `row` on; expanded now if `first`.
@@ -412,9 +438,12 @@ impl<'a> Expanded<'a> {
                 let start = row * self.blocks.row_blocks;
                 // SAFETY: a row of this expert's codes and scales; `new` made room for the row.
                 unsafe {
-                    let codes = self.panel.p.weights.add(start * BLOCK / 2);
+                    let codes = self.panel.p.weights.add(start * self.blocks.code_bytes());
                     let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
-                    self.expand_row(codes, self.blocks.scales.add(start), out);
+                    match self.blocks.nvfp4 {
+                        Some(own) => self.expand_nvfp4_row(own, row, codes, out),
+                        None => self.expand_row(codes, self.blocks.scales.add(start), out),
+                    }
                 }
             }
         }
@@ -422,12 +451,33 @@ impl<'a> Expanded<'a> {
         [addresses(at), addresses(if self.keep && !first { at + BLOCK_ROWS } else { at })]
     }
 
+    /// Row `row` of all experts' in NVFP4.
+    ///
+    /// # Safety
+    /// As for [`Expand`].
+    unsafe fn expand_nvfp4_row(&self, own: Nvfp4, row: usize, codes: *const u8, out: *mut u8) {
+        let (rows, blocks) = (self.panel.p.rows as usize, self.blocks.row_blocks);
+        let count = Self::row_blocks(self.panel, &self.blocks);
+        let scales = self.blocks.scales.wrapping_add(row / rows * self.blocks.scale_bytes(rows));
+        // Of tiles four neighbours of a row lie together.
+        let together = if own.layout == ScaleLayout::Linear { count } else { 4 };
+        for first in (0..count).step_by(together) {
+            let size = (count - first).min(together);
+            // SAFETY: the caller's contract.
+            unsafe {
+                let scales = scales.add(own.layout.offset(row % rows, first, blocks));
+                let room = out.add(first * nvfp4::COLUMNS * self.element_bytes);
+                (self.expand)(codes.add(first * nvfp4::COLUMNS / 2), scales, size, room);
+            }
+        }
+    }
+
     /// One row, its small scales brought up to the expert's least.
     ///
     /// # Safety
     /// As for [`Expand`].
     unsafe fn expand_row(&self, codes: *const u8, scales: *const u8, out: *mut u8) {
-        let count = Self::row_blocks(self.panel);
+        let count = Self::row_blocks(self.panel, &self.blocks);
         // SAFETY: the caller's contract.
         unsafe {
             let least = match self.blocks.least {

@@ -8,11 +8,17 @@ mod allreduce;
 mod combine;
 mod e4m3;
 mod gemm;
+mod mm_mxfp8;
+mod mxfp8;
 pub mod narrow;
 mod pack_mxfp4;
 mod quantize_fp8;
+mod quantize_mxfp8;
+mod quantize_nvfp4;
 mod ragged;
+mod round_nvfp4;
 mod route;
+mod schedule;
 mod select;
 
 pub use activation::is_gated;
@@ -20,12 +26,18 @@ pub use allreduce::{canonical, contribute, reduce_rows, Contribution, Quantise, 
 pub use combine::combine;
 pub use e4m3::{quantize_rows_e4m3, round_rows_to_e4m3};
 pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
+pub use mm_mxfp8::mm_mxfp8;
+pub use mxfp8::round_rows_mxfp8;
 #[cfg(test)]
 pub use narrow::{e2m1, e4m3_value};
 pub use pack_mxfp4::{pack_mxfp4, unpack_mxfp4};
-pub use quantize_fp8::quantize_fp8;
+pub use quantize_fp8::{expand_scales, quantize_fp8};
+pub use quantize_mxfp8::{dequantize_mxfp8, quantize_mxfp8};
+pub use quantize_nvfp4::quantize_nvfp4;
 pub use ragged::ragged;
+pub use round_nvfp4::{round_to_nvfp4, RoundNvfp4};
 pub use route::route;
+pub use schedule::schedule;
 pub use select::select;
 
 #[cfg(test)]
@@ -101,3 +113,21 @@ impl<'a, P> Shared<'a, P> {
 
 // SAFETY: parameter structs are plain data; who follows their pointers answers for disjoint writes.
 unsafe impl<P> Sync for Shared<'_, P> {}
+
+macro_rules! shared_between_threads {
+    ($($params:ident),*) => {$(
+        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow.
+        unsafe impl Send for crate::params::$params {}
+        // SAFETY: as above.
+        unsafe impl Sync for crate::params::$params {}
+    )*};
+}
+shared_between_threads!(
+    GroupedGemmParams,
+    QuantizeFp8Params,
+    QuantizeNvfp4Params,
+    PackMxfp4Params,
+    QuantizeRowsParams,
+    QuantizeMxfp8Params,
+    MmMxfp8Params
+);

@@ -30,11 +30,11 @@ pub unsafe fn route(p: &RouteParams) {
     *tile_count = if p.ids_are_i64 {
         // SAFETY: `ids` holds one i64 a slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i64>(), slots) };
-        sort(outputs, p.tile_tokens, |slot| local(ids[slot]))
+        sort(outputs, (p.tile_tokens, p.tile_step), |slot| local(ids[slot]))
     } else {
         // SAFETY: `ids` holds one i32 a slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i32>(), slots) };
-        sort(outputs, p.tile_tokens, |slot| local(i64::from(ids[slot])))
+        sort(outputs, (p.tile_tokens, p.tile_step), |slot| local(i64::from(ids[slot])))
     };
 }
 
@@ -47,7 +47,7 @@ struct Outputs<'a> {
 }
 
 /// Counting sort; `expert` is a slot's local expert or `None`. Returns the number of tiles.
-fn sort(out: Outputs, tile_tokens: i32, expert: impl Fn(usize) -> Option<usize>) -> i32 {
+fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usize) -> Option<usize>) -> i32 {
     out.histogram.fill(0);
     for slot in 0..out.place_of_slot.len() {
         if let Some(e) = expert(slot) {
@@ -78,9 +78,10 @@ fn sort(out: Outputs, tile_tokens: i32, expert: impl Fn(usize) -> Option<usize>)
 
     let mut tiles = 0;
     for (e, &count) in out.histogram.iter().enumerate() {
-        // As few tiles as hold the slots, cut evenly in steps of 16.
+        // As few tiles as hold the slots, cut evenly in steps.
         let parts = (count + tile_tokens - 1) / tile_tokens;
-        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { tile_tokens };
+        let size =
+            if parts > 1 { ((count + parts - 1) / parts + tile_step - 1) / tile_step * tile_step } else { tile_tokens };
         for first in (0..count).step_by(size as usize) {
             let count = (count - first).min(size);
             out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };

@@ -129,6 +129,7 @@ impl Routed {
             experts: experts as i32,
             first_expert,
             tile_tokens,
+            tile_step: 16,
             max_tiles: max_tiles as i32,
             histogram: r.histogram.as_mut_ptr(),
             offsets: r.offsets.as_mut_ptr(),

@@ -1,39 +1,84 @@
-//! Experts in e4m3 with block scales: their contract, and the activations that are quantised on their way.
+//! Experts in e4m3 with fp32 scales: their contract, and the activations that are quantised on their way.
+//!
+//! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
-use super::plan::MoeWorkspace;
-use super::weights::{check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
+use super::grouped_gemm;
+use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
+use super::tokens::GivenScales;
+use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
+use crate::cpu;
 use crate::device::gpu;
 use crate::error::{Error, Result};
-use crate::params::{Dtype, GroupedGemmParams, QuantizeFp8Params, W13Layout};
+use crate::kernel::{Args, Stream};
+use crate::params::{
+    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, W13Layout,
+};
 use crate::quant::fp8::{EPS, GROUP};
-use crate::quant::Format;
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::quant::{fp8_ops, Format};
+use crate::tensor::{Contract, Dim, Elem, Place};
 
-use super::grouped_gemm::{self, WeightMaps};
-use super::per_expert::PerExpert;
+/// Where the scales of an fp8 layer's activations come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Activations {
+    /// fp8_block: from groups of a row's columns.
+    Groups,
+    /// fp8_tensor: from all numbers of a call,
+    Tensor,
+    /// from a row,
+    Token,
+    /// or they were made before: those of x and of GEMM1's output.
+    Static([*const f32; 2]),
+}
+
+impl Activations {
+    pub fn format(self) -> Format {
+        match self {
+            Activations::Groups => Format::Fp8Block,
+            Activations::Tensor => Format::Fp8Tensor,
+            Activations::Token => Format::Fp8TensorToken,
+            Activations::Static(_) => Format::Fp8TensorStatic,
+        }
+    }
+}
+
+/// The scales of an fp8 layer beside those of blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct Scaling {
+    pub activations: Activations,
+    /// Those of each row of w13 and w2, fp32 [E, 2I] and [E, H], or null.
+    pub rows: [*const f32; 2],
+}
+
+impl From<Activations> for Scaling {
+    fn from(activations: Activations) -> Scaling {
+        Scaling { activations, rows: [std::ptr::null(); 2] }
+    }
+}
 
 /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases.
-pub fn layer(operands: &Operands<'_>, options: &Options<'_>) -> Result<Layer> {
+pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_>) -> Result<Layer> {
+    let activations = scaling.activations;
+    let name = if activations.format().is_fp8_tensor() { "fp8_tensor" } else { "fp8_block" };
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
     let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
-        contract!("w13_scale and w2_scale: both are needed for format \"fp8_block\"");
+        contract!("w13_scale and w2_scale: both are needed for format {name:?}");
     };
     if gated && layout == W13Layout::Interleaved {
-        return Err(Error::Unsupported(
-            "layout \"interleaved\" for fp8_block experts, whose blocks would mix gate and up rows; supported: \"gate_up\", \"up_gate\"".into(),
-        ));
+        return Err(Error::Unsupported(format!(
+            "layout \"interleaved\" for {name} experts, whose blocks would mix gate and up rows; supported: \"gate_up\", \"up_gate\""
+        )));
     }
     let (block, experts) = (GROUP as i64, Dim::Named("experts"));
     let mut contract = Contract::new();
     contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden")], &[Elem::E4M3])?;
     let (rows, hidden, intermediate) = (w13.shape()[1], w13.shape()[2], intermediate_size(w13, gated)?);
     check_sizes(w13, hidden)?;
-    for (name, size, dimension) in [("hidden", hidden, 2), ("intermediate", intermediate, 1)] {
+    for (size_name, size, dimension) in [("hidden", hidden, 2), ("intermediate", intermediate, 1)] {
         if size % block != 0 {
             return Err(Error::Unsupported(format!(
-                "w13: dimension {dimension} gives {name} {size} for fp8_block experts; supported: multiples of {block} (a block has one scale)"
+                "w13: dimension {dimension} gives {size_name} {size} for {name} experts; supported: multiples of {block} (a block has one scale)"
             )));
         }
     }
@@ -43,11 +88,7 @@ pub fn layer(operands: &Operands<'_>, options: &Options<'_>) -> Result<Layer> {
     contract.check("w13_scale", w13_scale, &[experts, of_rows, of_hidden], &[Elem::F32])?;
     let of_intermediate = of("intermediate / 128", intermediate);
     contract.check("w2_scale", w2_scale, &[experts, of_hidden, of_intermediate], &[Elem::F32])?;
-    for (name, bias, dim) in [("b13", b13, "rows of w13"), ("b2", b2, "hidden")] {
-        if let Some(bias) = bias {
-            contract.check(name, bias, &[experts, Dim::Named(dim)], &[Elem::Bf16, Elem::F32])?;
-        }
-    }
+    check_biases(&mut contract, operands, Dim::Named("hidden"), &[Elem::Bf16, Elem::F32])?;
     let vector = if w13.place == Place::Cpu { 1 } else { 16 };
     for (name, t, alignment) in
         [("w13", w13, vector), ("w2", w2, vector), ("w13_scale", w13_scale, 4), ("w2_scale", w2_scale, 4)]
@@ -59,36 +100,27 @@ pub fn layer(operands: &Operands<'_>, options: &Options<'_>) -> Result<Layer> {
             );
         }
     }
-    let matrix = |t: &TensorRef, scales: &TensorRef, bias: &Option<TensorRef>, rows, k| Matrix {
-        data: t.data,
-        blocks: None,
-        packed: None,
-        block_scales: scales.data.cast(),
-        bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
-        bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(Dtype::Bf16),
-        rows,
-        k,
+    let x_scales = match activations {
+        Activations::Static(scales) => scales,
+        _ => [std::ptr::null(); 2],
     };
+    let [up, down] = [(0, w13, w13_scale, b13, (rows, hidden)), (1, w2, w2_scale, b2, (hidden, intermediate))].map(
+        |(i, t, scales, bias, size)| Matrix {
+            block_scales: scales.data.cast(),
+            x_scale: x_scales[i],
+            row_scales: scaling.rows[i],
+            ..Matrix::new(t, bias, Dtype::Bf16, size)
+        },
+    );
     let desc = LayerDesc {
         experts: w13.shape()[0],
         hidden,
         intermediate,
         gated,
         dtype: Dtype::Bf16,
-        format: Format::Fp8Block,
+        format: activations.format(),
     };
-    let mut layer = Layer {
-        desc,
-        place: w13.place,
-        up: matrix(w13, w13_scale, b13, rows, hidden),
-        down: matrix(w2, w2_scale, b2, hidden, intermediate),
-        layout,
-        activation,
-        per_expert: PerExpert::NONE,
-        up_maps: WeightMaps::default(),
-        down_maps: WeightMaps::default(),
-        least_scales: Vec::new(),
-    };
+    let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if let Place::Cuda(ordinal) = layer.place {
         let gpu = gpu(ordinal)?;
         desc.require_cuda(&gpu.device)?;
@@ -98,53 +130,177 @@ pub fn layer(operands: &Operands<'_>, options: &Options<'_>) -> Result<Layer> {
     Ok(layer)
 }
 
+/// Codes and scales of x and of GEMM1's output.
+fn outputs((ws, base): (&MoeWorkspace, *mut u8)) -> [(*mut u8, *mut u8); 2] {
+    [(ws.x_codes.at(base), ws.x_scales.at(base)), (ws.hidden_codes.at(base), ws.hidden_scales.at(base))]
+}
+
+fn in_groups(x: *const u8, rows: i64, columns: i32, (codes, scales): (*mut u8, *mut u8)) -> QuantizeFp8Params {
+    QuantizeFp8Params {
+        x,
+        dtype: Dtype::Bf16,
+        codes,
+        scales,
+        rows,
+        row_count: std::ptr::null(),
+        columns,
+        group: GROUP as i32,
+        row_stride: i64::from(columns) / GROUP as i64,
+        group_stride: 1,
+        eps: EPS,
+        powers: false,
+        tiles: std::ptr::null(),
+        tile_count: std::ptr::null(),
+        tile_rows: 0,
+        scaling: Fp8Scaling::Groups,
+        given: std::ptr::null_mut(),
+        row_threads: 0,
+    }
+}
+
+/// Of `rows` rows in expert order, x and GEMM1's output: both GEMMs then read what is quantised.
+pub fn both(
+    layer: &Layer,
+    workspace: (&MoeWorkspace, *mut u8),
+    (rows, counters): (i64, *mut i32),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [QuantizeFp8Params; 2] {
+    let [of_x, of_hidden] = outputs(workspace);
+    let both = [
+        (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
+        (in_groups(up.out, rows, down.k, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
+    ];
+    let both = both.map(|(params, fixed, peak)| QuantizeFp8Params {
+        scaling: fp8_sm90::scaling(layer.desc.format),
+        given: if fixed.is_null() { counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
+        row_threads: fp8_ops::row_threads(params.columns),
+        ..params
+    });
+    for (gemm, quantized) in [up, down].into_iter().zip(&both) {
+        (gemm.x, gemm.x_scales) = (quantized.codes, quantized.scales.cast());
+    }
+    both
+}
+
+/// What becomes of the layer's input before GEMM1.
+#[derive(Clone, Copy)]
+enum Input {
+    Quantise(QuantizeFp8Params),
+    /// It was quantised by the caller, whose scales are brought into order,
+    Expand(ExpandScalesParams),
+    /// or are as GEMM1 reads them.
+    Ready,
+}
+
 /// What turns the layer's input and GEMM1's output into e4m3.
 #[derive(Clone, Copy)]
 pub struct Quantize {
-    pub x: QuantizeFp8Params,
-    pub hidden: QuantizeFp8Params,
+    x: Input,
+    hidden: QuantizeFp8Params,
 }
 
 impl Quantize {
-    /// `placed`: device or host scalar, the number of placed slots. Both GEMMs then read what is quantised.
+    /// `given`: scales of an input that is e4m3. Both GEMMs then read what is quantised.
     pub fn new(
         (ws, base): (&MoeWorkspace, *mut u8),
-        (tokens, slots): (i64, i64),
-        placed: *const i32,
+        desc: &MoeDesc,
+        given: Option<GivenScales>,
+        (layer, route): (&Layer, &RouteParams),
         (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
     ) -> Quantize {
-        let params = |x: *const u8, rows, columns: i32, codes: *mut u8, scales: *mut u8, row_count| QuantizeFp8Params {
-            x,
-            dtype: Dtype::Bf16,
-            codes,
-            scales,
-            rows,
-            row_count,
-            columns,
-            group: GROUP as i32,
-            row_stride: i64::from(columns) / GROUP as i64,
-            group_stride: 1,
-            eps: EPS,
-            powers: false,
+        let scaling = fp8_sm90::scaling(layer.desc.format);
+        let params = |x: *const u8, (rows, row_count), columns, outputs, (peak, fixed): (usize, *const f32)| {
+            let given = if fixed.is_null() { route.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() };
+            let row_threads = fp8_ops::row_threads(columns);
+            QuantizeFp8Params { row_count, scaling, given, row_threads, ..in_groups(x, rows, columns, outputs) }
         };
-        let quantize = Quantize {
-            x: params(up.x, tokens, up.k, ws.x_codes.at(base), ws.x_scales.at(base), std::ptr::null()),
-            hidden: params(up.out, slots, down.k, ws.hidden_codes.at(base), ws.hidden_scales.at(base), placed),
+        let outputs = outputs((ws, base));
+        let placed = route.offsets.wrapping_add(layer.desc.experts as usize).cast_const();
+        let slots = desc.tokens * desc.top_k;
+        let of_x = (Counters::PEAK_X, layer.up.x_scale);
+        let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
+        let x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
+        let hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
+        (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
+        let groups = up.k / GROUP as i32;
+        let x = match given {
+            None => {
+                (up.x, up.x_scales) = (x.codes, x.scales.cast());
+                Input::Quantise(x)
+            }
+            Some(given) if given.is_table(desc.tokens, groups.into()) => {
+                up.x_scales = given.data.cast();
+                Input::Ready
+            }
+            Some(GivenScales { data, powers, row_stride, group_stride }) => {
+                up.x_scales = x.scales.cast();
+                let (table, rows) = (x.scales.cast(), desc.tokens as i32);
+                Input::Expand(ExpandScalesParams {
+                    scales: data,
+                    powers,
+                    row_stride,
+                    group_stride,
+                    table,
+                    rows,
+                    groups,
+                })
+            }
         };
-        for (gemm, quantized) in [(up, &quantize.x), (down, &quantize.hidden)] {
-            gemm.x = quantized.codes;
-            gemm.x_scales = quantized.scales.cast();
-        }
-        quantize
+        Quantize { x, hidden }
     }
 
-    /// GEMM1 on a GPU: what it reads of routing is older than the quantisation of x, which stands between. `inside`: it quantises its
+    pub fn launch_x(&self, stream: &Stream<'_>) -> Result<()> {
+        match &self.x {
+            Input::Quantise(p) => fp8_ops::launch(stream, "moe: quantisation of x", p),
+            Input::Expand(p) => stream.launch("moe: scales of x", &fp8_ops::expansion(p), Args::ExpandScales(p)),
+            Input::Ready => Ok(()),
+        }
+    }
+
+    pub fn launch_hidden(&self, stream: &Stream<'_>) -> Result<()> {
+        fp8_ops::launch(stream, "moe: quantisation of GEMM1's output", &self.hidden)
+    }
+
+    /// # Safety
+    /// The pointers must be valid for the parameters' shapes.
+    pub unsafe fn x_on_cpu(&self) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            match &self.x {
+                Input::Quantise(p) => cpu::quantize_fp8(p),
+                Input::Expand(p) => cpu::expand_scales(p),
+                Input::Ready => {}
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`Quantize::x_on_cpu`].
+    pub unsafe fn hidden_on_cpu(&self) {
+        // SAFETY: the caller's contract.
+        unsafe { cpu::quantize_fp8(&self.hidden) }
+    }
+
+    /// GEMM1 on a GPU. With a launch for x in front, what it reads of routing is older than its predecessor. `inside`: it quantises its
     /// output itself.
     pub fn up_on_cuda(&self, up: &GroupedGemmParams, inside: bool) -> GroupedGemmParams {
-        let up = GroupedGemmParams { schedule_is_older: true, ..*up };
+        let up = GroupedGemmParams { schedule_is_older: !matches!(self.x, Input::Ready), ..*up };
         match inside {
             true => GroupedGemmParams { out: self.hidden.codes, out_scales: self.hidden.scales.cast(), ..up },
             false => up,
         }
+    }
+
+    /// Both GEMMs of a layer in one launch, which quantises what it reads and counts pairs of elements.
+    pub fn in_one_launch(
+        &self,
+        up: &GroupedGemmParams,
+        down: &GroupedGemmParams,
+    ) -> (GroupedGemmParams, GroupedGemmParams) {
+        let x = match &self.x {
+            Input::Quantise(p) => p.x,
+            Input::Expand(_) | Input::Ready => up.x,
+        };
+        (GroupedGemmParams { x, k: up.k / 2, ..*up }, GroupedGemmParams { x: self.hidden.x, k: down.k / 2, ..*down })
     }
 }

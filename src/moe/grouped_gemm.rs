@@ -1,11 +1,13 @@
 //! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
 
-use super::plan::{fp8_sm90, sm90};
+use super::plan::{fp8_sm90, sm90, Counters};
 use super::weights::{Layer, LayerDesc, Matrix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{Dtype, GroupedGemmParams, LayerParams, RoutedLayerParams, W13Layout};
+use crate::params::{
+    Activation, ActivationKind, Dtype, GroupedGemmParams, LayerParams, RoutedLayerParams, Tile, W13Layout,
+};
 use crate::tma::{self, TensorMap};
 use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
 use crate::variants::Variant;
@@ -75,6 +77,84 @@ fn fp8_shape(kernel: Fp8) -> (u32, u32) {
         Fp8::GroupedGemmFp8Sm90 { consumers, .. } => (1, consumers),
         _ => (2, 2),
     }
+}
+
+/// What both GEMMs of a layer are called with beside its weights.
+pub struct Rows {
+    pub x: *const u8,
+    /// As in `GroupedGemmParams`; null: places are rows of x.
+    pub slot_of_place: *const i32,
+    pub row_divisor: i32,
+    pub slot_weights: *const f32,
+    pub tiles: *const Tile,
+    pub tile_count: *const i32,
+    /// Zeros once the schedule is written.
+    pub counters: *mut i32,
+    /// GEMM1's output and GEMM2's, a row a place.
+    pub hidden: *mut u8,
+    pub out: *mut u8,
+}
+
+const IDENTITY: Activation = Activation {
+    kind: ActivationKind::Identity,
+    alpha: 1.0,
+    beta: 0.0,
+    gate_limit: f32::INFINITY,
+    silu_limit: f32::INFINITY,
+    up_limit: f32::INFINITY,
+};
+
+/// GEMM1 and GEMM2.
+pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
+    let up = GroupedGemmParams {
+        x: rows.x,
+        row_scales: std::ptr::null(),
+        slot_of_place: rows.slot_of_place,
+        row_divisor: rows.row_divisor,
+        tiles: rows.tiles,
+        tile_count: rows.tile_count,
+        weights: layer.up.data,
+        block_scales: layer.up.packed.map_or(layer.up.block_scales.cast(), |p| p.scales),
+        x_scales: std::ptr::null(),
+        expert_scales: layer.up.expert_scales(),
+        bias: layer.up.bias,
+        bias_dtype: layer.up.bias_dtype,
+        slot_weights: rows.slot_weights,
+        out: rows.hidden,
+        out_scales: std::ptr::null_mut(),
+        rows: layer.up.rows as i32,
+        k: layer.up.k as i32,
+        out_columns: layer.desc.intermediate as i32,
+        layout: layer.layout,
+        activation: layer.activation,
+        expert_alpha: layer.per_expert.alpha,
+        expert_beta: layer.per_expert.beta,
+        expert_limit: layer.per_expert.limit,
+        expert_limit_after: layer.per_expert.limit_after,
+        next_unit: rows.counters.wrapping_add(Counters::NEXT_UP),
+        schedule_is_older: false,
+    };
+    let down = GroupedGemmParams {
+        x: up.out,
+        slot_of_place: std::ptr::null(),
+        row_divisor: 1,
+        weights: layer.down.data,
+        block_scales: layer.down.packed.map_or(layer.down.block_scales.cast(), |p| p.scales),
+        expert_scales: layer.down.expert_scales(),
+        bias: layer.down.bias,
+        bias_dtype: layer.down.bias_dtype,
+        slot_weights: std::ptr::null(),
+        out: rows.out,
+        rows: layer.down.rows as i32,
+        k: layer.down.k as i32,
+        out_columns: layer.desc.hidden as i32,
+        activation: IDENTITY,
+        next_unit: rows.counters.wrapping_add(Counters::NEXT_DOWN),
+        // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
+        schedule_is_older: true,
+        ..up
+    };
+    [up, down]
 }
 
 pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps, p: &GroupedGemmParams) -> Result<()> {

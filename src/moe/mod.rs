@@ -2,14 +2,23 @@
 
 pub mod explain;
 mod fp8;
+mod fp8_tensor;
 pub mod grouped_gemm;
 mod layer;
+pub mod masked;
 mod mxfp4;
 pub mod mxfp4_a8;
+mod mxfp8;
+mod numbers;
+mod numbers_of;
+pub mod nvfp4;
+mod options;
 mod per_expert;
 pub mod plan;
 mod routed;
 pub mod routing;
+mod scratch;
+mod tokens;
 pub mod topk;
 pub mod weights;
 
@@ -18,14 +27,17 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{Activation, ActivationKind, CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
-use crate::quant::{self, fp8_ops, Format};
+use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
+use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use numbers::Numbers;
 use per_expert::{Given, Scalar};
-use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
+use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
+use scratch::Scratch;
+use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
-use weights::{Arguments, ExpertWeights, Layer, Numbers, Operands};
+use weights::{Arguments, ExpertWeights, Layer, Operands};
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -49,19 +61,12 @@ struct Stages {
     route: RouteParams,
     quantize: Option<fp8::Quantize>,
     quantize_rows: Option<mxfp4_a8::Quantize>,
+    round: Option<mxfp8::Round>,
+    nvfp4: Option<[cpu::RoundNvfp4; 2]>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
     combine: CombineParams,
 }
-
-const IDENTITY: Activation = Activation {
-    kind: ActivationKind::Identity,
-    alpha: 1.0,
-    beta: 0.0,
-    gate_limit: f32::INFINITY,
-    silu_limit: f32::INFINITY,
-    up_limit: f32::INFINITY,
-};
 
 impl Stages {
     fn new(
@@ -69,7 +74,7 @@ impl Stages {
         desc: &MoeDesc,
         options: &CallOptions,
         routing: &Routing<'_>,
-        (x, out): (*const u8, *mut u8),
+        (x, x_scales, out): (*const u8, Option<GivenScales>, *mut u8),
         (ws, base): (&MoeWorkspace, *mut u8),
         (tile_tokens, max_tiles, counter_count): (i32, i32, i32),
     ) -> Stages {
@@ -92,6 +97,7 @@ impl Stages {
             experts: layer.desc.experts as i32,
             first_expert: options.first_expert as i32,
             tile_tokens,
+            tile_step: plan::tile_step(desc, tile_tokens),
             max_tiles,
             histogram: ws.histogram.at(base),
             offsets: ws.offsets.at(base),
@@ -103,54 +109,20 @@ impl Stages {
             counter_count,
             block_histogram: ws.block_histogram.at(base),
         };
-        let mut up = GroupedGemmParams {
-            x,
-            row_scales: std::ptr::null(),
-            slot_of_place: route.slot_of_place,
-            row_divisor: top_k,
-            tiles: route.tiles,
-            tile_count: route.tile_count,
-            weights: layer.up.data,
-            block_scales: layer.up.packed.map_or(layer.up.block_scales.cast(), |p| p.scales),
-            x_scales: std::ptr::null(),
-            expert_scales: layer.up.packed.map_or(std::ptr::null(), |p| p.expert_scales),
-            bias: layer.up.bias,
-            bias_dtype: layer.up.bias_dtype,
-            slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
-            out: ws.hidden.at(base),
-            out_scales: std::ptr::null_mut(),
-            rows: layer.up.rows as i32,
-            k: layer.up.k as i32,
-            out_columns: layer.desc.intermediate as i32,
-            layout: layer.layout,
-            activation: layer.activation,
-            expert_alpha: layer.per_expert.alpha,
-            expert_beta: layer.per_expert.beta,
-            expert_limit: layer.per_expert.limit,
-            expert_limit_after: layer.per_expert.limit_after,
-            next_unit: route.counters.wrapping_add(Counters::NEXT_UP),
-            schedule_is_older: false,
-        };
-        let mut down = GroupedGemmParams {
-            x: up.out,
-            slot_of_place: std::ptr::null(),
-            row_divisor: 1,
-            weights: layer.down.data,
-            block_scales: layer.down.packed.map_or(layer.down.block_scales.cast(), |p| p.scales),
-            expert_scales: layer.down.packed.map_or(std::ptr::null(), |p| p.expert_scales),
-            bias: layer.down.bias,
-            bias_dtype: layer.down.bias_dtype,
-            slot_weights: std::ptr::null(),
-            out: ws.rows.at(base),
-            rows: layer.down.rows as i32,
-            k: layer.down.k as i32,
-            out_columns: layer.desc.hidden as i32,
-            activation: IDENTITY,
-            next_unit: route.counters.wrapping_add(Counters::NEXT_DOWN),
-            // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
-            schedule_is_older: true,
-            ..up
-        };
+        let [mut up, mut down] = grouped_gemm::params(
+            layer,
+            &grouped_gemm::Rows {
+                x,
+                slot_of_place: route.slot_of_place,
+                row_divisor: top_k,
+                slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
+                tiles: route.tiles,
+                tile_count: route.tile_count,
+                counters: route.counters,
+                hidden: ws.hidden.at(base),
+                out: ws.rows.at(base),
+            },
+        );
         let weighted = !options.apply_router_weight_on_input && (!options.no_combine || options.keep_router_weight);
         let combine = CombineParams {
             y: down.out,
@@ -164,37 +136,47 @@ impl Stages {
             keep_slots: options.no_combine,
             columns: plan::combine_columns(desc) as i32,
         };
-        let quantize = (layer.desc.format == Format::Fp8Block).then(|| {
-            let placed = route.offsets.wrapping_add(layer.desc.experts as usize);
-            fp8::Quantize::new((ws, base), (desc.tokens, desc.tokens * desc.top_k), placed, (&mut up, &mut down))
-        });
+        let quantize = layer
+            .desc
+            .format
+            .is_fp8()
+            .then(|| fp8::Quantize::new((ws, base), desc, x_scales, (layer, &route), (&mut up, &mut down)));
         let quantize_rows = (layer.desc.format == Format::Mxfp4A8).then(|| {
             let packed = layer.up.packed.is_some();
             mxfp4_a8::Quantize::new(packed, desc, (ws, base), &route, (&mut up, &mut down))
         });
-        Stages { select, route, quantize, quantize_rows, up, down, combine }
+        let round = (layer.desc.format == Format::Mxfp8)
+            .then(|| mxfp8::Round::new(desc.tokens, ws.rows.at(base), &route, &mut up, &down));
+        // GEMM2 writes to the room of x once GEMM1 has read it.
+        let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
+        let nvfp4 = nvfp4::rounding(layer, codes_scales, ws.rows.at(base), (&mut up, &mut down));
+        Stages { select, route, quantize, quantize_rows, round, nvfp4, up, down, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
-            let stages = (self.up, self.down, self.combine);
+            let gemms = self.quantize.map_or((self.up, self.down), |q| q.in_one_launch(&self.up, &self.down));
+            let stages = (gemms.0, gemms.1, self.combine);
             return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         match &plan.experts {
             Experts::Gemms { up, down } => {
-                let [x, hidden] = plan.quantize;
+                let [[_, x], [_, hidden]] = plan.quantize;
                 let mut up_params = self.up;
-                if let (Some(quantize), Some(_)) = (&self.quantize, x) {
-                    fp8_ops::launch(stream, "moe: quantisation of x", &quantize.x)?;
+                if let Some(quantize) = &self.quantize {
+                    quantize.launch_x(stream)?;
                     up_params = quantize.up_on_cuda(&self.up, hidden.is_none());
                 }
                 if let (Some(quantize), Some(x)) = (&self.quantize_rows, x) {
                     stream.launch("moe: quantisation of x", &x, Args::QuantizeRows(&quantize.x))?;
                 }
+                if let (Some(round), Some(x)) = (&self.round, x) {
+                    stream.launch("moe: rounding of x", &x, Args::QuantizeRows(&round.x))?;
+                }
                 grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params)?;
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
-                    fp8_ops::launch(stream, "moe: quantisation of GEMM1's output", &quantize.hidden)?;
+                    quantize.launch_hidden(stream)?;
                 }
                 if let (Some(quantize), Some(hidden)) = (&self.quantize_rows, hidden) {
                     let args = Args::QuantizeRows(&quantize.hidden);
@@ -222,17 +204,29 @@ impl Stages {
             }
             cpu::route(&self.route);
             if let Some(quantize) = &self.quantize {
-                cpu::quantize_fp8(&quantize.x);
+                quantize.x_on_cpu();
             }
             if let Some(quantize) = &self.quantize_rows {
                 cpu::round_rows_to_e4m3(&quantize.x);
             }
+            if let Some(round) = &self.round {
+                cpu::round_rows_mxfp8(&round.x);
+            }
+            if let Some([x, _]) = &self.nvfp4 {
+                cpu::round_to_nvfp4(x);
+            }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
+            if let Some(round) = &self.round {
+                cpu::round_rows_mxfp8(&round.hidden);
+            }
             if let Some(quantize) = &self.quantize {
-                cpu::quantize_fp8(&quantize.hidden);
+                quantize.hidden_on_cpu();
             }
             if let Some(quantize) = &self.quantize_rows {
                 cpu::round_rows_to_e4m3(&quantize.hidden);
+            }
+            if let Some([_, hidden]) = &self.nvfp4 {
+                cpu::round_to_nvfp4(hidden);
             }
             cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
             cpu::combine(&self.combine, dtype);
@@ -250,7 +244,7 @@ const MAX_TOP_K: i64 = 32;
 /// The layer on borrowed tensors.
 struct Call<'a, 'py> {
     layer: &'a Layer,
-    x: (&'a Bound<'py, PyAny>, TensorRef),
+    x: (&'a Bound<'py, PyAny>, Tokens),
     routing: Routing<'a>,
     desc: MoeDesc,
     options: CallOptions,
@@ -261,8 +255,8 @@ struct Call<'a, 'py> {
 impl<'py> Call<'_, 'py> {
     /// Contract of out and workspace, then the launches. Returns out.
     fn run(self, contract: &mut Contract) -> Result<Bound<'py, PyAny>> {
-        let (x_object, x) = &self.x;
-        let py = x_object.py();
+        let (x_object, tokens) = &self.x;
+        let (x, py) = (&tokens.x, x_object.py());
         let (layer, desc) = (self.layer, &self.desc);
         // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
         let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
@@ -273,12 +267,13 @@ impl<'py> Call<'_, 'py> {
                 desc.tokens, desc.top_k
             )));
         }
+        let out_elem = elem(layer.desc.dtype);
         let (out_object, out) = match self.out {
             Some(object) => (object.clone(), TensorRef::borrow("out", object)?),
             None => {
                 let three = [desc.tokens, desc.top_k, layer.desc.hidden];
                 let two = [desc.tokens, layer.desc.hidden];
-                let object = tensor::empty(x_object, x, if self.options.no_combine { &three } else { &two }, x.elem)?;
+                let object = tensor::empty(x_object, x, if self.options.no_combine { &three } else { &two }, out_elem)?;
                 let borrowed = TensorRef::borrow("out", &object)?;
                 (object, borrowed)
             }
@@ -288,7 +283,7 @@ impl<'py> Call<'_, 'py> {
         } else {
             &[Dim::Named("tokens"), Dim::Named("hidden")]
         };
-        contract.check("out", &out, out_dims, &[x.elem])?;
+        contract.check("out", &out, out_dims, &[out_elem])?;
         if x.place != Place::Cpu && layer.desc.hidden % 8 == 0 {
             for (name, t) in [("x", x), ("out", &out)] {
                 if !(t.data as usize).is_multiple_of(16) {
@@ -299,17 +294,24 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
-        if out.overlaps(x) && out.data != x.data {
+        if out.overlaps(x) && (out.data != x.data || tokens.scale.is_some()) {
             contract!("out: overlaps x without being x");
+        }
+        if tokens.scale_overlaps(&out) {
+            contract!("out: overlaps x_scale");
         }
         self.refuse_overlap("out", &out)?;
         if desc.tokens == 0 {
             return Ok(out_object);
         }
         let ws = plan::workspace(&layer.desc, desc.tokens, desc.top_k);
-        let scratch = self.scratch(contract, ws.bytes, &out)?;
+        let scratch = Scratch::new((x_object, x), self.workspace, contract, ws.bytes, &out)?;
+        if let Some(given) = &scratch.given {
+            self.refuse_overlap("workspace", given)?;
+        }
         let stages = |schedule| {
-            Stages::new(layer, desc, &self.options, &self.routing, (x.data, out.data), (&ws, scratch.base), schedule)
+            let data = (x.data.cast_const(), tokens.scales(), out.data);
+            Stages::new(layer, desc, &self.options, &self.routing, data, (&ws, scratch.base), schedule)
         };
         match x.place {
             Place::Cpu => {
@@ -331,14 +333,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Nothing that is written may share memory with experts, ids or weights.
     fn refuse_overlap(&self, operand: &str, written: &TensorRef) -> Result<()> {
-        let Layer { desc, up, down, .. } = self.layer;
-        for (names, matrix) in [(["w13", "w13_scale"], up), (["w2", "w2_scale"], down)] {
-            for (name, (data, bytes)) in names.into_iter().zip(matrix.ranges(desc.experts, desc.dtype)) {
-                if bytes > 0 && written.overlaps_range(data, bytes) {
-                    contract!("{operand}: overlaps {name}");
-                }
-            }
-        }
+        scratch::refuse_weights(self.layer, operand, written)?;
         if let Routing::Given { weights, ids } = &self.routing {
             if written.overlaps(weights) || written.overlaps(ids) {
                 contract!("{operand}: overlaps topk_weights or topk_ids");
@@ -346,43 +341,6 @@ impl<'py> Call<'_, 'py> {
         }
         Ok(())
     }
-
-    /// The caller's workspace, or one for this call.
-    fn scratch(&self, contract: &mut Contract, bytes: usize, out: &TensorRef) -> Result<Scratch<'py>> {
-        let (x_object, x) = &self.x;
-        let Some(object) = self.workspace else {
-            if x.place == Place::Cpu {
-                let mut own = Vec::<u128>::with_capacity(bytes.div_ceil(16));
-                return Ok(Scratch { base: own.as_mut_ptr().cast(), _own: own, _tensor: None });
-            }
-            // torch's caching allocator reuses the block in stream order: letting go of it after the launches is safe.
-            let object = tensor::empty(x_object, x, &[bytes as i64], Elem::U8)?;
-            let base = TensorRef::borrow("workspace", &object)?.data;
-            return Ok(Scratch { base, _own: Vec::new(), _tensor: Some(object) });
-        };
-        let given = TensorRef::borrow("workspace", object)?;
-        contract.check("workspace", &given, &[Dim::Named("bytes")], &[Elem::U8])?;
-        if given.bytes() < bytes {
-            contract!("workspace: expected at least {bytes} bytes (workspace_bytes), got {}", given.bytes());
-        }
-        // What torch's allocators give: 64 on CPU, 512 on GPUs.
-        let alignment = if x.place == Place::Cpu { 64 } else { crate::workspace::ALIGNMENT };
-        if !(given.data as usize).is_multiple_of(alignment) {
-            contract!("workspace: must be {alignment}-byte aligned, got address {:p}", given.data);
-        }
-        if given.overlaps(x) || given.overlaps(out) {
-            contract!("workspace: overlaps x or out");
-        }
-        self.refuse_overlap("workspace", &given)?;
-        Ok(Scratch { base: given.data, _own: Vec::new(), _tensor: None })
-    }
-}
-
-/// A workspace and what keeps it alive for the call.
-struct Scratch<'py> {
-    base: *mut u8,
-    _own: Vec<u128>,
-    _tensor: Option<Bound<'py, PyAny>>,
 }
 
 /// The MoE layer: out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]).
@@ -393,7 +351,7 @@ struct Scratch<'py> {
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, topk_weights=None, topk_ids=None, *, router_logits=None, top_k=0, scoring_func="softmax", renormalize=true,
     correction_bias=None, num_expert_group=0, topk_group=0, num_token_non_padded=None, routed_scaling_factor=1.0,
-    apply_router_weight_on_input=false, no_combine=false, keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None))]
+    apply_router_weight_on_input=false, no_combine=false, keep_router_weight=false, ep_size=1, ep_rank=0, x_scale=None, out=None, workspace=None))]
 pub fn moe<'py>(
     x: &Bound<'py, PyAny>,
     weights: &Bound<'py, ExpertWeights>,
@@ -413,6 +371,7 @@ pub fn moe<'py>(
     keep_router_weight: bool,
     ep_size: i64,
     ep_rank: i64,
+    x_scale: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -442,49 +401,57 @@ pub fn moe<'py>(
                 shared_weight: 1.0,
                 order: "weight",
             };
-            let x_ref = TensorRef::borrow("x", x)?;
             let mut contract =
                 Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden), ("experts", experts)]);
-            contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
+            let tokens_of_x = Tokens::borrow(layer, (x, x_scale), &mut contract)?;
             let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
             let select = selection.params(&operands, &mut contract)?;
-            let routes_inside = topk::routes_inside(&select, apply_router_weight_on_input);
-            let (tokens, logits) = (x_ref.shape()[0], Some(selection.logits(&select)));
+            // A layer in one launch quantises its tokens itself.
+            let routes_inside =
+                tokens_of_x.scale.is_none() && topk::routes_inside(&select, apply_router_weight_on_input);
+            let (tokens, logits) = (tokens_of_x.x.shape()[0], Some(selection.logits(&select)));
             let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside };
-            return Call { layer, x: (x, x_ref), routing: Routing::Logits(select), desc, options, out, workspace }
-                .run(&mut contract);
+            return Call {
+                layer,
+                x: (x, tokens_of_x),
+                routing: Routing::Logits(select),
+                desc,
+                options,
+                out,
+                workspace,
+            }
+            .run(&mut contract);
         }
         let (Some(topk_weights), Some(topk_ids)) = (topk_weights, topk_ids) else {
             contract!("topk_weights and topk_ids: both are needed, or router_logits with top_k");
         };
-        forward(layer, (x, topk_weights, topk_ids), options, out, workspace)
+        forward(layer, (x, x_scale), (topk_weights, topk_ids), options, out, workspace)
     })
 }
 
 /// The layer with given ids and weights: `moe` and `fused_experts` meet here.
 fn forward<'py>(
     layer: &Layer,
-    operands: (&Bound<'py, PyAny>, &Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    (x, x_scale): (&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
+    (topk_weights, topk_ids): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
     options: CallOptions,
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> Result<Bound<'py, PyAny>> {
-    let (x, topk_weights, topk_ids) = operands;
-    let x_ref = TensorRef::borrow("x", x)?;
     let weights = TensorRef::borrow("topk_weights", topk_weights)?;
     let ids = TensorRef::borrow("topk_ids", topk_ids)?;
     let mut contract = Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden)]);
-    contract.check("x", &x_ref, &[Dim::Named("tokens"), Dim::Named("hidden")], &[elem(layer.desc.dtype)])?;
+    let tokens = Tokens::borrow(layer, (x, x_scale), &mut contract)?;
     contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
     contract.check("topk_ids", &ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
     let top_k = contract.get("top_k");
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
-    let desc = MoeDesc { layer: layer.desc, tokens: x_ref.shape()[0], top_k, logits: None, routes_inside: false };
+    let desc = MoeDesc { layer: layer.desc, tokens: tokens.x.shape()[0], top_k, logits: None, routes_inside: false };
     Call {
         layer,
-        x: (x, x_ref),
+        x: (x, tokens),
         routing: Routing::Given { weights: &weights, ids: &ids },
         desc,
         options,
@@ -501,10 +468,11 @@ fn forward<'py>(
 #[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None,
     alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None,
     hidden_size=None, routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
-    keep_router_weight=false, ep_size=1, ep_rank=0, out=None, workspace=None),
+    keep_router_weight=false, ep_size=1, ep_rank=0, x_scale=None, a13_scale=None, a2_scale=None, out=None, workspace=None),
     text_signature = "(x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, \
 beta=0.0, limit=None, clamp=\"before\", w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None, routed_scaling_factor=1.0, \
-apply_router_weight_on_input=False, no_combine=False, keep_router_weight=False, ep_size=1, ep_rank=0, out=None, workspace=None)")]
+apply_router_weight_on_input=False, no_combine=False, keep_router_weight=False, ep_size=1, ep_rank=0, x_scale=None, a13_scale=None, a2_scale=None, \
+out=None, workspace=None)")]
 pub fn moe_tensors<'py>(
     x: &Bound<'py, PyAny>,
     w13: &Bound<'py, PyAny>,
@@ -531,18 +499,41 @@ pub fn moe_tensors<'py>(
     keep_router_weight: bool,
     ep_size: i64,
     ep_rank: i64,
+    x_scale: Option<&Bound<'py, PyAny>>,
+    a13_scale: Option<&Bound<'py, PyAny>>,
+    a2_scale: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let given = Given { alpha, beta, limit };
     guard(|| {
         let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-        if format.and_then(quant::by_name).is_some_and(|spec| spec.format.is_mxfp4()) {
-            mxfp4::refuse_bare(w13)?;
+        if let Some(spec) = format.and_then(quant::by_name).filter(|spec| spec.format.is_packed()) {
+            mxfp4::refuse_bare(w13, spec.format)?;
         }
-        let fp8 = format == Some(Format::Fp8Block.spec().name);
+        let spec = format.and_then(quant::by_name).map(|spec| spec.format);
+        let tensor = match spec.filter(|format| format.is_fp8_tensor()) {
+            Some(format) => {
+                if format == Format::Fp8TensorStatic && (a13_scale.is_none() || a2_scale.is_none()) {
+                    contract!("a13_scale and a2_scale: both are needed for format {:?}", format.spec().name);
+                }
+                let per_token = format == Format::Fp8TensorToken;
+                let (scales, given) = ([w13_scale, w2_scale], [a13_scale, a2_scale]);
+                Some(fp8_tensor::prepare((w13, w2), scales, given, per_token, options.gated())?)
+            }
+            None if a13_scale.is_some() || a2_scale.is_some() => {
+                contract!("a13_scale and a2_scale: only for format \"fp8_tensor\", got them with {format:?}")
+            }
+            None => None,
+        };
+        let [w13_scale, w2_scale] =
+            tensor.as_ref().map_or([w13_scale, w2_scale], |tensor| tensor.tables.each_ref().map(Some));
+        let fp8 = spec.is_some_and(Format::is_fp8);
         let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale }, fp8)?;
-        let numbers = Numbers::new(format, dtype, hidden_size, operands.w13.elem)?;
+        let numbers = match &tensor {
+            Some(tensor) => Numbers::Fp8(tensor.scaling()),
+            None => Numbers::new(format, dtype, hidden_size, operands.w13.elem)?,
+        };
         let layer = Layer::new(&operands, numbers, &options)?;
         let call = CallOptions {
             routed_scaling_factor,
@@ -551,7 +542,7 @@ pub fn moe_tensors<'py>(
             keep_router_weight,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
-        forward(&layer, (x, topk_weights, topk_ids), call, out, workspace)
+        forward(&layer, (x, x_scale), (topk_weights, topk_ids), call, out, workspace)
     })
 }
 
@@ -561,12 +552,4 @@ fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
         contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
     }
     Ok(ep_rank * experts)
-}
-
-fn elem(dtype: Dtype) -> Elem {
-    match dtype {
-        Dtype::F16 => Elem::F16,
-        Dtype::Bf16 => Elem::Bf16,
-        _ => Elem::F32,
-    }
 }

@@ -1,10 +1,8 @@
 //! MXFP4 experts: their contract, and the packed form that GPUs read.
 
-use super::grouped_gemm::WeightMaps;
 use super::mxfp4_a8;
-use super::per_expert::PerExpert;
 use super::weights::{
-    check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
+    check_biases, check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
 };
 use crate::contract;
 use crate::device::gpu;
@@ -13,7 +11,7 @@ use crate::kernel::Stream;
 use crate::params::{Dtype, PackMxfp4Params, ScaleBytesParams};
 use crate::quant::blocks::{e8m0, Blocks};
 use crate::quant::mxfp4::BLOCK;
-use crate::quant::packed::{self, Extent, Packed};
+use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::quant::packed_ops::check_vectors;
 use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
@@ -21,8 +19,8 @@ use pyo3::prelude::*;
 use rayon::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
-const SCALES: [Elem; 3] = [Elem::U8, Elem::E8M0, Elem::F32];
-const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
+pub const SCALES: [Elem; 3] = [Elem::U8, Elem::E8M0, Elem::F32];
+pub const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 
 /// Checks w13 [E, 2I, H / 2], w2 [E, H, I / 2], their scales [E, 2I, H / 32] and [E, H, I / 32], and biases. `hidden`: columns of x and of
 /// the output, up to H; what lies beyond them is padding that is never read.
@@ -67,38 +65,22 @@ pub fn layer(
     contract.check("w2", w2, &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)], &CODES)?;
     contract.check("w13_scale", w13_scale, &[experts, Dim::Named("rows of w13"), of_hidden], &SCALES)?;
     contract.check("w2_scale", w2_scale, &[experts, rows_of_w2, of_intermediate], &SCALES)?;
-    for (name, bias, dim) in [("b13", b13, Dim::Named("rows of w13")), ("b2", b2, rows_of_w2)] {
-        if let Some(bias) = bias {
-            contract.check(name, bias, &[experts, dim], &BIASES)?;
-        }
-    }
+    check_biases(&mut contract, operands, rows_of_w2, &BIASES)?;
     if !(1..=columns).contains(&columns_of_x) {
         contract!("hidden_size: expected 1 to {columns} (from w13), got {columns_of_x}");
     }
-    let matrix = |t: &TensorRef, scales: &TensorRef, bias: &Option<TensorRef>, rows, row_blocks: i64, k| Matrix {
-        data: t.data,
-        blocks: Some(Blocks { scales: scales.data, row_blocks: row_blocks as usize, least: std::ptr::null() }),
-        packed: None,
-        block_scales: std::ptr::null(),
-        bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
-        bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
-        rows,
-        k,
-    };
+    let [up, down] = [
+        (w13, w13_scale, b13, columns, (rows, columns_of_x)),
+        (w2, w2_scale, b2, intermediate, (columns, intermediate)),
+    ]
+    .map(|(t, scales, bias, columns, size)| Matrix {
+        blocks: Some(Blocks::of_32(scales.data, false, columns as usize / BLOCK)),
+        ..Matrix::new(t, bias, dtype, size)
+    });
     let experts = w13.shape()[0];
     let format = if e4m3 { Format::Mxfp4A8 } else { Format::Mxfp4 };
-    let mut layer = Layer {
-        desc: LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format },
-        place: w13.place,
-        up: matrix(w13, w13_scale, b13, rows, columns / block, columns_of_x),
-        down: matrix(w2, w2_scale, b2, columns, intermediate / block, intermediate),
-        layout,
-        activation,
-        per_expert: PerExpert::NONE,
-        up_maps: WeightMaps::default(),
-        down_maps: WeightMaps::default(),
-        least_scales: Vec::new(),
-    };
+    let desc = LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format };
+    let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if e4m3 {
         match layer.place {
             Place::Cuda(ordinal) => layer.desc.require_cuda(&gpu(ordinal)?.device)?,
@@ -124,10 +106,11 @@ pub fn pack(
     in_place: bool,
 ) -> Result<[PackedTensors; 2]> {
     let Some([up_scale, down_scale]) = &operands.scales else {
-        contract!("w13_scale and w2_scale: both are needed for format \"mxfp4\"");
+        contract!("w13_scale and w2_scale: both are needed for format {:?}", layer.desc.format.spec().name);
     };
-    let up = Source { names: ["w13", "w13_scale"], codes: (arguments.w13, &operands.w13), scales: up_scale };
-    let down = Source { names: ["w2", "w2_scale"], codes: (arguments.w2, &operands.w2), scales: down_scale };
+    let form = if layer.desc.format == Format::Mxfp8 { Form::Mxfp8 } else { Form::Mxfp4 };
+    let up = Source { form, names: ["w13", "w13_scale"], codes: (arguments.w13, &operands.w13), scales: up_scale };
+    let down = Source { form, names: ["w2", "w2_scale"], codes: (arguments.w2, &operands.w2), scales: down_scale };
     let params = [up.params(layer, true), down.params(layer, false)];
     for (source, p) in [&up, &down].into_iter().zip(&params) {
         source.check(p, in_place)?;
@@ -146,12 +129,13 @@ pub fn pack(
 
 /// A matrix to be packed: its names, codes and scales.
 struct Source<'a, 'py> {
+    form: Form,
     names: [&'static str; 2],
     codes: (&'a Bound<'py, PyAny>, &'a TensorRef),
     scales: &'a (Bound<'py, PyAny>, TensorRef),
 }
 
-const OP: &str = "ExpertWeights.mxfp4";
+const OP: &str = "ExpertWeights: packing";
 /// Most bytes of codes that packing in place copies at a time, if more than one expert's.
 const SCRATCH: usize = 32 << 20;
 
@@ -193,7 +177,7 @@ impl Source<'_, '_> {
         let (object, borrowed) = self.codes;
         let Place::Cuda(ordinal) = borrowed.place else { contract!("{}: is on {}", self.names[0], borrowed.place) };
         let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(object.py())?)?;
-        let extent = Extent::of(p);
+        let (form, extent) = (self.form, Extent::of(self.form, p));
         let new = |shape: &[i64], elem| -> Result<_> {
             let made = tensor::empty(object, borrowed, shape, elem)?;
             let address = TensorRef::borrow("packed weights", &made)?.data;
@@ -201,7 +185,7 @@ impl Source<'_, '_> {
         };
         let (factors, expert_scales) = new(&[extent.experts], Elem::F32)?;
         p.expert_scales = expert_scales.cast();
-        packed::launch_peak(&stream, OP, p)?;
+        packed::launch_peak(&stream, OP, form, p)?;
         let (codes, scales) = if in_place {
             (p.packed_codes, p.packed_scales) = (p.codes, p.scales);
             let one = Extent { experts: 1, ..extent };
@@ -210,28 +194,30 @@ impl Source<'_, '_> {
             let (_codes, scratch_codes) = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
             let (_scales, scratch_scales) = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
             // SAFETY: the extents of both forms are equal (`check`); the scratch is new.
-            unsafe { packed::pack_in_place(&stream, OP, p, [scratch_codes, scratch_scales], at_once as i32)? };
+            unsafe { packed::pack_in_place(&stream, OP, form, p, [scratch_codes, scratch_scales], at_once as i32)? };
             (object.clone().unbind(), self.scales.0.clone().unbind())
         } else {
             let (codes, packed_codes) = new(&extent.codes_shape(), Elem::U8)?;
             let (scales, packed_scales) = new(&extent.scales_shape(), Elem::U8)?;
             (p.packed_codes, p.packed_scales) = (packed_codes, packed_scales);
-            packed::launch_pack(&stream, OP, p)?;
+            packed::launch_pack(&stream, OP, form, p)?;
             (codes, scales)
         };
         matrix.data = p.packed_codes;
         matrix.blocks = None;
-        matrix.packed = Some(Packed { codes: p.packed_codes, scales: p.packed_scales, expert_scales: p.expert_scales });
+        matrix.packed =
+            Some(Packed { form, codes: p.packed_codes, scales: p.packed_scales, expert_scales: p.expert_scales });
         Ok((codes, scales, factors))
     }
 }
 
-/// The error for MXFP4 weights on CUDA that would have to be packed at every call.
-pub fn refuse_bare(w13: &Bound<'_, PyAny>) -> Result<()> {
+/// The error for MXFP4 and MXFP8 weights on CUDA that would have to be packed at every call.
+pub fn refuse_bare(w13: &Bound<'_, PyAny>, format: Format) -> Result<()> {
+    let name = if format == Format::Mxfp8 { "mxfp8" } else { "mxfp4" };
     match TensorRef::borrow("w13", w13)?.place {
         Place::Cpu => Ok(()),
         place => Err(Error::Unsupported(format!(
-            "mxfp4 experts on {place} as bare tensors; supported there: oxmoe.moe with an ExpertWeights.mxfp4, which packs them once"
+            "{name} experts on {place} as bare tensors; supported there: oxmoe.moe with an ExpertWeights.{name}, which packs them once"
         ))),
     }
 }

@@ -2,10 +2,13 @@
 //! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
 
 pub mod fp8_sm90;
+pub mod masked;
 pub mod mxfp4_sm90;
+pub mod mxfp8_sm90;
 pub mod portable;
 pub mod routing;
 pub mod sm90;
+mod tiles;
 
 use super::weights::LayerDesc;
 use crate::device::Device;
@@ -13,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant::fp8::GROUP;
-use crate::quant::{fp8_ops, Format};
+use crate::quant::Format;
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
 use routing::{RoutingDesc, RoutingPlan};
@@ -71,7 +74,7 @@ impl MoeWorkspace {
         let mut layout = Layout::default();
         let mut add = |name, bytes| layout.add(name, bytes);
         let fp8 = |rows: usize, columns: i64, columns_a_byte: usize| {
-            if layer.format == Format::Fp8Block {
+            if layer.format.is_fp8() {
                 rows * columns as usize / columns_a_byte
             } else {
                 0
@@ -152,6 +155,14 @@ pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
+/// In steps of what an expert's slots are cut into tiles.
+pub fn tile_step(desc: &MoeDesc, tile_tokens: i32) -> i32 {
+    match desc.layer.format {
+        format if format.is_fp8() => fp8_sm90::tile_step(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens),
+        _ => tile_tokens.min(16),
+    }
+}
+
 /// What the workspace range `counters` holds, all i32 that routing sets to 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counters {
@@ -168,6 +179,9 @@ impl Counters {
     pub const NEXT_UP: usize = 0;
     pub const NEXT_DOWN: usize = 1;
     pub const TILES_DONE: usize = 2;
+    /// Of e4m3 with one scale for all of a call: the largest magnitudes of x and of GEMM1's output, where layers in one launch count tiles.
+    pub const PEAK_X: usize = 2;
+    pub const PEAK_HIDDEN: usize = 3;
 
     pub fn rows_done(self) -> usize {
         Self::TILES_DONE + self.tiles as usize
@@ -199,8 +213,8 @@ pub struct MoePlan {
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub experts: Experts,
-    /// Of e4m3 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
-    pub quantize: [Option<Launch>; 2],
+    /// Of e4m3 and MXFP8 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
+    pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
     pub workspace: MoeWorkspace,
 }
@@ -220,6 +234,7 @@ enum Kernels {
     Hopper,
     HopperMxfp4,
     HopperFp8,
+    HopperMxfp8,
     Portable,
 }
 
@@ -234,6 +249,8 @@ impl Kernels {
             Kernels::HopperMxfp4
         } else if fp8_sm90::serves(device, layer) {
             Kernels::HopperFp8
+        } else if mxfp8_sm90::serves(device, layer) {
+            Kernels::HopperMxfp8
         } else if layer.format.spec().block == 1
             && plain(layer.gated, rows, hidden)
             && plain(false, hidden, intermediate)
@@ -263,7 +280,10 @@ impl MoePlan {
             Kernels::HopperMxfp4 if format == Format::Mxfp4 => {
                 mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
             }
-            Kernels::HopperMxfp4 | Kernels::HopperFp8 | Kernels::Portable => None,
+            Kernels::HopperFp8 if format == Format::Fp8Block => {
+                fp8_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
+            }
+            Kernels::HopperMxfp4 | Kernels::HopperMxfp8 | Kernels::HopperFp8 | Kernels::Portable => None,
         };
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
@@ -279,7 +299,12 @@ impl MoePlan {
             }
             (None, Kernels::HopperFp8) => {
                 let tile_tokens = fp8_sm90::tile_tokens(&up);
-                let [up, down] = [up, down].map(|gemm| fp8_sm90::gemm(&gemm, tile_tokens, device));
+                let (up, down) = (fp8_sm90::gemm(&up, tile_tokens, device), fp8_sm90::down(&down, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
+            (None, Kernels::HopperMxfp8) => {
+                let tile_tokens = mxfp8_sm90::tile_tokens(&up);
+                let [up, down] = [up, down].map(|gemm| mxfp8_sm90::gemm(&gemm, tile_tokens, device));
                 (tile_tokens, Experts::Gemms { up, down })
             }
             (None, Kernels::Portable) => {
@@ -288,13 +313,16 @@ impl MoePlan {
                 (tile_tokens, Experts::Gemms { up, down })
             }
         };
-        let quantize = if kernels == Kernels::HopperFp8 {
-            let after = !fp8_sm90::quantises_inside(tile_tokens);
-            [Some(fp8_ops::plan(desc.tokens, layer.hidden)), after.then(|| fp8_ops::plan(slots, layer.intermediate))]
+        let quantize = if one_launch.is_some() {
+            [[None; 2]; 2]
+        } else if kernels == Kernels::HopperFp8 {
+            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens)
         } else if format == Format::Mxfp4A8 {
-            [desc.tokens, slots].map(|rows| Some(mxfp4_sm90::quantize(rows, device)))
+            [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
+        } else if format == Format::Mxfp8 {
+            [[None, Some(mxfp8_sm90::round(desc.tokens * layer.hidden, device))], [None, None]]
         } else {
-            [None, None]
+            [[None; 2]; 2]
         };
         Ok(MoePlan {
             desc: *desc,
@@ -313,7 +341,7 @@ impl MoePlan {
         let experts = match self.experts {
             Experts::Gemms { up, down } => {
                 let [x, hidden] = self.quantize;
-                [x, Some(up), hidden, Some(down)].into_iter().flatten().collect()
+                x.into_iter().chain([Some(up)]).chain(hidden).chain([Some(down)]).flatten().collect()
             }
             Experts::Fused(launch) => vec![launch],
             Experts::Routed(launch) => return vec![launch],
@@ -324,6 +352,7 @@ impl MoePlan {
     /// Counters that routing must set to 0.
     pub fn counter_count(&self) -> i32 {
         match self.experts {
+            Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
             Experts::Routed(_) => 0,
@@ -391,10 +420,11 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
         Kernels::Hopper => sm90::variants(element(layer.dtype), layer.gated),
         Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.format, layer.gated),
         Kernels::HopperFp8 => fp8_sm90::variants(layer.gated),
+        Kernels::HopperMxfp8 => mxfp8_sm90::variants(layer.gated),
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
-    all.push(Variant::Combine { element: element(layer.dtype) });
+    all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
     all.extend(routing::variants());
     all
 }

@@ -15,6 +15,7 @@ pub const NO_SORT: RouteParams = RouteParams {
     experts: 0,
     first_expert: 0,
     tile_tokens: 16,
+    tile_step: 16,
     max_tiles: 0,
     histogram: std::ptr::null_mut(),
     offsets: std::ptr::null_mut(),

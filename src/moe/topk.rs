@@ -315,6 +315,7 @@ fn sort<'py>(
         experts: num_experts as i32,
         first_expert: first_expert as i32,
         tile_tokens,
+        tile_step: 16,
         max_tiles,
         histogram: sorted.histogram.1.data.cast(),
         offsets: sorted.offsets.1.data.cast(),

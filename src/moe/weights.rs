@@ -1,100 +1,20 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
-use super::grouped_gemm::{self, WeightMaps};
-pub use super::layer::{LayerDesc, Matrix};
+use super::grouped_gemm;
+pub use super::layer::{Layer, LayerDesc, Matrix};
 use super::mxfp4_a8::is_e4m3;
-use super::per_expert::{Given, PerExpert, Scalar, Swiglu};
-use super::{fp8, mxfp4};
+use super::numbers::Numbers;
+pub use super::options::{w13_layout, Options};
+use super::per_expert::{Given, Scalar};
+use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4};
 use crate::contract;
 use crate::device::gpu;
-use crate::error::{guard, Error, Result};
+use crate::error::{guard, Result};
 use crate::kernel;
-use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use pyo3::prelude::*;
-use std::sync::Arc;
-
-/// Weights as a call uses them: from `ExpertWeights`, or made for one call of `fused_experts`.
-#[derive(Clone, Debug)]
-pub struct Layer {
-    pub desc: LayerDesc,
-    pub place: Place,
-    pub up: Matrix,
-    pub down: Matrix,
-    pub layout: W13Layout,
-    pub activation: Activation,
-    pub per_expert: PerExpert,
-    pub up_maps: WeightMaps,
-    pub down_maps: WeightMaps,
-    /// Keep what `Blocks::least` points at.
-    pub least_scales: Vec<Arc<[u8]>>,
-}
-
-/// The Python arguments that describe a layer's arithmetic.
-pub struct Options<'a> {
-    pub layout: &'a str,
-    pub activation: &'a str,
-    pub gated: Option<bool>,
-    pub swiglu: Swiglu,
-    pub clamp: &'a str,
-}
-
-pub fn w13_layout(name: &str) -> Result<W13Layout> {
-    Ok(match name {
-        "gate_up" => W13Layout::GateUp,
-        "up_gate" => W13Layout::UpGate,
-        "interleaved" => W13Layout::Interleaved,
-        other => contract!("layout: expected \"gate_up\", \"up_gate\" or \"interleaved\", got {other:?}"),
-    })
-}
-
-const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";
-
-impl Options<'_> {
-    pub fn gated(&self) -> bool {
-        self.gated.unwrap_or(self.activation != "relu2")
-    }
-
-    pub fn layout(&self) -> Result<W13Layout> {
-        w13_layout(self.layout)
-    }
-
-    pub fn activation(&self) -> Result<Activation> {
-        let gated = self.gated();
-        let kind = match (self.activation, gated) {
-            ("silu", true) => ActivationKind::Swiglu,
-            ("gelu", true) => ActivationKind::Geglu,
-            ("gelu_tanh", true) => ActivationKind::GegluTanh,
-            ("relu2", false) => ActivationKind::Relu2,
-            ("silu", false) => ActivationKind::Silu,
-            ("gelu", false) => ActivationKind::Gelu,
-            ("gelu_tanh", false) => ActivationKind::GeluTanh,
-            ("relu2", true) => {
-                return Err(Error::Unsupported(format!("activation gated \"relu2\"; supported: {ACTIVATIONS}")))
-            }
-            (other, _) => {
-                contract!("activation: expected \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\", got {other:?}")
-            }
-        };
-        if kind != ActivationKind::Swiglu && !self.swiglu.is_plain() {
-            contract!(
-                "alpha, beta, limit: only for activation \"silu\" with gated weights, got them with {:?}",
-                self.activation
-            );
-        }
-        self.swiglu.check()?;
-        let Swiglu { alpha, beta, limit, .. } = self.swiglu;
-        let (none, limit) = (f32::INFINITY, limit.unwrap_or(f32::INFINITY));
-        let (gate_limit, silu_limit) = match self.clamp {
-            "before" => (limit, none),
-            "after" => (none, limit),
-            other => contract!("clamp: expected \"before\" or \"after\", got {other:?}"),
-        };
-        let kind = if self.swiglu.of_experts() { ActivationKind::ExpertSwiglu } else { kind };
-        Ok(Activation { kind, alpha, beta, gate_limit, silu_limit, up_limit: limit })
-    }
-}
+use pyo3::types::{PyDict, PyTuple};
 
 /// A layer's tensors as Python gives them.
 pub struct Arguments<'a, 'py> {
@@ -145,66 +65,15 @@ impl<'py> Operands<'py> {
     }
 }
 
-/// What the weights are made of.
-#[derive(Clone, Copy, Debug)]
-pub enum Numbers {
-    Plain(Elem),
-    Mxfp4 {
-        dtype: Dtype,
-        /// Activations are quantised to it.
-        e4m3: bool,
-        /// Columns of x and of the output where w13 and w2 are padded beyond them.
-        hidden: Option<i64>,
-    },
-    Fp8Block,
-}
-
-impl Numbers {
-    /// From the options of `moe_tensors`; without a format it is that of w13's dtype.
-    pub fn new(format: Option<&str>, dtype: Option<&str>, hidden_size: Option<i64>, w13: Elem) -> Result<Numbers> {
-        let spec = match format {
-            Some(name) => quant::by_name(name).ok_or_else(|| quant::unknown(name))?,
-            None => match w13.dtype() {
-                Some(dtype) => Format::plain(dtype).spec(),
-                None => {
-                    return Err(Error::Unsupported(format!(
-                        "w13: dtype {w13}; oxmoe serves bfloat16, float16, float32 (on CPU), uint8 codes as format \"mxfp4\", float8_e4m3fn as \"fp8_block\""
-                    )))
-                }
-            },
-        };
-        if spec.format.is_mxfp4() {
-            let e4m3 = spec.format == Format::Mxfp4A8;
-            return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), e4m3, hidden_size);
-        }
-        if dtype.is_some() || hidden_size.is_some() {
-            contract!("dtype and hidden_size: only for format \"mxfp4\", got them with {:?}", spec.name);
-        }
-        if spec.format == Format::Fp8Block {
-            return Ok(Numbers::Fp8Block);
-        }
-        Ok(Numbers::Plain(match spec.compute {
-            Dtype::F16 => Elem::F16,
-            Dtype::Bf16 => Elem::Bf16,
-            _ => Elem::F32,
-        }))
-    }
-
-    pub fn mxfp4(dtype: &str, e4m3: bool, hidden: Option<i64>) -> Result<Numbers> {
-        match quant::by_name(dtype) {
-            Some(spec) if spec.block == 1 => Ok(Numbers::Mxfp4 { dtype: spec.compute, e4m3, hidden }),
-            _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
-        }
-    }
-}
-
 impl Layer {
     /// Checks the tensors and describes them.
     pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
         let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
             Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
-            Numbers::Fp8Block => fp8::layer(operands, options),
+            Numbers::Fp8(scaling) => fp8::layer(operands, scaling, options),
+            Numbers::Mxfp8 { hidden } => mxfp8::layer(operands, hidden, options),
+            Numbers::Nvfp4(spec) => nvfp4::layer(operands, &spec, options),
         }?;
         if options.swiglu.of_experts() {
             layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
@@ -236,34 +105,12 @@ impl Layer {
             &[Dim::Named("experts"), Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &[elem],
         )?;
-        for (name, bias, dim) in [("b13", b13, "rows of w13"), ("b2", b2, "hidden")] {
-            if let Some(bias) = bias {
-                contract.check(name, bias, &[Dim::Named("experts"), Dim::Named(dim)], &[elem, Elem::F32])?;
-            }
-        }
+        check_biases(&mut contract, operands, Dim::Named("hidden"), &[elem, Elem::F32])?;
         check_sizes(w13, hidden)?;
-        let matrix = |t: &TensorRef, bias: &Option<TensorRef>, rows, k| Matrix {
-            data: t.data,
-            blocks: None,
-            packed: None,
-            block_scales: std::ptr::null(),
-            bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
-            bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
-            rows,
-            k,
-        };
-        let mut layer = Layer {
-            desc: LayerDesc { experts, hidden, intermediate, gated, dtype, format },
-            place: w13.place,
-            up: matrix(w13, b13, rows, hidden),
-            down: matrix(w2, b2, hidden, intermediate),
-            layout,
-            activation,
-            per_expert: PerExpert::NONE,
-            up_maps: WeightMaps::default(),
-            down_maps: WeightMaps::default(),
-            least_scales: Vec::new(),
-        };
+        let up = Matrix::new(w13, b13, dtype, (rows, hidden));
+        let down = Matrix::new(w2, b2, dtype, (hidden, intermediate));
+        let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
+        let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
         if let Place::Cuda(ordinal) = layer.place {
             format.require_cuda()?;
             for (name, t) in [("w13", w13), ("w2", w2)] {
@@ -289,6 +136,16 @@ pub fn intermediate_size(w13: &TensorRef, gated: bool) -> Result<i64> {
         contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
     }
     Ok(if gated { rows / 2 } else { rows })
+}
+
+/// b13 `[E, rows of w13]` and b2 `[E, hidden]`, where they are given.
+pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Dim, elems: &[Elem]) -> Result<()> {
+    for (name, bias, dim) in [("b13", &operands.b13, Dim::Named("rows of w13")), ("b2", &operands.b2, hidden)] {
+        if let Some(bias) = bias {
+            contract.check(name, bias, &[Dim::Named("experts"), dim], elems)?;
+        }
+    }
+    Ok(())
 }
 
 /// What kernels can count, and no empty layer.
@@ -319,16 +176,23 @@ pub struct ExpertWeights {
     #[pyo3(get)]
     b2: Option<Py<PyAny>>,
     #[pyo3(get)]
-    w13_scale: Option<Py<PyAny>>,
+    pub(super) w13_scale: Option<Py<PyAny>>,
     #[pyo3(get)]
-    w2_scale: Option<Py<PyAny>>,
+    pub(super) w2_scale: Option<Py<PyAny>>,
+    /// Of fp8_tensor with scales of activations, else None.
+    #[pyo3(get)]
+    pub(super) a13_scale: Option<Py<PyAny>>,
+    #[pyo3(get)]
+    pub(super) a2_scale: Option<Py<PyAny>>,
     /// (codes, scales, expert_scales) where the weights were packed: then the four above are None.
     #[pyo3(get)]
     w13_packed: Option<PackedTensors>,
     #[pyo3(get)]
     w2_packed: Option<PackedTensors>,
     /// Keep the DLPack borrows of tensors that are not torch's.
-    _borrows: Vec<TensorRef>,
+    pub(super) _borrows: Vec<TensorRef>,
+    /// Keep tensors that are read and no attribute.
+    pub(super) _tensors: Vec<Py<PyAny>>,
     #[pyo3(get)]
     layout: String,
     #[pyo3(get)]
@@ -349,20 +213,20 @@ unsafe impl Send for ExpertWeights {}
 unsafe impl Sync for ExpertWeights {}
 
 impl ExpertWeights {
-    fn new(
+    pub fn new(
         arguments: &Arguments<'_, '_>,
         numbers: Numbers,
         options: Options<'_>,
         given: &Given<'_>,
         in_place: bool,
     ) -> Result<ExpertWeights> {
-        let operands = Operands::borrow(arguments, matches!(numbers, Numbers::Fp8Block))?;
+        let operands = Operands::borrow(arguments, matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_)))?;
         let mut layer = Layer::new(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
-            if layer.desc.format.is_mxfp4() {
+            if layer.desc.format.is_packed() {
                 packed = Some(mxfp4::pack(&mut layer, arguments, &operands, in_place)?);
             }
         } else if in_place {
@@ -393,9 +257,12 @@ impl ExpertWeights {
             b2: own(arguments.b2),
             w13_scale,
             w2_scale,
+            a13_scale: None,
+            a2_scale: None,
             w13_packed,
             w2_packed,
             _borrows: borrows,
+            _tensors: Vec::new(),
             layout: options.layout.into(),
             activation: options.activation.into(),
             alpha,
@@ -507,8 +374,95 @@ macro_rules! constructors {
                 let given = Given { alpha, beta, limit };
                 guard(|| {
                     let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::Fp8Block, options, &given, false)
+                    ExpertWeights::new(&arguments, Numbers::Fp8(fp8::Activations::Groups.into()), options, &given, false)
                 })
+            }
+
+            /// fp8 experts with one scale for an expert's matrix: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I]; w13_scale fp32 [El], [El, 2]
+            /// (one for each half of w13's rows) or one for all, w2_scale [El] or one for all; or on CPUs either a scale for each row, [El, 2I]
+            /// and [El, H]. H and I are multiples of 128.
+            ///
+            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with the scales a13_scale and a2_scale (fp32, one number; of [El]
+            /// the largest counts, as in SGLang), else with one scale for all of a call's numbers, or (per_token) one for each row. The rest
+            /// is as for fp8_block.
+            #[staticmethod]
+            #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=false, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=False, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+            fn fp8_tensor(
+                w13: &Bound<'_, PyAny>,
+                w2: &Bound<'_, PyAny>,
+                w13_scale: &Bound<'_, PyAny>,
+                w2_scale: &Bound<'_, PyAny>,
+                a13_scale: Option<&Bound<'_, PyAny>>,
+                a2_scale: Option<&Bound<'_, PyAny>>,
+                per_token: bool,
+                b13: Option<&Bound<'_, PyAny>>,
+                b2: Option<&Bound<'_, PyAny>>,
+                layout: &str,
+                activation: &str,
+                gated: Option<bool>,
+                alpha: Scalar<'_>,
+                beta: Scalar<'_>,
+                limit: Option<Scalar<'_>>,
+                clamp: &str,
+            ) -> PyResult<ExpertWeights> {
+                let given = Given { alpha, beta, limit };
+                guard(|| {
+                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    let scales = [Some(w13_scale), Some(w2_scale)];
+                    let tensor = fp8_tensor::prepare((w13, w2), scales, [a13_scale, a2_scale], per_token, options.gated())?;
+                    let [w13_scale, w2_scale] = tensor.tables.each_ref().map(Some);
+                    let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
+                    let mut made =
+                        ExpertWeights::new(&arguments, Numbers::Fp8(tensor.scaling()), options, &given, false)?;
+                    tensor.keep(&mut made);
+                    Ok(made)
+                })
+            }
+
+            /// MXFP8 experts: w13 e4m3 (float8_e4m3fn, or its bytes as uint8) [El, 2I, H] and w2 [El, H, I]; w13_scale [El, 2I, H / 32] and
+            /// w2_scale [El, H, I / 32], E8M0 as float8_e8m0fnu or uint8, or powers of two as fp32. H and I are multiples of 32.
+            ///
+            /// x is bf16. It, and GEMM1's output rounded to bf16, are rounded to MXFP8, 32 columns of a row a group: scale 2^ceil(log2(amax /
+            /// 448)), numbers to the nearest e4m3 times scale. Products are exact, sums fp32; the rest is as for mxfp4 (on Hopper and CPU).
+            #[staticmethod]
+            #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", hidden_size=None, in_place=false),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", hidden_size=None, in_place=False)")]
+            fn mxfp8(
+                w13: &Bound<'_, PyAny>,
+                w2: &Bound<'_, PyAny>,
+                w13_scale: &Bound<'_, PyAny>,
+                w2_scale: &Bound<'_, PyAny>,
+                b13: Option<&Bound<'_, PyAny>>,
+                b2: Option<&Bound<'_, PyAny>>,
+                layout: &str,
+                activation: &str,
+                gated: Option<bool>,
+                alpha: Scalar<'_>,
+                beta: Scalar<'_>,
+                limit: Option<Scalar<'_>>,
+                clamp: &str,
+                hidden_size: Option<i64>,
+                in_place: bool,
+            ) -> PyResult<ExpertWeights> {
+                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
+                let given = Given { alpha, beta, limit };
+                guard(|| {
+                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    ExpertWeights::new(&arguments, Numbers::Mxfp8 { hidden: hidden_size }, options, &given, in_place)
+                })
+            }
+
+            /// NVFP4 experts, on CPUs: `nvfp4_experts`.
+            #[staticmethod]
+            #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+            fn nvfp4<'py>(
+                arguments: &Bound<'py, PyTuple>,
+                options: Option<&Bound<'py, PyDict>>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
             }
 
             /// Experts held here.
@@ -532,7 +486,8 @@ macro_rules! constructors {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", or "fp8_block".
+            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", "fp8_block", "mxfp8", or "fp8_tensor", "fp8_tensor-token",
+            /// "fp8_tensor-static".
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name
@@ -555,9 +510,11 @@ macro_rules! constructors {
                 let dtype = match d.format {
                     Format::Mxfp4 => format!(", dtype={:?}", self.dtype()),
                     Format::Mxfp4A8 => ", activation_dtype=float8_e4m3fn".into(),
+                    Format::Fp8TensorToken => ", per_token=True".into(),
+                    Format::Fp8TensorStatic => ", a13_scale, a2_scale".into(),
                     _ => String::new(),
                 };
-                let name = if d.format.is_mxfp4() { "mxfp4" } else { self.format() };
+                let name = self.format().split('-').next().unwrap_or_default();
                 format!(
                     "ExpertWeights.{name}(experts={}, hidden={}, intermediate={}, activation={:?}, layout={:?}{dtype}, device={})",
                     d.experts, d.hidden, d.intermediate, self.activation, self.layout, self.layer.place

@@ -1,16 +1,58 @@
-//! Matrices of MXFP4: what kernels and contracts need to know of them.
+//! Matrices of MXFP4, MXFP8 and NVFP4: what kernels and contracts need to know of them.
 
-use super::e2m1;
+use super::nvfp4::{self, ScaleLayout};
+use super::{e2m1, mxfp4};
 
 /// What a matrix of codes needs beside their address.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks {
-    /// E8M0 `[experts, rows, row_blocks]`; the codes are `[experts, rows, 16 * row_blocks]` bytes.
+    /// E8M0 `[experts, rows, row_blocks]`; the codes are `[experts, rows, code_bytes() * row_blocks]` bytes.
     pub scales: *const u8,
+    /// Codes are e4m3, else e2m1.
+    pub e4m3: bool,
     /// Blocks of a row: at least the GEMM's `k` over 32; columns beyond `k` are padding.
     pub row_blocks: usize,
     /// `[experts]` or null: the scale byte that smaller ones of an expert are brought up to, their codes rounded.
     pub least: *const u8,
+    /// NVFP4: e4m3 scales for 16 columns each, else E8M0 for 32.
+    pub nvfp4: Option<Nvfp4>,
+}
+
+/// What is NVFP4's own.
+#[derive(Clone, Copy, Debug)]
+pub struct Nvfp4 {
+    /// Where scales lie, padded for each expert.
+    pub layout: ScaleLayout,
+    /// As `GroupedGemmParams::expert_scales`.
+    pub factors: *const f32,
+    /// fp32 `[experts]`: what rows are multiplied by before they are rounded to NVFP4. Null: they are not.
+    pub activations: *const f32,
+}
+
+impl Blocks {
+    /// Of a row's `row_blocks` blocks with E8M0 `scales`: MXFP8 (`e4m3`) or MXFP4.
+    pub fn of_32(scales: *const u8, e4m3: bool, row_blocks: usize) -> Blocks {
+        Blocks { scales, e4m3, row_blocks, least: std::ptr::null(), nvfp4: None }
+    }
+
+    /// Columns of a block.
+    pub fn columns(&self) -> usize {
+        if self.nvfp4.is_some() {
+            nvfp4::BLOCK
+        } else {
+            mxfp4::BLOCK
+        }
+    }
+
+    /// Bytes of a block's codes.
+    pub fn code_bytes(&self) -> usize {
+        self.columns() / if self.e4m3 { 1 } else { 2 }
+    }
+
+    /// Bytes of an expert's scales.
+    pub fn scale_bytes(&self, rows: usize) -> usize {
+        self.nvfp4.map_or(rows * self.row_blocks, |own| own.layout.bytes(rows, self.row_blocks))
+    }
 }
 
 // SAFETY: an address of a tensor that ExpertWeights keeps alive and never writes.

@@ -17,16 +17,39 @@ const LARGEST: f32 = 448.0;
 ///
 /// NOTE: elements are multiplied by the rounded reciprocal, as SGLang's Triton kernel does; a division differs where that is a tie.
 pub fn quantize_group<T: Element>(x: &[T], eps: f32, powers: bool, codes: &mut [u8]) -> f32 {
-    let amax = x.iter().fold(eps, |most, x| most.max(x.to_f32().abs()));
-    let mut scale = amax / LARGEST;
+    let mut scale = peak(x, eps) / LARGEST;
     if powers {
         scale = f32::from_bits((scale.to_bits() + 0x007f_ffff) & 0xff80_0000);
     }
+    quantize_with(x, scale, codes);
+    scale
+}
+
+/// The largest magnitude, at least `least`; NaN counts for none.
+pub fn peak<T: Element>(x: &[T], least: f32) -> f32 {
+    x.iter().fold(least, |most, x| most.max(x.to_f32().abs()))
+}
+
+/// The scale of a largest magnitude.
+pub fn scale_of(amax: f32, eps: f32) -> f32 {
+    amax.max(eps) / LARGEST
+}
+
+/// Elements to e4m3 with a given scale.
+pub fn quantize_with<T: Element>(x: &[T], scale: f32, codes: &mut [u8]) {
     let inverse = 1.0 / scale;
     for (code, x) in codes.iter_mut().zip(x) {
         *code = e4m3(x.to_f32() * inverse);
     }
-    scale
+}
+
+/// fp32 of an E8M0 byte.
+pub fn power_of(byte: u8) -> f32 {
+    match byte {
+        255 => f32::NAN,
+        0 => f32::from_bits(0x0040_0000),
+        byte => f32::from_bits(u32::from(byte) << 23),
+    }
 }
 
 #[cfg(test)]

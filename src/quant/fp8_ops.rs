@@ -7,7 +7,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{Dtype, QuantizeFp8Params};
+use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
 use crate::variants::{fp8::Fp8, Variant};
 use pyo3::prelude::*;
@@ -73,6 +73,12 @@ pub fn quantize_fp8<'py>(
             group_stride,
             eps,
             powers,
+            tiles: std::ptr::null(),
+            tile_count: std::ptr::null(),
+            tile_rows: 0,
+            scaling: Fp8Scaling::Groups,
+            given: std::ptr::null_mut(),
+            row_threads: 0,
         };
         if from.numel() == 0 {
             return Ok((codes_object, scales_object));
@@ -96,21 +102,56 @@ pub fn quantize_fp8<'py>(
 /// The launch that quantises rows of `p`'s form: 32 numbers a thread in groups of 128 16-bit numbers, else eight.
 fn plan_of(p: &QuantizeFp8Params) -> Launch {
     let numbers = if p.group == 128 && p.dtype != Dtype::F32 { 32 } else { 8 };
-    launch_of(p.rows * i64::from(p.columns) / numbers)
+    launch_of(Fp8::RowsToE4m3, p.rows * i64::from(p.columns) / numbers)
 }
 
-/// The same of 16-bit activations in groups of 128.
-pub fn plan(rows: i64, columns: i64) -> Launch {
-    launch_of(rows * columns / 32)
+/// CTAs that find the largest magnitude: what they read ahead covers the memory's latency.
+const MOST_PEAK_CTAS: u32 = 256;
+
+/// Up to so many numbers one CTA finds the largest and quantises.
+const ONE_CTA_NUMBERS: i64 = 1 << 14;
+
+/// The launches that quantise bf16 activations in groups of 128: the first where a scale is that of all rows.
+pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2] {
+    let groups = launch_of(Fp8::RowsToE4m3, rows * columns / 32);
+    match scaling {
+        Fp8Scaling::Rows => {
+            let threads = rows * i64::from(row_threads(columns as i32));
+            [None, Some(launch_of(Fp8::WholeRowsToE4m3, threads))]
+        }
+        Fp8Scaling::Peak if rows * columns <= ONE_CTA_NUMBERS => [None, Some(launch_of(Fp8::WholeRowsToE4m3, 1))],
+        Fp8Scaling::Peak => {
+            let peak = launch_of(Fp8::PeakOfRows, rows * columns / 32);
+            [Some(Launch { grid: peak.grid.min(MOST_PEAK_CTAS), ..peak }), Some(groups)]
+        }
+        _ => [None, Some(groups)],
+    }
 }
 
-fn launch_of(threads: i64) -> Launch {
-    let variant = Variant::Fp8(Fp8::RowsToE4m3);
+/// Threads of a row with one scale: four vectors of eight numbers each, as far as a CTA goes.
+pub fn row_threads(columns: i32) -> i32 {
+    ((columns / 32).max(1) as u32).next_power_of_two().min(256) as i32
+}
+
+/// The launch that brings a caller's scales into order.
+pub fn expansion(p: &ExpandScalesParams) -> Launch {
+    launch_of(Fp8::ExpandScales, i64::from(p.rows) * i64::from(p.groups))
+}
+
+fn launch_of(kernel: Fp8, threads: i64) -> Launch {
+    let variant = Variant::Fp8(kernel);
     let block = variant.threads();
     let grid = threads.max(1).unsigned_abs().div_ceil(block.into()) as u32;
     Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }
 }
 
+/// Activations of a layer, or with scales of groups any rows.
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeFp8Params) -> Result<()> {
-    stream.launch(op, &plan_of(p), Args::QuantizeFp8(p))
+    if p.scaling == Fp8Scaling::Groups {
+        return stream.launch(op, &plan_of(p), Args::QuantizeFp8(p));
+    }
+    for launch in plan(p.scaling, p.rows, p.columns.into()).into_iter().flatten() {
+        stream.launch(op, &launch, Args::QuantizeFp8(p))?;
+    }
+    Ok(())
 }

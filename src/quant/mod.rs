@@ -7,6 +7,10 @@ pub mod fp8_ops;
 pub mod layout_ops;
 pub mod layouts;
 pub mod mxfp4;
+pub mod mxfp8;
+pub mod mxfp8_ops;
+pub mod nvfp4;
+pub mod nvfp4_ops;
 pub mod ops;
 pub mod packed;
 pub mod packed_e4m3;
@@ -27,13 +31,24 @@ pub enum Format {
     Fp8Block,
     /// Mxfp4 weights, multiplied by activations that are quantised to e4m3 with one scale a row.
     Mxfp4A8,
+    /// e4m3 with an E8M0 scale for 32 columns; activations too.
+    Mxfp8,
+    /// e2m1 with an e4m3 scale for 16 columns and fp32 ones for an expert's matrix; activations may be rounded to NVFP4 too.
+    Nvfp4,
+    /// e4m3 with an fp32 scale for an expert's matrix (or each half of w13); activations e4m3 with one scale for all of a call's.
+    Fp8Tensor,
+    /// The same with one scale for each row of activations.
+    Fp8TensorToken,
+    /// The same with scales of activations that were made before.
+    Fp8TensorStatic,
 }
 
 /// What a format's weights are made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
     pub format: Format,
-    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype), and on the command line.
+    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `fp8_tensor-token`, `-static`: fp8_tensor
+    /// with per_token or with scales), and on the command line.
     pub name: &'static str,
     /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,
@@ -47,7 +62,7 @@ pub struct QuantSpec {
     pub cuda: bool,
 }
 
-pub const FORMATS: [QuantSpec; 6] = [
+pub const FORMATS: [QuantSpec; 11] = [
     QuantSpec {
         format: Format::Bf16,
         name: "bf16",
@@ -102,7 +117,33 @@ pub const FORMATS: [QuantSpec; 6] = [
         speed: 1.77,
         cuda: true,
     },
+    QuantSpec {
+        format: Format::Mxfp8,
+        name: "mxfp8",
+        compute: Dtype::Bf16,
+        bits_per_weight: 8.25,
+        block: mxfp8::BLOCK as i64,
+        speed: 1.0,
+        cuda: true,
+    },
+    QuantSpec {
+        format: Format::Nvfp4,
+        name: "nvfp4",
+        compute: Dtype::Bf16,
+        bits_per_weight: 4.5,
+        block: nvfp4::BLOCK as i64,
+        speed: 1.0,
+        cuda: false,
+    },
+    fp8_tensor(Format::Fp8Tensor, "fp8_tensor"),
+    fp8_tensor(Format::Fp8TensorToken, "fp8_tensor-token"),
+    fp8_tensor(Format::Fp8TensorStatic, "fp8_tensor-static"),
 ];
+
+const fn fp8_tensor(format: Format, name: &'static str) -> QuantSpec {
+    let (bits_per_weight, block) = (8.0, fp8::GROUP as i64);
+    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.77, cuda: true }
+}
 
 impl Format {
     pub fn spec(self) -> &'static QuantSpec {
@@ -112,6 +153,21 @@ impl Format {
     /// Whether weights are MXFP4, whatever multiplies them.
     pub fn is_mxfp4(self) -> bool {
         matches!(self, Format::Mxfp4 | Format::Mxfp4A8)
+    }
+
+    /// Whether GPUs read them in a form of their own, made at load.
+    pub fn is_packed(self) -> bool {
+        self.is_mxfp4() || self == Format::Mxfp8
+    }
+
+    /// Whether weights are e4m3 codes with fp32 scales of blocks, which activations share.
+    pub fn is_fp8(self) -> bool {
+        matches!(self, Format::Fp8Block) || self.is_fp8_tensor()
+    }
+
+    /// Whether an expert's matrix has one scale.
+    pub fn is_fp8_tensor(self) -> bool {
+        matches!(self, Format::Fp8Tensor | Format::Fp8TensorToken | Format::Fp8TensorStatic)
     }
 
     /// The format of weights that are plain numbers.

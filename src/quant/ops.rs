@@ -208,7 +208,7 @@ fn launch(
 }
 
 /// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.
-fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
+pub fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
     let name = match dtype.getattr_opt("__name__")? {
         Some(name) => name.to_string(),
         None => dtype.to_string(),

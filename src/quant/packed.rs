@@ -1,37 +1,66 @@
-//! The packed form of MXFP4 weights that GPU kernels read (csrc/common/mxfp4.cuh): its sizes, its bits, and the launches that make it.
+//! The packed forms of MXFP4 and MXFP8 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh): their sizes, MXFP4's bits, and
+//! the launches that make them.
 
 use crate::contract;
 use crate::error::Result;
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{PackMxfp4Params, ScaleBytesParams};
+use crate::variants::mxfp8::Mxfp8;
 use crate::variants::{Variant, PACK_BLOCKS};
 
-/// Rows and columns of a block, and its bytes of codes and of scales.
+/// Rows and columns of a block, and its bytes of codes (MXFP4's) and of scales.
 pub const BLOCK_ROWS: i64 = 64;
 pub const BLOCK_K: i64 = 64;
 pub const CODE_BYTES: usize = 2048;
 pub const SCALE_BYTES: usize = 128;
 
+/// What weights are packed as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    Mxfp4,
+    Mxfp8,
+}
+
+impl Form {
+    /// Bytes of a block's codes.
+    pub fn code_bytes(self) -> usize {
+        match self {
+            Form::Mxfp4 => CODE_BYTES,
+            Form::Mxfp8 => 2 * CODE_BYTES,
+        }
+    }
+
+    /// What finds every expert's factor, and what packs.
+    fn kernels(self) -> [Variant; 2] {
+        match self {
+            Form::Mxfp4 => [Variant::Mxfp4Peak, Variant::Mxfp4Pack],
+            Form::Mxfp8 => [Mxfp8::Peak, Mxfp8::Pack].map(Variant::Mxfp8),
+        }
+    }
+}
+
 /// Addresses of a packed matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
+    pub form: Form,
     pub codes: *const u8,
     pub scales: *const u8,
     /// fp32 [experts]: powers of two that multiply an expert's sums.
     pub expert_scales: *const f32,
 }
 
-/// Matrices [experts, rows, k].
+/// Packed matrices [experts, rows, k].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
+    pub form: Form,
     pub experts: i64,
     pub rows: i64,
     pub k: i64,
 }
 
 impl Extent {
-    pub fn of(p: &PackMxfp4Params) -> Extent {
-        Extent { experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() }
+    pub fn of(form: Form, p: &PackMxfp4Params) -> Extent {
+        Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() }
     }
 
     pub fn row_tiles(self) -> i64 {
@@ -47,7 +76,7 @@ impl Extent {
     }
 
     pub fn code_bytes(self) -> usize {
-        self.blocks() * CODE_BYTES
+        self.blocks() * self.form.code_bytes()
     }
 
     pub fn scale_bytes(self) -> usize {
@@ -55,7 +84,7 @@ impl Extent {
     }
 
     pub fn codes_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), CODE_BYTES as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.code_bytes() as i64]
     }
 
     pub fn scales_shape(self) -> [i64; 4] {
@@ -142,19 +171,21 @@ pub(super) fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64,
 }
 
 fn pack_ctas(p: &PackMxfp4Params) -> i64 {
-    let extent = Extent::of(p);
+    let extent = Extent::of(Form::Mxfp4, p);
     let parts = (extent.k_blocks() + i64::from(PACK_BLOCKS) - 1) / i64::from(PACK_BLOCKS);
     extent.experts * extent.row_tiles() * parts
 }
 
 /// Every expert's factor.
-pub fn launch_peak(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::Mxfp4Peak, p.experts.into(), Args::PackMxfp4(p))
+pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
+    let [peak, _] = form.kernels();
+    launch(stream, op, peak, p.experts.into(), Args::PackMxfp4(p))
 }
 
 /// Codes and scales, after the factors.
-pub fn launch_pack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::Mxfp4Pack, pack_ctas(p), Args::PackMxfp4(p))
+pub fn launch_pack(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
+    let [_, pack] = form.kernels();
+    launch(stream, op, pack, pack_ctas(p), Args::PackMxfp4(p))
 }
 
 pub fn launch_unpack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
@@ -175,11 +206,12 @@ pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -
 pub unsafe fn pack_in_place(
     stream: &Stream<'_>,
     op: &str,
+    form: Form,
     p: &PackMxfp4Params,
     scratch: [*mut u8; 2],
     experts_at_once: i32,
 ) -> Result<()> {
-    let one = Extent { experts: 1, ..Extent::of(p) };
+    let one = Extent { experts: 1, ..Extent::of(form, p) };
     let mut first = 0;
     while first < p.experts {
         let experts = experts_at_once.min(p.experts - first);
@@ -200,7 +232,7 @@ pub unsafe fn pack_in_place(
             expert_scales: p.expert_scales.wrapping_add(skipped),
             ..*p
         };
-        launch_pack(stream, op, &part)?;
+        launch_pack(stream, op, form, &part)?;
         first += experts;
     }
     Ok(())
@@ -208,7 +240,7 @@ pub unsafe fn pack_in_place(
 
 /// Whether the packed form of a checkpoint's tensors has their size: then it can take their place.
 pub fn fits_in_place(p: &PackMxfp4Params) -> bool {
-    let extent = Extent::of(p);
+    let extent = Extent::of(Form::Mxfp4, p);
     extent.rows % BLOCK_ROWS == 0 && extent.k_blocks() * BLOCK_K == i64::from(p.row_blocks) * 32
 }
 

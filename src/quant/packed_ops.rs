@@ -1,7 +1,7 @@
 //! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
 
 use super::ops::{check_aligned, check_multiple, dims, elements, leading, new_tensor, shape, BLOCK, E8M0};
-use super::packed::{self, Extent};
+use super::packed::{self, Extent, Form};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -73,7 +73,7 @@ pub fn pack_mxfp4<'py>(
         contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Is("K / 32", groups)]), &E8M0)?;
         check_rows("codes", rows, bytes * 2, gated)?;
         check_vectors("codes", &from)?;
-        let extent = Extent { experts: count(lead)?.into(), rows, k: bytes * 2 };
+        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: bytes * 2 };
         let like = (codes, &from);
         let (codes_object, to) = new_tensor(like, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
         let (scales_object, to_scales) = new_tensor(like, &shape(lead, &extent.scales_shape()[1..]), Elem::U8)?;
@@ -99,8 +99,8 @@ pub fn pack_mxfp4<'py>(
             Place::Cpu => py.detach(|| unsafe { cpu::pack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
-                packed::launch_peak(&stream, "mxfp4_pack", &params)?;
-                packed::launch_pack(&stream, "mxfp4_pack", &params)?;
+                packed::launch_peak(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
+                packed::launch_pack(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
             }
         }
         Ok((codes_object, scales_object, factors_object))
@@ -134,7 +134,7 @@ pub fn unpack_mxfp4<'py>(
         }
         check_rows("rows, columns", rows, columns, gated)?;
         let lead = leading("codes", &from, 3, "row tiles, K blocks, 2048")?;
-        let extent = Extent { experts: count(lead)?.into(), rows, k: columns };
+        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: columns };
         let trailing = |last: &'static str, bytes: usize| {
             let tiles =
                 [Dim::Is("ceil(rows / 64)", extent.row_tiles()), Dim::Is("ceil(columns / 64)", extent.k_blocks())];

@@ -8,8 +8,20 @@ pub enum Fp8 {
     GroupedGemmFp8Sm90 { gated: bool, tokens: u32, consumers: u32, stages: u32 },
     /// The same for many tokens, which are A: 128 of them, and 256 weight rows.
     GroupedGemmFp8WideSm90 { gated: bool, stages: u32 },
+    /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
+    GroupedGemmFp8StationarySm90 { blocks: u32 },
+    /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit.
+    RoutedLayerFp8Sm90 { gated: bool, experts: u32, ctas: u32 },
     /// Rows to e4m3 with a scale for each group of columns.
     RowsToE4m3,
+    /// The same of a schedule's rows.
+    TilesToE4m3,
+    /// With one scale a row, which its groups get.
+    WholeRowsToE4m3,
+    /// The largest magnitude of all rows.
+    PeakOfRows,
+    /// A caller's scales in the order that GEMMs read.
+    ExpandScales,
 }
 use Fp8::*;
 
@@ -28,6 +40,12 @@ pub struct Fp8Tile {
     pub consumers: u32,
     pub stages: u32,
 }
+
+/// Blocks of 128 weight rows of the units that tokens stay for.
+pub const FP8_STATIONARY_BLOCKS: [u32; 2] = [4, 16];
+
+/// (most experts, CTAs on an SM) of the layers in one launch. One CTA has the deeper ring.
+pub const FP8_LAYERS: [(u32, u32); 3] = [(128, 2), (256, 2), (256, 1)];
 
 impl Fp8Tile {
     pub fn kernel(self, gated: bool) -> Fp8 {
@@ -51,7 +69,19 @@ impl Fp8Tile {
 
 pub fn all() -> Vec<Fp8> {
     let gemms = FP8_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
-    gemms.chain([RowsToE4m3]).collect()
+    gemms
+        .chain([true, false].into_iter().flat_map(layers))
+        .chain(stationary())
+        .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, ExpandScales])
+        .collect()
+}
+
+pub fn stationary() -> impl Iterator<Item = Fp8> {
+    FP8_STATIONARY_BLOCKS.into_iter().map(|blocks| GroupedGemmFp8StationarySm90 { blocks })
+}
+
+pub fn layers(gated: bool) -> impl Iterator<Item = Fp8> {
+    FP8_LAYERS.into_iter().map(move |(experts, ctas)| RoutedLayerFp8Sm90 { gated, experts, ctas })
 }
 
 impl Fp8 {
@@ -63,7 +93,15 @@ impl Fp8 {
             GroupedGemmFp8WideSm90 { gated, stages } => {
                 format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
             }
+            GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
+            RoutedLayerFp8Sm90 { gated, experts, ctas } => {
+                format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}", gated_name(gated))
+            }
             RowsToE4m3 => "quantize_fp8".into(),
+            TilesToE4m3 => "quantize_fp8_tiles".into(),
+            WholeRowsToE4m3 => "quantize_fp8_rows".into(),
+            PeakOfRows => "quantize_fp8_peak".into(),
+            ExpandScales => "expand_scales".into(),
         }
     }
 
@@ -73,7 +111,15 @@ impl Fp8 {
                 format!("oxmoe::GroupedGemmFp8Sm90<{gated}, {tokens}, {consumers}, {stages}>")
             }
             GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
+            GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
+            RoutedLayerFp8Sm90 { gated, experts, ctas } => {
+                format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}>")
+            }
             RowsToE4m3 => "oxmoe::QuantizeFp8".into(),
+            TilesToE4m3 => "oxmoe::QuantizeFp8Tiles".into(),
+            WholeRowsToE4m3 => "oxmoe::QuantizeFp8Rows".into(),
+            PeakOfRows => "oxmoe::QuantizeFp8Peak".into(),
+            ExpandScales => "oxmoe::ExpandScales".into(),
         }
     }
 
@@ -81,13 +127,25 @@ impl Fp8 {
         match self {
             GroupedGemmFp8Sm90 { .. } => "moe/grouped_gemm_fp8_sm90.cuh",
             GroupedGemmFp8WideSm90 { .. } => "moe/grouped_gemm_fp8_wide_sm90.cuh",
+            GroupedGemmFp8StationarySm90 { .. } => "moe/grouped_gemm_fp8_stationary_sm90.cuh",
+            RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
             RowsToE4m3 => "quant/quantize_fp8.cuh",
+            TilesToE4m3 => "quant/quantize_fp8_tiles.cuh",
+            WholeRowsToE4m3 | PeakOfRows => "quant/quantize_fp8_rows.cuh",
+            ExpandScales => "quant/expand_scales.cuh",
         }
     }
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            RowsToE4m3 => ("const __grid_constant__ oxmoe::QuantizeFp8Params p", "p"),
+            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows => {
+                ("const __grid_constant__ oxmoe::QuantizeFp8Params p", "p")
+            }
+            ExpandScales => ("const __grid_constant__ oxmoe::ExpandScalesParams p", "p"),
+            RoutedLayerFp8Sm90 { .. } => (
+                "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
+                "up_weights, down_weights, p",
+            ),
             _ => (
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
                 "weights, p",
@@ -96,14 +154,15 @@ impl Fp8 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        matches!(self, RowsToE4m3) || arch == "90a"
+        let anywhere = matches!(self, RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales);
+        anywhere || arch == "90a"
     }
 
     pub fn threads(&self) -> u32 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
-            GroupedGemmFp8WideSm90 { .. } => 384,
-            RowsToE4m3 => 256,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
+            RoutedLayerFp8Sm90 { .. } | RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 256,
         }
     }
 
@@ -117,7 +176,11 @@ impl Fp8 {
                 stages * stage + 2 * consumers * chunk + rest(tokens, stages)
             }
             GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
-            RowsToE4m3 => 0,
+            // A ring of 8 K blocks of tokens and one of 6 of weights.
+            GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
+            // All that its CTAs can have.
+            RoutedLayerFp8Sm90 { ctas, .. } => 228 * 1024 / ctas - 1024,
+            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 0,
         };
         bytes.next_multiple_of(128)
     }
@@ -129,8 +192,9 @@ impl Fp8 {
                 let by_registers = if tokens > 32 { 512 } else { 1152 } / self.threads();
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            GroupedGemmFp8WideSm90 { .. } => 1,
-            RowsToE4m3 => 6,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
+            RoutedLayerFp8Sm90 { ctas, .. } => ctas,
+            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,
         }
     }
 }

@@ -18,11 +18,16 @@ impl Mxfp4Sm90Tile {
         Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks }
     }
 
-    /// Bytes of `Mxfp4PipelineSm90::Shared`: scales of three units' tokens (e4m3), stages, staged outputs (two chunks a consumer), row
+    /// Bytes of `PackedPipelineSm90::Shared`: scales of three units' tokens (e4m3), stages, staged outputs (two chunks a consumer), row
     /// offsets and work units (two of each), barriers.
     pub(super) fn shared_bytes(self, gated: bool) -> u32 {
+        self.shared_bytes_with(2048, gated)
+    }
+
+    /// With so many bytes of codes a block.
+    pub(super) fn shared_bytes_with(self, codes: u32, gated: bool) -> u32 {
         let (columns, scales) = if self.e4m3 { (64, 3 * self.tokens * 4) } else { (128, 0) };
-        let stage = (self.blocks * (self.tokens * columns + self.consumers * (2048 + 128))).next_multiple_of(1024);
+        let stage = (self.blocks * (self.tokens * columns + self.consumers * (codes + 128))).next_multiple_of(1024);
         let chunk = if gated { self.tokens.min(64) * 64 } else { self.tokens.min(32) * 128 };
         let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
         let behind = 2 * self.consumers * chunk + offsets + units + barriers;

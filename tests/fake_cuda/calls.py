@@ -273,6 +273,140 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate):
     return {"addresses": addresses, "load": load, "calls": calls}
 
 
+def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
+    """MXFP8 experts at each token count: plan as text, addresses, what they were packed into, records."""
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((experts, height, width // 32), "uint8")
+    weights = oxmoe.ExpertWeights.mxfp8(**tensors, in_place=in_place)
+    packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="mxfp8")
+        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
+
+
+def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode):
+    """Experts of e4m3 with one scale a matrix; and, if a mode is "given", with tokens that are e4m3."""
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    scales = {f"{name}_scale": Tensor((experts,), "float32") for name in shapes}
+    given = {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")} if mode == "static" else {}
+    weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, per_token=mode == "token")
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format)
+        addresses = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **addresses})
+    tables = {name: getattr(weights, name) for name in scales}
+    addresses = {name: tensor.address for name, tensor in {**tensors, **tables, **given}.items()}
+    shapes = {name: tensor.shape for name, tensor in tables.items()}
+    return {"addresses": addresses, "shapes": shapes, "load": load, "calls": calls}
+
+
+def expert_order_weights(format, experts, hidden, intermediate):
+    """Experts of a format, and the addresses of what they were made of."""
+    if format in ("bf16", "f16"):
+        made = Layer(experts, 1, hidden, intermediate, "bfloat16" if format == "bf16" else "float16")
+        return made.weights, made.tensors
+    if format.startswith("mxfp4"):
+        options = {"activation_dtype": "float8_e4m3fn"} if format == "mxfp4-a8" else {}
+        return make_packed(experts, hidden, intermediate, **options)
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        scale = (height, width // 32) if format == "mxfp8" else (height // 128, width // 128)
+        kind = "uint8" if format == "mxfp8" else "float32"
+        tensors[f"{name}_scale"] = Tensor((experts, *(() if format == "fp8_tensor" else scale)), kind)
+    return getattr(oxmoe.ExpertWeights, format)(**tensors), tensors
+
+
+def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=False):
+    """Rows in expert order for each (m, expected) of rooms, masked [experts, m, hidden] and contiguous ones in 128s
+    [experts m, hidden]: addresses, records of the driver."""
+    weights, tensors = expert_order_weights(format, experts, hidden, intermediate)
+    packed = [None if t is None else [part.address for part in t] for t in (weights.w13_packed, weights.w2_packed)]
+    load, calls = records(), []
+    kind = {"f16": "float16"}.get(format, "bfloat16")
+    for (m, expected), masked in ((room, masked) for room in rooms for masked in (True, False)):
+        lead = (experts, m) if masked else (experts * m,)
+        x, out = Tensor((*lead, hidden), "float8_e4m3fn" if quantised else kind), Tensor((*lead, hidden), kind)
+        workspace = Tensor((oxmoe.masked_workspace_bytes(weights, experts * m),), "uint8")
+        counts = Tensor((experts,), "int32")
+        options = {"expected_m": expected, "out": out, "workspace": workspace}
+        if quantised:
+            options["x_scale"] = scale = Tensor((*lead, hidden // 128), "float32")
+        if masked:
+            returned = oxmoe.moe_masked(x, weights, counts, **options)
+        else:
+            returned = oxmoe.moe_contiguous(x, weights, counts, alignment=128, **options)
+        addresses = {"x": x.address, "out": out.address, "counts": counts.address}
+        addresses |= {"x_scale": scale.address} if quantised else {}
+        room = [workspace.address, workspace.shape[0]]
+        call = {"m": m, "expected": expected, "masked": masked, "workspace": room, "returned": returned is out}
+        calls.append(call | {"addresses": addresses, "records": records()})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
+
+
+def refused_expert_order(formats):
+    """What moe_masked raises on a GPU: formats by name, and operands of a right one."""
+    errors, counts = {}, Tensor((4,), "int32")
+    for format in formats:
+        weights, _ = expert_order_weights(format, 4, 256, 256)
+        errors[format] = attempt(oxmoe.moe_masked, Tensor((4, 3, 256)), weights, counts)
+    weights, tensors = expert_order_weights("fp8_block", 4, 256, 256)
+    x = Tensor((4, 3, 256))
+    shifted, far = Tensor((4, 3, 256)), Tensor((4,), "int32", device=1)
+    shifted.address += 2
+    inside = Tensor((4, 3, 256))
+    inside.address = tensors["w13"].address
+    errors["right"] = attempt(oxmoe.moe_masked, x, weights, counts)
+    errors["alignment"] = attempt(oxmoe.moe_masked, shifted, weights, counts)
+    errors["device"] = attempt(oxmoe.moe_masked, x, weights, far)
+    errors["weights"] = attempt(oxmoe.moe_masked, x, weights, counts, out=inside)
+    errors["rows"] = attempt(oxmoe.moe_masked, Tensor((4, 1 << 29, 256)), weights, counts)
+    short = Tensor((oxmoe.masked_workspace_bytes(weights, 11),), "uint8")
+    errors["workspace"] = attempt(oxmoe.moe_masked, x, weights, counts, workspace=short)
+    return errors
+
+
+def fp8_tokens(tokens, form, experts=8, top_k=2, hidden=384, intermediate=256):
+    """A call with e4m3 tokens; form: of their scales."""
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((experts, height // 128, width // 128), "float32")
+    weights = oxmoe.ExpertWeights.fp8_block(**tensors)
+    scale = {
+        "rows": lambda: Tensor((tokens, 3), "float32"),
+        "columns": lambda: Tensor((3, tokens), "float32").swapaxes(0, 1),
+        "packed": lambda: Tensor((1, tokens), "int32").swapaxes(0, 1),
+        "token": lambda: Tensor((tokens, 1), "float32"),
+        "one": lambda: Tensor((), "float32"),
+    }[form]()
+    x, out = Tensor((tokens, hidden), "float8_e4m3fn"), Tensor((tokens, hidden))
+    workspace = Tensor((oxmoe.workspace_bytes(weights, tokens, top_k),), "uint8")
+    plan = oxmoe.explain(experts, top_k, hidden, intermediate, tokens, format="fp8_block")
+    ids, gates = Tensor((tokens, top_k), "int32"), Tensor((tokens, top_k), "float32")
+    records()
+    oxmoe.moe(x, weights, gates, ids, x_scale=scale, out=out, workspace=workspace)
+    addresses = {"x": x.address, "scale": scale.address, "workspace": workspace.address}
+    return {"records": records(), "explain": plan, **addresses}
+
+
 def packed_functions(rows, columns):
     """mxfp4_pack and mxfp4_unpack."""
     codes, scales = Tensor((3, 2, rows, columns // 2), "uint8"), Tensor((3, 2, rows, columns // 32), "uint8")
@@ -320,6 +454,39 @@ def quantized_rows(shape):
         "addresses": [t.address for t in (x, *made)],
         "shapes": [list(t.shape) for t in made],
         "records": records(),
+    }
+
+
+def dense_quantize(shape, dtype, layout, alignment):
+    """MXFP8 and back: addresses of numbers, codes, scales and numbers again, shapes of codes and scales, records."""
+    x = Tensor(shape, dtype)
+    codes, scales = oxmoe.quantize_mxfp8(x, layout=layout, alignment=alignment)
+    back = oxmoe.dequantize_mxfp8(codes, scales, dtype, layout=layout)
+    return {
+        "addresses": [t.address for t in (x, codes, scales, back)],
+        "shapes": [list(codes.shape), list(scales.shape)],
+        "records": records(),
+    }
+
+
+def dense_mm(m, n, k, a_scales, b_scales, out_dtype="bfloat16", use_8x4=False):
+    """The dense MXFP8 GEMM with scales of these shapes: addresses of operands and output, records."""
+    a, b = Tensor((m, k), "float8_e4m3fn"), Tensor((n, k), "float8_e4m3fn").swapaxes(0, 1)
+    scales = [Tensor(shape, "uint8") for shape in (a_scales, b_scales)]
+    out = oxmoe.mm_mxfp8(a, b, *scales, out_dtype=out_dtype, use_8x4_sf_layout=use_8x4)
+    return {"addresses": [t.address for t in (a, b, *scales, out)], "shape": list(out.shape), "records": records()}
+
+
+def refused_dense():
+    """What the dense MXFP8 GEMM raises on a GPU."""
+    a, b = Tensor((4, 64), "float8_e4m3fn"), Tensor((8, 64), "float8_e4m3fn").swapaxes(0, 1)
+    scales = Tensor((4, 2), "uint8"), Tensor((2, 8), "uint8")
+    shifted = Tensor((4, 64), "float8_e4m3fn")
+    shifted.address += 8
+    return {
+        "right": attempt(oxmoe.mm_mxfp8, a, b, *scales),
+        "address": attempt(oxmoe.mm_mxfp8, shifted, b, *scales),
+        "device": attempt(oxmoe.mm_mxfp8, a, b, scales[0], Tensor((2, 8), "uint8", device=1)),
     }
 
 

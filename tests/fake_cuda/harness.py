@@ -22,33 +22,45 @@ SIGNATURES = {
     "grouped_gemm_portable": ("GroupedGemmParams",),
     "grouped_gemm_mxfp4_portable": ("GroupedGemmParams",),
     "grouped_gemm_mxfp4_sm90": ("GroupedGemmParams",),
+    "grouped_gemm_mxfp8_sm90": ("GroupedGemmParams",),
+    "round_rows_mxfp8": ("QuantizeRowsParams",),
+    "mxfp8": ("PackMxfp4Params",),
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
+    "grouped_gemm_fp8_stationary_sm90": (128, "GroupedGemmParams"),
     "quantize_fp8": ("QuantizeFp8Params",),
+    "expand_scales": ("ExpandScalesParams",),
     "grouped_gemm_mxfp4_e4m3_sm90": ("GroupedGemmParams",),
     "quantize_rows_e4m3": ("QuantizeRowsParams",),
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
+    "routed_layer_fp8_sm90": (128, 128, "RoutedLayerParams"),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),
     "route_e0": ("RouteParams",),
     "histogram": ("RouteParams",),
     "place": ("RouteParams",),
     "ragged": ("RaggedParams",),
+    "schedule": ("ScheduleParams",),
     "combine": ("CombineParams",),
     "mxfp4": ("PackMxfp4Params",),
     "mxfp4_layout": ("LayoutMxfp4Params",),
     "mxfp4_quantize": ("QuantizeMxfp4Params",),
     "mxfp4_dequantize": ("QuantizeMxfp4Params",),
     "mxfp4_scale_bytes": ("ScaleBytesParams",),
+    "nvfp4_quantize": ("QuantizeNvfp4Params",),
     "allreduce": ("AllReduceParams",),
+    "quantize_mxfp8": ("QuantizeMxfp8Params",),
+    "dequantize_mxfp8": ("QuantizeMxfp8Params",),
+    "mm_mxfp8": ("MmMxfp8Params",),
 }
 
 
 def parameter_structs() -> dict[str, type[ctypes.Structure]]:
-    """The structs of src/params.rs as C lays them out."""
-    text = (Path(__file__).parents[2] / "src" / "params.rs").read_text()
+    """The structs of src/params/ as C lays them out."""
+    folder = Path(__file__).parents[2] / "src" / "params"
+    text = "".join((folder / f"{name}.rs").read_text() for name in ("common", "allreduce", "moe", "quant"))
     types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
     types |= {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64}
     types |= dict.fromkeys(re.findall(r"enum (\w+) \{", text), ctypes.c_int32)

@@ -96,6 +96,15 @@ class Tensor:
         made.address = self.address
         return made
 
+    def reshape(self, shape):
+        return self.part(shape)
+
+    def expand(self, shape):
+        return self.part(shape)
+
+    def contiguous(self):
+        return Tensor(self.shape, self.dtype, self.device)
+
     def swapaxes(self, first, second):
         made = self.part(self.shape)
         made.shape = list(made.shape)

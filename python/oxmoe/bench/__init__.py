@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,10 +21,10 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import allreduce, allreduce_peers, distance, layers, overhead, report
+from oxmoe.bench import allreduce, allreduce_peers, distance, layers, masked, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
-from oxmoe.testing import GraphClock
+from oxmoe.bench.timing import Protocol, times_us
 
 # The dtype of activations, and the bits of a weight with its share of a scale.
 FORMATS = {
@@ -34,20 +33,14 @@ FORMATS = {
     "mxfp4": (torch.bfloat16, 4.25),
     "mxfp4-a8": (torch.bfloat16, 4.25),
     "fp8-block": (torch.bfloat16, 8.0),
+    "mxfp8": (torch.bfloat16, 8.25),
+    "fp8-tensor": (torch.bfloat16, 8.0),
+    "fp8-tensor-token": (torch.bfloat16, 8.0),
+    "fp8-tensor-static": (torch.bfloat16, 8.0),
 }
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How a cell is timed on a GPU; goes into every row."""
-
-    layers: int
-    rounds: int
-    replays: int  # timed in each round, after one that is not
-    sustain_s: float  # seconds of replays back to back before each round
 
 
 def _names(text: str) -> list[str]:
@@ -80,6 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="replay for so long before each round: prefill then runs at the power limit, as under load",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("routed", "masked"),
+        default="routed",
+        help="masked: moe_masked on rows in expert order, nothing else; layers: " + ", ".join(masked.LAYERS) + "; "
+        "peers: " + ", ".join(masked.PEERS) + "; --tokens: of each rank; one more format: fp8-block-bf16",
+    )
+    parser.add_argument(
+        "--fill",
+        type=lambda text: [float(percent) for percent in _names(text)],
+        help=f"with --layout masked: comma-separated shares of m = {masked.FILL_ROOM}, in percent",
     )
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
     parser.add_argument(
@@ -143,31 +148,6 @@ def _environment(device: str) -> dict[str, Any]:
     }
 
 
-def _times_us(
-    calls: dict[str, Sequence[Callable[[], Tensor]]], device: str, protocol: Protocol
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Median microseconds of each backend that runs, and why the others do not."""
-    if device == "cpu":
-        return {name: layers.wall_time_us(layer[0]) for name, layer in calls.items()}, {}
-    clocks: dict[str, GraphClock] = {}
-    failed: dict[str, str] = {}
-    for name, layer in calls.items():
-        try:
-            clocks[name] = GraphClock(layer)
-        except Exception as error:
-            if name == Oxmoe.name:
-                raise
-            failed[name] = f"{type(error).__name__}: {error}"
-    times: dict[str, list[float]] = {name: [] for name in clocks}
-    for _ in range(protocol.rounds):
-        for name, clock in clocks.items():
-            if protocol.sustain_s:
-                clock.replay_for(protocol.sustain_s)
-            clock.times_us(1)
-            times[name] += clock.times_us(protocol.replays)
-    return {name: statistics.median(samples) for name, samples in times.items()}, failed
-
-
 class _Bench:
     """One run: what is the same for all of its cells."""
 
@@ -186,6 +166,8 @@ class _Bench:
             count,
             mxfp4=format_name.startswith("mxfp4"),
             fp8_block=format_name == "fp8-block",
+            mxfp8=format_name == "mxfp8",
+            fp8_tensor=layers.activations(format_name),
             activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
         )
         backends: list[Backend] = [Oxmoe(shape, weights)]
@@ -219,7 +201,8 @@ class _Bench:
             _progress(f"{where}: checking {backend.name}")
             try:
                 calls[backend.name] = backend.calls(inputs)
-                result = torch.cat([call() for call in calls[backend.name][:checked]])
+                some = enumerate(calls[backend.name][:checked])
+                result = torch.cat([backend.result(index, call()) for index, call in some])
             except Exception as error:
                 if isinstance(backend, Oxmoe):
                     raise
@@ -233,17 +216,33 @@ class _Bench:
                     self.output.wrong(cell, wrong)
                     return
             elif backend.same_layer():
-                wrong = layers.peer_error(result, truth)
+                wrong = layers.peer_error(result, truth, backend.most_error)
                 if wrong is not None:
                     del calls[backend.name]
                     self.output.skip(f"{backend.name} at {where}", wrong)
         _progress(f"{where}: timing")
-        cell.times, failed = _times_us(calls, self.device, self.protocol)
+        cell.times, failed = times_us(calls, self.device, self.protocol, ours=Oxmoe.name)
         for name, reason in failed.items():
             self.output.skip(f"{name} at {where}", f"failed: {reason}")
         cell.details = {backend.name: backend.detail for backend in backends if backend.detail is not None}
         _progress("")
         self.output.add(cell)
+
+
+def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
+    names = _known("layer", args.shapes or list(masked.DEFAULT_LAYERS), masked.LAYERS)
+    formats = _known("format", args.format, masked.FORMATS)
+    peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(masked.PEERS), masked.PEERS)
+    neither = args.fill is None and args.tokens is None
+    fill = list(masked.DEFAULT_FILL) if neither else args.fill or []
+    tokens = list(masked.DEFAULT_TOKENS) if neither else args.tokens or []
+    cases = [
+        *((f"{share:g} % of m", functools.partial(masked.share, percent=share)) for share in fill),
+        *((f"{count} tokens a rank", functools.partial(masked.sent, tokens=count)) for count in tokens),
+    ]
+    of_formats = {name: FORMATS[name.removesuffix("-bf16")] for name in formats}
+    right = masked.run(names, of_formats, cases, peers, device, protocol, _environment(device), args.json)
+    return 0 if right else 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -258,6 +257,12 @@ def run(args: argparse.Namespace) -> int:
         environment = _environment("cuda" if torch.cuda.is_available() else "cpu")
         return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
+    protocol = (
+        Protocol(1, 1, 0, 0.0) if device == "cpu" else Protocol(args.layers, args.rounds, args.replays, args.sustain)
+    )
+    if args.layout == "masked":
+        return _masked(args, device, protocol)
     formats = _known("format", args.format, FORMATS)
     for name, served in oxmoe.device_info()["formats"].items():
         if name.replace("_", "-") in formats and device not in served:
@@ -275,10 +280,6 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
     peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(PEERS), PEERS)
     patterns = _known("pattern", args.pattern, layers.PATTERNS)
-    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
-    protocol = (
-        Protocol(1, 1, 0, 0.0) if device == "cpu" else Protocol(args.layers, args.rounds, args.replays, args.sustain)
-    )
 
     reasons = {peer: PEERS[peer].missing(device) for peer in peers}
     peers = [peer for peer in peers if reasons[peer] is None]

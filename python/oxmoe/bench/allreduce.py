@@ -133,6 +133,8 @@ def _rank(
             common |= {"link_us": link, "calls": CALLS, "replays": REPLAYS}
             lines = [{**common, "backend": name, "us": us, **environment} for name, us in times.items()]
             report.append_json(path, lines)
+    for peer in others:
+        peer.close()
     space.destroy()
     dist.destroy_process_group()
 

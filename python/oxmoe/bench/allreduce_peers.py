@@ -61,6 +61,9 @@ class Peer:
         """Around the capture of a graph."""
         return nullcontext()
 
+    def close(self) -> None:
+        """While the process group is still there."""
+
     def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
         reduce = self.reduction(x)
 
@@ -127,6 +130,9 @@ class SGLang(Peer):
         if self.reducer.disabled:
             raise RuntimeError("it is disabled for this group")
 
+    def close(self) -> None:
+        self.reducer.close()
+
     def capturing(self) -> AbstractContextManager[Any]:
         return self.reducer.capture()  # type: ignore[no-any-return]
 
@@ -140,6 +146,7 @@ class FlashInfer(Peer):
     """Its fused kernel, one-shot or two-shot as it chooses, with fp32 sums."""
 
     name = "flashinfer"
+    oneshot: bool | None = None
 
     def __init__(self, group: Any, cpu_group: Any, most: tuple[int, int]) -> None:
         self.comm = import_module("flashinfer.comm")
@@ -158,8 +165,11 @@ class FlashInfer(Peer):
         return self.name
 
     def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
+        if self.oneshot is False and x.shape[0] <= self.space.world_size:
+            raise RuntimeError("its two-shot kernel needs more tokens than ranks")
         # Older versions lack some of these.
         options = {"launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True}
+        options |= {} if self.oneshot is None else {"use_oneshot": self.oneshot}
         options = {name: value for name, value in options.items() if takes(self.comm.allreduce_fusion, name)}
         return lambda: self.comm.allreduce_fusion(
             input=x,
@@ -174,10 +184,22 @@ class FlashInfer(Peer):
         )
 
 
+class FlashInferOneShot(FlashInfer):
+    name = "flashinfer one-shot"
+    oneshot = True
+
+
+class FlashInferTwoShot(FlashInfer):
+    name = "flashinfer two-shot"
+    oneshot = False
+
+
 PEERS: dict[str, type[Peer]] = {
     "nccl": Nccl,
     "symm-one-shot": SymmetricOneShot,
     "symm-two-shot": SymmetricTwoShot,
     "sglang-custom": SGLang,
     "flashinfer": FlashInfer,
+    "flashinfer-one-shot": FlashInferOneShot,
+    "flashinfer-two-shot": FlashInferTwoShot,
 }

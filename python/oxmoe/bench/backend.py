@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights
+from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Mxfp8, Shape, Weights
 from oxmoe.fused_experts import expert_weights
 
 
@@ -20,6 +20,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]] = ("bf16", "f16")  # of weights
+    most_error: ClassVar[float] = 2e-2  # relative norm that a peer's error stays below
     excludes: ClassVar[str | None] = None  # what the others' times contain and this one's do not
     detail: str | None = None  # what it chose for the latest calls, for the record
 
@@ -44,10 +45,17 @@ class Backend(ABC):
         """One call for each layer. On a GPU a call can be captured."""
         return [functools.partial(self.layer, index, item) for index, item in enumerate(inputs)]
 
+    def result(self, index: int, output: Tensor) -> Tensor:
+        """The layer's result of what call number index returned: itself where the layer is whole."""
+        return output
+
 
 class Oxmoe(Backend):
     name = "oxmoe"
-    formats = ("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8-block")
+    formats = (
+        *("bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8"),
+        *("fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static"),
+    )
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
@@ -59,8 +67,16 @@ class Oxmoe(Backend):
         if isinstance(w13, Mxfp4):
             operands = w13.codes, w2.codes, w13.scales, w2.scales
             return oxmoe.ExpertWeights.mxfp4(*operands, activation_dtype=item.activation_dtype, **options)
+        if isinstance(w13, Fp8Block) and item.activation_scales is not None:
+            scales, given = item.activation_scales, {}
+            if not isinstance(scales, str):
+                given = {"a13_scale": scales[0], "a2_scale": scales[1]}
+            operands = w13.codes, w2.codes, w13.scales[:, 0, 0], w2.scales[:, 0, 0]
+            return oxmoe.ExpertWeights.fp8_tensor(*operands, per_token=scales == "token", **given, **options)
         if isinstance(w13, Fp8Block):
             return oxmoe.ExpertWeights.fp8_block(w13.codes, w2.codes, w13.scales, w2.scales, **options)
+        if isinstance(w13, Mxfp8):
+            return oxmoe.ExpertWeights.mxfp8(w13.codes, w2.codes, w13.scales, w2.scales, **options)
         return expert_weights(w13, w2, **options)
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:

@@ -25,6 +25,8 @@ class _Wide:
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         weights = self.weights
+        if isinstance(weights, layers.Mxfp8):
+            return reference.mxfp8_weights(weights.codes[expert], weights.scales[expert], torch.float32)
         if isinstance(weights, layers.Fp8Block):
             scales = weights.scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
             return weights.codes[expert].float() * scales
@@ -44,6 +46,8 @@ def measure(name: str, format_name: str, tokens: int, inputs_name: str, device: 
         1,
         mxfp4=format_name.startswith("mxfp4"),
         fp8_block=format_name == "fp8-block",
+        mxfp8=format_name == "mxfp8",
+        fp8_tensor=layers.activations(format_name),
         activation_dtype=dtype_of.get(format_name),
     )
     inputs = layers.make_inputs(shape, tokens, dtype, device, 1)

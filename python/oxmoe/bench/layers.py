@@ -6,10 +6,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oxmoe import reference
@@ -58,14 +59,20 @@ SHAPES = {
     "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
     "dsv3-tp8": Shape(256, 8, 7168, 256),
     "dsv3-ep8": Shape(32, 8, 7168, 2048),
+    "e256-h2048-i512": Shape(256, 8, 2048, 512),  # flashinfer's MonoMoE is built for it
     "granite-1b-a400m": Shape(32, 8, 1024, 512),
 }
 
 # Formats whose products are those of e4m3.
-E4M3_FORMATS = ("mxfp4-a8", "fp8-block")
+E4M3_FORMATS = ("mxfp4-a8", "fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
 
 # uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
 PATTERNS = ("uniform", "hot", "one")
+
+
+def activations(format_name: str) -> str | None:
+    """Of e4m3 experts with one scale a matrix: where the scales of their activations come from."""
+    return format_name.rpartition("-")[2] if format_name.startswith("fp8-tensor") else None
 
 
 @dataclass(frozen=True)
@@ -93,19 +100,29 @@ class Fp8Block:
 
 
 @dataclass(frozen=True)
+class Mxfp8:
+    """e4m3 experts with an E8M0 scale for 32 columns."""
+
+    codes: Tensor  # float8_e4m3fn [E, R, K]
+    scales: Tensor  # E8M0 as uint8 [E, R, K / 32]
+
+
+@dataclass(frozen=True)
 class Weights:
-    w13: Any  # [E, 2I, H]: a tensor, Mxfp4 or Fp8Block
+    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block or Mxfp8
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
     activation_dtype: torch.dtype | None = None  # of Mxfp4: what activations are quantised to
+    # Of e4m3 experts with one scale a matrix: "tensor", "token", or the scales of x and of GEMM1's output.
+    activation_scales: Any = None
 
     def dense(self) -> Weights:
         """The same numbers as plain tensors."""
         if not isinstance(self.w13, Mxfp4):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
-        return Weights(w13, w2, self.b13, self.b2, self.activation_dtype)
+        return replace(self, w13=w13, w2=w2)
 
 
 @dataclass(frozen=True)
@@ -129,15 +146,29 @@ def make_weights(
     *,
     mxfp4: bool = False,
     fp8_block: bool = False,
+    fp8_tensor: str | None = None,
+    mxfp8: bool = False,
     activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
-    """count layers, scaled so that activations and outputs are of size one. MXFP4 scales differ by up to 4."""
+    """count layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4. fp8_tensor:
+    where the scales of activations come from ("tensor", "token", "static")."""
 
-    def fp8(experts: int, rows: int, columns: int) -> Fp8Block:
+    def e4m3(experts: int, rows: int, columns: int) -> Tensor:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
         for expert in codes:
             expert.copy_(torch.randn((rows, columns), device=device).mul_(100).clamp_(-448, 448))
-        scales = torch.rand((experts, -(-rows // 128), -(-columns // 128)), device=device) + 0.5
+        return codes
+
+    def small(experts: int, rows: int, columns: int) -> Mxfp8:
+        byte = 127 - round(math.log2(100 * columns**0.5))
+        scales = torch.randint(byte - 1, byte + 2, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
+        return Mxfp8(e4m3(experts, rows, columns), scales)
+
+    def fp8(experts: int, rows: int, columns: int) -> Fp8Block:
+        codes = e4m3(experts, rows, columns)
+        sizes = -(-rows // 128), -(-columns // 128)
+        scales = torch.rand((experts, 1, 1) if fp8_tensor else (experts, *sizes), device=device) + 0.5
+        scales = scales.expand(experts, *sizes).contiguous()
         return Fp8Block(codes, scales.mul_(0.01 * columns**-0.5))
 
     def blocks(experts: int, rows: int, columns: int) -> Mxfp4:
@@ -153,17 +184,22 @@ def make_weights(
         experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
         w13: Any
         w2: Any
-        if fp8_block:
+        scales: Any = fp8_tensor
+        if fp8_tensor == "static":
+            scales = torch.tensor(5 / 448, device=device), torch.tensor(5 / 448, device=device)
+        if fp8_block or fp8_tensor:
             w13, w2 = fp8(experts, 2 * intermediate, hidden), fp8(experts, hidden, intermediate)
+        elif mxfp8:
+            w13, w2 = small(experts, 2 * intermediate, hidden), small(experts, hidden, intermediate)
         elif mxfp4:
             w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
             w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
             w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
         if not shape.gpt_oss:
-            return Weights(w13, w2, activation_dtype=activation_dtype)
+            return Weights(w13, w2, None, None, activation_dtype, scales)
         b13, b2 = randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5)
-        return Weights(w13, w2, b13, b2, activation_dtype)
+        return Weights(w13, w2, b13, b2, activation_dtype, scales)
 
     return [layer() for _ in range(count)]
 
@@ -183,6 +219,16 @@ def make_inputs(
         return Inputs(x, logits)
 
     return [layer() for _ in range(count)]
+
+
+def activated(sums: Tensor, shape: Shape) -> Tensor:
+    """GEMM1's sums [..., 2I] through the layer's gate, in their dtype."""
+    if shape.gpt_oss:
+        return reference.activate(sums, **shape.options)
+    gate, up = sums.chunk(2, dim=-1)
+    if shape.limit is not None:
+        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit)
+    return F.silu(gate) * up
 
 
 def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
@@ -211,7 +257,7 @@ def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, format_name: s
 
 def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
     w13, w2, scales = weights.w13, weights.w2, {}
-    if isinstance(w13, Fp8Block):
+    if isinstance(w13, (Fp8Block, Mxfp8)):
         scales = {"w13_scale": w13.scales, "w2_scale": w2.scales}
         w13, w2 = w13.codes, w2.codes
     return reference.moe(
@@ -224,16 +270,17 @@ def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
         **shape.options,
         **inputs.routing(shape.top_k),
         activation_dtype=weights.activation_dtype,
+        activation_scales=weights.activation_scales,
     )
 
 
 def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
     """What is wrong with our result, None if nothing is. In some formats activations are quantised on their way."""
-    if format_name == "mxfp4-a8":
+    if format_name == "mxfp4-a8" or format_name.startswith("fp8-tensor"):
         # A value that rounds to its neighbour is a sixteenth off in e4m3, and with it perhaps its row.
         return peer_error(result, truth, most=4e-2)
     try:
-        assert_close_ulp(result, truth, FP8_BAR if format_name == "fp8-block" else None)
+        assert_close_ulp(result, truth, FP8_BAR if format_name in ("fp8-block", "mxfp8") else None)
     except AssertionError as failure:
         return str(failure)
     return None

@@ -13,17 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oxmoe.bench.backend import Backend
+from oxmoe.bench.deep_gemm import DeepGemm
 from oxmoe.bench.flashinfer import FlashinferCuteDsl
 from oxmoe.bench.flashinfer_cutlass import FlashinferCutlass
-from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, choose
-from oxmoe.reference import activate
+from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, activated, choose
 
 
 class SglangTriton(Backend):
-    """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration."""
+    """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration.
+
+    fp8-tensor-token is its path for a scale a channel (per_channel_quant), all channels of an expert with one number.
+    """
 
     name = "sglang-triton"
-    formats = ("bf16", "f16", "fp8-block")
+    formats = ("bf16", "f16", "fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
     VERSION = "0.5.12.post1"
 
     @classmethod
@@ -66,6 +69,27 @@ class SglangTriton(Backend):
             gemm1_clamp_limit=shape.options.get("limit"),
         )
 
+        self.scales = [self._scales(item) if isinstance(item.w13, Fp8Block) else {} for item in weights]
+
+    @staticmethod
+    def _scales(item: Weights) -> dict[str, Any]:
+        """Options of fused_experts for e4m3 experts."""
+        if item.activation_scales is None:
+            return {"w1_scale": item.w13.scales, "w2_scale": item.w2.scales, "block_shape": [128, 128]}
+        of_experts = [weights.scales[:, 0, 0].contiguous() for weights in (item.w13, item.w2)]
+        if item.activation_scales == "token":
+            w1_scale, w2_scale = (
+                scale[:, None, None].expand(-1, weights.codes.shape[1], 1).contiguous()
+                for scale, weights in zip(of_experts, (item.w13, item.w2), strict=True)
+            )
+            return {"w1_scale": w1_scale, "w2_scale": w2_scale, "per_channel_quant": True}
+        scales = {"w1_scale": of_experts[0], "w2_scale": of_experts[1]}
+        if item.activation_scales != "tensor":
+            scales.update(
+                zip(("a1_scale", "a2_scale"), (scale.reshape(1) for scale in item.activation_scales), strict=True)
+            )
+        return scales
+
     def layer(self, index: int, inputs: Inputs) -> Tensor:
         x, logits, top_k = inputs.x, inputs.router_logits, self.shape.top_k
         if inputs.chosen is not None:
@@ -78,7 +102,7 @@ class SglangTriton(Backend):
         options: dict[str, Any] = {"b1": item.b13, "b2": item.b2}
         w13, w2 = item.w13, item.w2
         if isinstance(w13, Fp8Block):
-            options.update(use_fp8_w8a8=True, w1_scale=w13.scales, w2_scale=w2.scales, block_shape=[128, 128])
+            options.update(use_fp8_w8a8=True, **self.scales[index])
             w13, w2 = w13.codes, w2.codes
         return self.fused_experts(x, w13, w2, (topk_weights, topk_ids, logits), self.config, **options)
 
@@ -176,15 +200,6 @@ class TritonKernels(Backend):
         return out[0]
 
 
-def _activate(sums: Tensor, shape: Shape) -> Tensor:
-    if shape.gpt_oss:
-        return activate(sums, **shape.options)
-    gate, up = sums.chunk(2, dim=-1)
-    if shape.limit is not None:
-        gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit)
-    return F.silu(gate) * up
-
-
 class TorchGroupedMm(Backend):
     """Plain torch that never waits for the device: sort, gather, torch._grouped_mm twice, weighted sum."""
 
@@ -202,7 +217,7 @@ class TorchGroupedMm(Backend):
         sums = torch._grouped_mm(x[order // top_k], weights.w13.transpose(1, 2), offs=ends)
         if weights.b13 is not None:
             sums = sums + weights.b13[ids]
-        rows = torch._grouped_mm(_activate(sums, self.shape), weights.w2.transpose(1, 2), offs=ends)
+        rows = torch._grouped_mm(activated(sums, self.shape), weights.w2.transpose(1, 2), offs=ends)
         if weights.b2 is not None:
             rows = rows + weights.b2[ids]
         slots = torch.empty_like(rows).index_copy_(0, order, rows).view(*topk_ids.shape, -1)
@@ -230,12 +245,20 @@ class TorchLoop(Backend):
             token, slot = torch.where(topk_ids == expert)
             b13, b2 = (None if bias is None else bias[expert] for bias in (weights.b13, weights.b2))
             sums = F.linear(x[token], weights.w13[expert], b13)
-            rows = F.linear(_activate(sums, self.shape), weights.w2[expert], b2)
+            rows = F.linear(activated(sums, self.shape), weights.w2[expert], b2)
             total.index_add_(0, token, rows * topk_weights[token, slot, None])
         return total.to(x.dtype)
 
 
 PEERS: dict[str, type[Backend]] = {
     peer.name: peer
-    for peer in (SglangTriton, TritonKernels, FlashinferCuteDsl, FlashinferCutlass, TorchGroupedMm, TorchLoop)
+    for peer in (
+        SglangTriton,
+        TritonKernels,
+        FlashinferCuteDsl,
+        FlashinferCutlass,
+        DeepGemm,
+        TorchGroupedMm,
+        TorchLoop,
+    )
 }

@@ -12,9 +12,21 @@ import logging
 from dataclasses import dataclass
 
 from oxmoe.sglang import setting
+from oxmoe.sglang.dispatch import Dispatch, dispatch_dtype
 from oxmoe.sglang.setting import SETTING
 
-__all__ = ["ADAPTERS", "SETTING", "Swap", "active", "install", "plugin", "requested", "sglang_version"]
+__all__ = [
+    "ADAPTERS",
+    "SETTING",
+    "Dispatch",
+    "Swap",
+    "active",
+    "dispatch_dtype",
+    "install",
+    "plugin",
+    "requested",
+    "sglang_version",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
 from oxmoe.fused_experts import expert_options, expert_weights
+from oxmoe.sglang import deepep
+from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.topk_output import routing_arguments
 
 SERVED = (
-    "served are bf16 and f16 experts (TritonMoeQuantInfo, TritonKernelsQuantInfo, DeepGemmMoeQuantInfo) and MXFP4 "
-    "experts with 16-bit activations (TritonKernelsQuantInfo, FlashInferCutlassMxfp4MoeQuantInfo)"
+    "served are bf16 and f16 experts (TritonMoeQuantInfo, TritonKernelsQuantInfo, DeepGemmMoeQuantInfo), fp8 experts "
+    "with a scale for each 128 x 128 block (TritonMoeQuantInfo, DeepGemmMoeQuantInfo) and MXFP4 experts with 16-bit "
+    "activations (TritonKernelsQuantInfo, FlashInferCutlassMxfp4MoeQuantInfo)"
 )
+BLOCK = 128  # rows and columns of one fp8 scale
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,48 @@ def activation(config: Any, *, fuse_swiglu_interleaved: bool = False) -> dict[st
     )
 
 
+def _fp8_block(info: Any, **options: Any) -> ExpertWeights:
+    """fp8 experts of either quant_info, refused by name where they are not blocks with fp32 scales."""
+    name, block, scales = type(info).__name__, info.block_shape, (info.w13_scale, info.w2_scale)
+    if info.w13_weight.dtype != torch.float8_e4m3fn:
+        raise NotImplementedError(f"oxmoe: no kernel for {name} of {info.w13_weight.dtype} with scales; {SERVED}")
+    if block is None:
+        raise NotImplementedError(f"oxmoe: no kernel for {name} with one scale an expert (no block_shape); {SERVED}")
+    if list(block) != [BLOCK, BLOCK]:
+        raise NotImplementedError(f"oxmoe: no kernel for {name} with block_shape {list(block)}; {SERVED}")
+    if any(scale is None or scale.dtype != torch.float32 for scale in scales):
+        given = ", ".join("none" if scale is None else str(scale.dtype) for scale in scales)
+        raise NotImplementedError(f"oxmoe: no kernel for {name} with scales of {given}, but of float32; {SERVED}")
+    return expert_weights(
+        info.w13_weight, info.w2_weight, format="fp8_block", w13_scale=scales[0], w2_scale=scales[1], **options
+    )
+
+
+def _with_scales(info: Any) -> list[Any]:
+    """Weights, and scales that are the layer's own: one scale an expert is spread over blocks anew at each call."""
+    scales = [scale for scale in (info.w13_scale, info.w2_scale) if isinstance(scale, torch.nn.Parameter)]
+    return [info.w13_weight, info.w2_weight, *scales]
+
+
 def _triton(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+    if info.use_fp8_w8a8:
+        return _fp8_block(info, b13=info.b13, b2=info.b2, **activation(config))
+    if info.w13_scale is not None or info.w2_scale is not None or info.block_shape is not None:
+        raise NotImplementedError(f"oxmoe: no kernel for TritonMoeQuantInfo with scales, but not fp8; {SERVED}")
     interleaved = getattr(info, "fuse_swiglu_interleaved", False)
     options = activation(config, fuse_swiglu_interleaved=interleaved)
     return expert_weights(info.w13_weight, info.w2_weight, b13=info.b13, b2=info.b2, **options)
 
 
 def _deep_gemm(info: Any, config: Any, columns: int | None) -> ExpertWeights:
-    if info.w13_weight.dtype not in (torch.bfloat16, torch.float16):
-        raise NotImplementedError(f"oxmoe: no kernel for DeepGemmMoeQuantInfo of {info.w13_weight.dtype}; {SERVED}")
     if config.gemm1_alpha is not None:
         # GPT-OSS: its layers have biases, which DeepGEMM's quant_info leaves out.
         raise NotImplementedError(
             "oxmoe: --moe-runner-backend deep_gemm hands over no biases, and experts with gemm1_alpha have them; use "
             "--moe-runner-backend triton_kernel or --quantization oxmoe"
         )
+    if info.w13_weight.dtype not in (torch.bfloat16, torch.float16) or info.w13_scale is not None:
+        return _fp8_block(info, **activation(config))
     # use_fp8 tells how tokens travel between ranks; weights and tokens are 16-bit here.
     return expert_weights(info.w13_weight, info.w2_weight, **activation(config))
 
@@ -119,8 +150,9 @@ def _memory(*tensors: Any) -> list[Any]:
 
 _KINDS = {
     "TritonMoeQuantInfo": _Kind(
-        frozenset({"w13_weight", "w2_weight", "b13", "b2", "fuse_swiglu_interleaved"}),
-        lambda info: [info.w13_weight, info.w2_weight, info.b13, info.b2],
+        frozenset({"w13_weight", "w2_weight", "b13", "b2", "fuse_swiglu_interleaved"})
+        | {"use_fp8_w8a8", "w13_scale", "w2_scale", "block_shape"},
+        lambda info: [*_with_scales(info), info.b13, info.b2],
         _triton,
         inplace=True,
     ),
@@ -133,8 +165,8 @@ _KINDS = {
         _triton_kernels,
     ),
     "DeepGemmMoeQuantInfo": _Kind(
-        frozenset({"w13_weight", "w2_weight", "use_fp8"}),
-        lambda info: [info.w13_weight, info.w2_weight],
+        frozenset({"w13_weight", "w2_weight", "use_fp8", "w13_scale", "w2_scale", "block_shape"}),
+        _with_scales,
         _deep_gemm,
     ),
     "FlashInferCutlassMxfp4MoeQuantInfo": _Kind(
@@ -194,15 +226,19 @@ class Experts:
         return self._weights
 
     def run(self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None) -> Tensor:
-        """[T, H] (with no_combine [T, k, H]) of SGLang's dispatched tokens."""
+        """[T, H] (with no_combine [T, k, H]) of SGLang's dispatched tokens; `deepep.run`'s behind an all-to-all."""
         if hooks is not None:
             raise NotImplementedError(
                 "oxmoe: LoRA on MoE layers is not served; run LoRA models without moe in OXMOE_SGLANG"
             )
-        check_dispatched(dispatch_output)
-        x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
-        weights = self.prepare(quant_info, config, x.shape[1])
+        x, form = dispatch_output.hidden_states, deepep.layout(dispatch_output)
+        weights = self.prepare(quant_info, config, x.shape[-1])
         assert self._kind is not None
+        if form != STANDARD:
+            if self._kind.global_ids:
+                raise NotImplementedError(f"oxmoe: {type(quant_info).__name__} is not served behind an all-to-all")
+            return deepep.run(dispatch_output, form, weights, config)
+        topk_output = dispatch_output.topk_output
         inplace = self._kind.inplace and config.inplace
         if self._kind.global_ids:
             if x.shape[0] == 0:
@@ -213,16 +249,15 @@ class Experts:
         return run_local(x, topk_output, weights, config, inplace=inplace)
 
 
-def check_dispatched(dispatch_output: Any) -> None:
-    """NotImplementedError for tokens that an all-to-all brought, or that are quantised."""
-    name = type(dispatch_output).__name__
-    if not hasattr(dispatch_output, "topk_output"):
-        raise NotImplementedError(
-            f"oxmoe: no kernel for tokens in {name} (expert parallelism with --moe-a2a-backend); served is "
-            "--moe-a2a-backend none, with or without --ep-size"
-        )
-    if getattr(dispatch_output, "hidden_states_scale", None) is not None:
-        raise NotImplementedError(f"oxmoe: no kernel for quantised tokens ({name} with hidden_states_scale)")
+def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any) -> Any:
+    """A layer's tokens on weights that were made at load: what SGLang's dispatcher combines."""
+    form = deepep.layout(dispatch_output)
+    if form == STANDARD:
+        x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
+        result = run_local(x, topk_output, weights, config, inplace=False)
+    else:
+        result = deepep.run(dispatch_output, form, weights, config)
+    return deepep.combine_input(dispatch_output, result)
 
 
 def routing(topk_output: Any) -> dict[str, Any]:

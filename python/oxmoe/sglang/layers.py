@@ -59,6 +59,12 @@ def check_layer(module: nn.Module) -> None:
     if layers is None or not isinstance(module, layers):
         return
     method: Any = module.quant_method
+    if getattr(module, "deprecate_flag", True) is False:
+        # SGLang's DeepEPMoE then looks for kernels of its own by the weights' format.
+        why = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}) does not ask its method for results"
+        raise RuntimeError(
+            _message(why, "install DeepGEMM, and for experts other than fp8 set SGLANG_DEEPEP_BF16_DISPATCH=1")
+        )
     if getattr(method, "oxmoe", False):
         return
     runner = getattr(method, "runner", None)
@@ -79,6 +85,8 @@ def check_layer(module: nn.Module) -> None:
 
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
 _MEND = {
+    "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with weight_block_size "
+    "[128, 128]; one with a scale a tensor needs --moe-runner-backend deep_gemm",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",

@@ -1,8 +1,9 @@
-"""SGLang's quantization "oxmoe", in both of its versions: MoE layers on oxmoe, all others as they are.
+"""SGLang's quantization "oxmoe", in both of its versions: MoE layers on oxmoe, all others as they are, but MXFP8 linear
+layers where SGLang has no kernel.
 
 `--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
-an MXFP4 checkpoint gets it by itself. Neither is laid out for another package first: MXFP4 weights are packed at load
-in their own memory, 16-bit ones are used as they lie.
+MXFP4 and MXFP8 checkpoints and fp8 ones with block scales get it by themselves. None is laid out for another package
+first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and fp8 ones are used as they lie.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang.experts import Experts, activation, check_dispatched, run_local
+from oxmoe.sglang import deepep, linear, sglang_version
+from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
+from oxmoe.sglang.experts import Experts, activation, run_dispatched
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -31,7 +35,13 @@ def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts
     """A layer's tokens through its MoeRunner, or where SGLang has none for us (0.5.12.post1) directly."""
     if hasattr(runner, "run"):
         return runner.run(dispatch_output, quant_info)
-    return StandardCombineInput(hidden_states=experts.run(dispatch_output, quant_info, runner.config))
+    return deepep.combine_input(dispatch_output, experts.run(dispatch_output, quant_info, runner.config))
+
+
+def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
+    """At load: a dispatcher is told what to bring, and what it would have to wait for in vain is refused."""
+    deepep.tell_dispatcher(layer, weights.format, sglang_version())
+    deepep.refuse_overlap()
 
 
 class DirectRunner:
@@ -41,11 +51,34 @@ class DirectRunner:
         self.config = config
 
 
-class OxmoeUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """bf16 and f16 experts on oxmoe; parameters and loading are SGLang's."""
+class ThroughRunner:
+    """A method whose layer keeps SGLang's parameters: tokens go through its MoeRunner."""
 
     oxmoe = True
     make_runner: Any = staticmethod(DirectRunner)
+    experts: Experts
+    get_triton_quant_info: Any
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        self.moe_runner_config = moe_runner_config
+        self.runner = self.make_runner(moe_runner_config)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
+        experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
+        weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
+        loaded(layer, weights)
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
+
+    def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
+        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        return getattr(self.runner, "runner_backend", None)
+
+
+class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
+    """bf16 and f16 experts on oxmoe; parameters and loading are SGLang's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,20 +93,77 @@ class OxmoeUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
                 "--quantization oxmoe needs another --moe-runner-backend than triton_kernel; without it, that backend "
                 "is taken over by OXMOE_SGLANG=moe too"
             )
+        super().create_moe_runner(layer, moe_runner_config)
+
+
+class OxmoeFp8MoEMethod(ThroughRunner, Fp8MoEMethod):
+    """fp8 experts with a scale for each 128 x 128 block; parameters and loading are SGLang's."""
+
+    def __init__(self, quant_config: Fp8Config) -> None:
+        super().__init__(quant_config)
+        if self.is_fp4_expert:
+            raise NotImplementedError("oxmoe: no kernel for the MXFP4 experts of an fp8 checkpoint (DeepSeek-V4)")
+        self.experts = Experts()
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
+    ) -> None:
+        needs_bfloat16("fp8", sizes, attributes)
+        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+
+
+class OxmoeMxfp8MoEMethod(Fp8MoEMethod):
+    """MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row; parameters and loading are SGLang's.
+
+    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp8(in_place=True)`), else the
+    checkpoint's.
+    """
+
+    oxmoe = True
+    runner: Any = None  # tokens go to oxmoe.moe as they come
+
+    def __init__(self, quant_config: Fp8Config) -> None:
+        super().__init__(quant_config)
+        self.weights: ExpertWeights | None = None
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
+    ) -> None:
+        needs_bfloat16("MXFP8", sizes, attributes)
+        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         self.moe_runner_config = moe_runner_config
-        self.runner = self.make_runner(moe_runner_config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
-        experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
-        experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
+        """Packs the weights; after a weight update SGLang calls it again."""
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+        self.weights = ExpertWeights.mxfp8(
+            w13,
+            w2,
+            layer.w13_weight_scale_inv.data,
+            layer.w2_weight_scale_inv.data,
+            b13=_data(layer, "w13_weight_bias"),
+            b2=_data(layer, "w2_weight_bias"),
+            in_place=w13.is_cuda and not any(size % PACKED for size in (*w13.shape[1:], *w2.shape[1:])),
+            **activation(self.moe_runner_config),
+        )
+        loaded(layer, self.weights)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
-        return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
+        assert self.weights is not None
+        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
         """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
-        return getattr(self.runner, "runner_backend", None)
+        return None
+
+
+def needs_bfloat16(what: str, sizes: tuple[Any, ...], attributes: dict[str, Any]) -> None:
+    """NotImplementedError for another params_dtype in the arguments of `create_weights`, after hidden_size."""
+    dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
+    if dtype != torch.bfloat16:
+        raise NotImplementedError(f"oxmoe: {what} experts need --dtype bfloat16, got {dtype}")
 
 
 class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
@@ -145,13 +235,11 @@ class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
             in_place=w13.is_cuda and columns % PACKED == 0 and columns - self.hidden < PACKED,
             **activation(self.moe_runner_config),
         )
+        loaded(layer, self.weights)
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
-        check_dispatched(dispatch_output)
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         assert self.weights is not None
-        x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
-        result = run_local(x, topk_output, self.weights, self.moe_runner_config, inplace=False)
-        return StandardCombineInput(hidden_states=result)
+        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
 
 
 def _data(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -168,10 +256,36 @@ class OxmoeMxfp4Config(Mxfp4Config):
         return super().get_quant_method(layer, prefix)
 
 
+def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
+    """Whether a checkpoint's quantization_config is MXFP8, or fp8 with one scale for each 128 x 128 block."""
+    config = checkpoint or {}
+    blocks = config.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
+
+
+class OxmoeFp8Config(Fp8Config):
+    """SGLang's configuration of an fp8 checkpoint with block scales or of an MXFP8 one (its name stays)."""
+
+    experts: Any = OxmoeFp8MoEMethod
+    unquantized: Any = OxmoeUnquantizedFusedMoEMethod
+
+    def get_min_capability(self) -> int:
+        """SGLang's MXFP8 begins with sm_100."""
+        return min(90, int(super().get_min_capability()))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, FusedMoE):
+            return linear.method(super().get_quant_method(layer, prefix))
+        if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
+            return self.unquantized()
+        return OxmoeMxfp8MoEMethod(self) if self.use_mxfp8 else self.experts(self)
+
+
 class OxmoeConfig(QuantizationConfig):
-    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of MXFP4 ones it makes an OxmoeMxfp4Config."""
+    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of MXFP4 and fp8 ones it makes their own configurations."""
 
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
+    fp8: Any = OxmoeFp8Config
 
     def get_name(self) -> str:
         return NAME
@@ -189,18 +303,24 @@ class OxmoeConfig(QuantizationConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
-        """SGLang asks each method whether a checkpoint is its own: MXFP4 ones are, unless the user names another."""
+        """SGLang asks each method whether a checkpoint is its own: these are, unless the user names another."""
         method = (hf_quant_cfg or {}).get("quant_method")
-        return NAME if method == "mxfp4" and user_quant in (None, "mxfp4", NAME) else None
+        ours = method == "mxfp4" or served_fp8(hf_quant_cfg)
+        return NAME if ours and user_quant in (None, method, NAME) else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         method = config.get("quant_method")
         if method == "mxfp4":
             return OxmoeMxfp4Config.from_config(config)
+        if served_fp8(config):
+            return cls.fp8.from_config(config)
         if method is not None:
+            block = config.get("weight_block_size")
+            given = f"{method} with blocks of {block}" if block else method
             raise NotImplementedError(
-                f"--quantization oxmoe: no kernel for a checkpoint of {method}; served are bf16, f16 and mxfp4"
+                f"--quantization oxmoe: no kernel for a checkpoint of {given}; served are bf16, f16, mxfp4, mxfp8 "
+                f"and fp8 with weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}]"
             )
         return cls()
 

@@ -11,21 +11,30 @@ from typing import Any
 
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeQuantInfo, register_fused_func
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import add_quantization_method_choices, get_global_server_args
 
-from oxmoe.sglang import collective
+from oxmoe.sglang import collective, deepep
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import (
     NAME,
     OxmoeConfig,
+    OxmoeFp8Config,
+    OxmoeFp8MoEMethod,
     OxmoeMxfp4Config,
     OxmoeMxfp4MoEMethod,
     OxmoeUnquantizedFusedMoEMethod,
 )
 
-__all__ = ["OxmoeConfig", "OxmoeMxfp4Config", "OxmoeMxfp4MoEMethod", "OxmoeUnquantizedFusedMoEMethod", "fused_experts"]
+__all__ = [
+    "OxmoeConfig",
+    "OxmoeFp8Config",
+    "OxmoeFp8MoEMethod",
+    "OxmoeMxfp4Config",
+    "OxmoeMxfp4MoEMethod",
+    "OxmoeUnquantizedFusedMoEMethod",
+    "fused_experts",
+]
 
 VERSION = "0.5.12.post1"
 FUSION_FLAG = "--enable-flashinfer-allreduce-fusion"
@@ -50,12 +59,10 @@ def experts_of(config: MoeRunnerConfig) -> Experts:
     return experts
 
 
-def fused_experts(
-    dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig
-) -> StandardCombineInput:
+def fused_experts(dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig) -> Any:
     """SGLang's fused function of a layer's tokens, weights and configuration."""
     result = experts_of(runner_config).run(dispatch_output, quant_info, runner_config)
-    return StandardCombineInput(hidden_states=result)
+    return deepep.combine_input(dispatch_output, result)
 
 
 fused_experts.oxmoe = True  # type: ignore[attr-defined]
@@ -67,14 +74,19 @@ def install_oxmoe() -> str:
         raise ValueError(f"SGLang already has a quantization {NAME!r}")
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
-    return f"quantization {NAME!r}: MXFP4 checkpoints, and bf16 and f16 ones with Engine(quantization={NAME!r})"
+    return (
+        f"quantization {NAME!r}: MXFP4 and MXFP8 checkpoints, fp8 ones with block scales, and bf16 and f16 ones with "
+        f"Engine(quantization={NAME!r})"
+    )
 
 
-def _fused(name: str, formats: str) -> Callable[[], str]:
+def _fused(name: str, formats: str, a2a_backends: tuple[str, ...] = ("none",)) -> Callable[[], str]:
     def install() -> str:
-        if FusedOpPool.get_fused_func("none", name) is not None:
-            raise RuntimeError(f"SGLang has a fused function for {name!r} already; leave this part out")
-        register_fused_func("none", name)(fused_experts)
+        for a2a_backend in a2a_backends:
+            if FusedOpPool.get_fused_func(a2a_backend, name) is not None:
+                raise RuntimeError(f"SGLang has a fused function for {name!r} already; leave this part out")
+        for a2a_backend in a2a_backends:
+            register_fused_func(a2a_backend, name)(fused_experts)
         return f"fused function of --moe-runner-backend {name}: {formats}"
 
     return install
@@ -98,6 +110,8 @@ def install_allreduce() -> str:
 SWAPS = {
     "moe=oxmoe": install_oxmoe,
     "moe=triton_kernel": _fused("triton_kernel", "bf16 (weights copied) and MXFP4 experts (packed copies)"),
-    "moe=deep_gemm": _fused("deep_gemm", "bf16 experts without biases"),
+    "moe=deep_gemm": _fused(
+        "deep_gemm", "bf16, f16 and fp8 experts without biases", ("none", "deepep", "mooncake", "nixl")
+    ),
     "allreduce": install_allreduce,
 }

@@ -13,19 +13,20 @@ from typing import Any
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig, register_moe_runner_core
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOpPool, MoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.base import DispatchOutput
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.utils import MoeRunnerBackendLike, get_moe_a2a_backend, resolve_moe_runner_backend
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.runtime_context import get_exec, get_server_args
 from sglang.srt.server_args import add_moe_runner_backend_choices, add_quantization_method_choices
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import collective, quantization
+from oxmoe.sglang import collective, deepep, quantization
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import NAME, OxmoeMxfp4Config, OxmoeMxfp4MoEMethod
 
 __all__ = [
     "OxmoeConfig",
+    "OxmoeFp8Config",
+    "OxmoeFp8MoEMethod",
     "OxmoeMxfp4Config",
     "OxmoeMxfp4MoEMethod",
     "OxmoeRunnerCore",
@@ -44,11 +45,13 @@ class OxmoeRunnerCore(DispatchMoeRunnerCore):
 
     def __init__(self, config: MoeRunnerConfig):
         super().__init__(config)
-        if not get_moe_a2a_backend().is_none():
+        if get_moe_a2a_backend().value not in deepep.A2A_BACKENDS:
             raise NotImplementedError(
-                f"oxmoe: --moe-a2a-backend {get_moe_a2a_backend().value} is not served; served is none, with or "
-                "without --ep-size"
+                f"oxmoe: --moe-a2a-backend {get_moe_a2a_backend().value} is not served; served are "
+                f"{', '.join(deepep.A2A_BACKENDS)}"
             )
+        # Runners of this kind are not given the arguments of an overlap: a combine would wait for ever.
+        deepep.refuse_overlap()
         self.experts = Experts()
 
     @property
@@ -65,9 +68,9 @@ class OxmoeRunnerCore(DispatchMoeRunnerCore):
         quant_info: MoeQuantInfo,
         runner_config: MoeRunnerConfig,
         hooks: Any = None,
-    ) -> StandardCombineInput:
+    ) -> Any:
         result = self.experts.run(dispatch_output, quant_info, runner_config, hooks)
-        return StandardCombineInput(hidden_states=result)
+        return deepep.combine_input(dispatch_output, result)
 
 
 class OxmoeUnquantizedFusedMoEMethod(quantization.OxmoeUnquantizedFusedMoEMethod):
@@ -78,10 +81,26 @@ class OxmoeUnquantizedFusedMoEMethod(quantization.OxmoeUnquantizedFusedMoEMethod
         return MoeRunner(resolve_moe_runner_backend(NAME), config)
 
 
+class OxmoeFp8MoEMethod(quantization.OxmoeFp8MoEMethod):
+    """fp8 experts with block scales on our runner; parameters and loading are SGLang's."""
+
+    @staticmethod
+    def make_runner(config: MoeRunnerConfig) -> MoeRunner:
+        return MoeRunner(resolve_moe_runner_backend(NAME), config)
+
+
+class OxmoeFp8Config(quantization.OxmoeFp8Config):
+    """Of an fp8 checkpoint with block scales, or of an MXFP8 one."""
+
+    experts = OxmoeFp8MoEMethod
+    unquantized = OxmoeUnquantizedFusedMoEMethod
+
+
 class OxmoeConfig(quantization.OxmoeConfig):
     """`--quantization oxmoe`."""
 
     unquantized = OxmoeUnquantizedFusedMoEMethod
+    fp8 = OxmoeFp8Config
 
 
 def install_oxmoe() -> str:
@@ -92,7 +111,10 @@ def install_oxmoe() -> str:
     add_moe_runner_backend_choices([NAME])
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
-    return f"MoE runner and quantization {NAME!r}: MXFP4 checkpoints, and bf16 and f16 ones with --quantization {NAME}"
+    return (
+        f"MoE runner and quantization {NAME!r}: MXFP4 and MXFP8 checkpoints, fp8 ones with block scales, and bf16 and "
+        f"f16 ones with --quantization {NAME}"
+    )
 
 
 def _override(name: str, formats: str) -> Callable[[], str]:
@@ -129,7 +151,7 @@ def install_allreduce() -> str:
 SWAPS = {
     "moe=oxmoe": install_oxmoe,
     "moe=triton_kernel": _override("triton_kernel", "bf16 (weights copied) and MXFP4 experts (packed copies)"),
-    "moe=deep_gemm": _override("deep_gemm", "bf16 experts without biases"),
+    "moe=deep_gemm": _override("deep_gemm", "bf16, f16 and fp8 experts without biases"),
     "moe=flashinfer_mxfp4": _override("flashinfer_mxfp4", "MXFP4 experts on Hopper (packed copies)"),
     "allreduce": install_allreduce,
 }

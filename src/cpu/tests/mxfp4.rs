@@ -46,8 +46,7 @@ fn expanded_weights_are_plain_weights() {
                     let x = Tensor::random(dtype, &mut random, tokens * k, 1.0);
                     let mut out = [(); 2].map(|()| Tensor::unset(dtype, ids.len() * out_columns));
                     for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
-                        let blocks =
-                            Blocks { scales: scales.as_ptr(), row_blocks: columns / BLOCK, least: std::ptr::null() };
+                        let blocks = Blocks::of_32(scales.as_ptr(), false, columns / BLOCK);
                         let forms = [(plain.bytes.as_ptr(), None), (codes.as_ptr(), Some(blocks))];
                         for ((weights, blocks), out) in forms.into_iter().zip(&mut out) {
                             let p = GroupedGemmParams {

@@ -1,27 +1,29 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
-use super::{max_tiles, GemmDesc};
-use crate::device::{Arch, Device};
+use super::tiles::{self, Tile};
+use super::{max_tiles, sm90, GemmDesc, MoeDesc};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
+use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
-use crate::quant::Format;
-use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
+use crate::quant::{fp8_ops, Format};
+use crate::variants::fp8::{self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, WIDE_TOKENS};
 use crate::variants::Variant;
 
 /// An error where no kernel takes the layer.
 pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
-    let group = GROUP as i64;
-    if device.arch != Arch::SM90 {
+    let (group, name) = (GROUP as i64, layer.format.spec().name);
+    if !device.is_hopper() {
         return Err(Error::Unsupported(format!(
-            "fp8_block experts on {}; supported: sm_90 (others run on CPU tensors)",
+            "{name} experts on {}; supported: sm_90 (others run on CPU tensors)",
             device.arch
         )));
     }
     if layer.hidden % group != 0 || layer.intermediate % group != 0 {
         return Err(Error::Unsupported(format!(
-            "fp8_block experts of hidden {} and intermediate {}; supported: multiples of {group}",
+            "{name} experts of hidden {} and intermediate {}; supported: multiples of {group}",
             layer.hidden, layer.intermediate
         )));
     }
@@ -30,76 +32,161 @@ pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
 
 /// Whether the layer is served by these kernels.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
-    layer.format == Format::Fp8Block && require(device, layer).is_ok()
+    layer.format.is_fp8() && require(device, layer).is_ok()
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better.
 const FEW_UNITS: u32 = 1;
 
-fn row_blocks(gemm: &GemmDesc, tile: Fp8Tile) -> u32 {
-    (gemm.rows as u32).div_ceil(tile.unit_rows())
-}
+impl Tile for Fp8Tile {
+    fn tokens(self) -> u32 {
+        self.tokens
+    }
 
-/// CTAs that are resident at once.
-fn ctas(gemm: &GemmDesc, tile: Fp8Tile, device: &Device) -> u32 {
-    device.multiprocessors * tile.kernel(gemm.gated).ctas()
+    fn unit_rows(self) -> u32 {
+        Fp8Tile::unit_rows(self)
+    }
+
+    fn variant(self, gated: bool) -> Variant {
+        Variant::Fp8(self.kernel(gated))
+    }
 }
 
 /// The narrowest tile that takes this many tokens.
 fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
-    let first = FP8_TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(FP8_TILES.len() - 1);
-    let narrow = FP8_TILES[first];
-    match FP8_TILES.get(first + 1) {
-        Some(wide) if wide.tokens == narrow.tokens => {
-            // One tile an expert is what the schedule's tile was chosen for.
-            let units = gemm.slots.min(gemm.experts) as u32 * row_blocks(gemm, *wide);
-            if units <= FEW_UNITS * ctas(gemm, *wide, device) {
-                narrow
-            } else {
-                *wide
-            }
-        }
-        _ => narrow,
-    }
+    tiles::narrowest(&FP8_TILES, FEW_UNITS, gemm, tokens, device)
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
-/// both GEMMs and what quantises, with tiles of 16, 64 and 128: dsv3-tp8 at M = 64 (mean 2) 302, 309, -; at 256 (8) -, 363, 411; at 1024
-/// (32) 516, 400, 401; at 4096 (128) -, 825, 614; qwen3-30b-a3b at 64 (4) 150, 151, -; at 256 (16) 181, 158, -; at 1024 (64) -, 207, 197.
+/// both GEMMs and what quantises, with tiles of 16, 64 and 128 (of these GEMM2 as `down` has it): dsv3-tp8 at M = 64 (mean 2) 302, 309, -; at
+/// 256 (8) -, 363, 411; at 1024 (32) 516, 402, 389; at 4096 (128) -, 825, 662; qwen3-30b-a3b at 64 (4) 150, 151, -; at 256 (16) 181, 158, -;
+/// at 1024 (64) -, 207, 183. The border between 16 and 32 is chosen.
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 4.0 => 16,
-        mean if mean <= 32.0 => 64,
+        mean if mean <= 24.0 => 64,
         _ => WIDE_TOKENS as i32,
     }
 }
 
-/// Whether GEMM1's own epilogue quantises what GEMM2 reads.
-pub fn quantises_inside(tile_tokens: i32) -> bool {
-    tile_tokens == WIDE_TOKENS as i32
+/// In steps of what an expert's slots are cut into tiles. A half of a wide tile is multiplied whole: with several tiles an expert, full ones
+/// and a rest are less work than even parts. us of GEMM1, even parts and full ones: dsv3-tp8 M = 4096 (mean 128) 367, 385; 16384 (512) 1114,
+/// 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926.
+pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
+    if tile_tokens == WIDE_TOKENS as i32 && slots > 192 * experts {
+        tile_tokens / 2
+    } else {
+        tile_tokens.min(16)
+    }
+}
+
+/// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows.
+pub fn quantises_inside(format: Format, tile_tokens: i32) -> bool {
+    format == Format::Fp8Block && tile_tokens == WIDE_TOKENS as i32
+}
+
+/// The launches that quantise x and GEMM1's output.
+pub fn quantize(layer: &LayerDesc, (tokens, slots): (i64, i64), tile_tokens: i32) -> [[Option<Launch>; 2]; 2] {
+    let scaling = scaling(layer.format);
+    let after = match quantises_inside(layer.format, tile_tokens) {
+        true => [None, None],
+        false => fp8_ops::plan(scaling, slots, layer.intermediate),
+    };
+    [fp8_ops::plan(scaling, tokens, layer.hidden), after]
+}
+
+/// Where the scales of a format's activations come from.
+pub fn scaling(format: Format) -> Fp8Scaling {
+    match format {
+        Format::Fp8Tensor => Fp8Scaling::Peak,
+        Format::Fp8TensorToken => Fp8Scaling::Rows,
+        Format::Fp8TensorStatic => Fp8Scaling::Given,
+        _ => Fp8Scaling::Groups,
+    }
 }
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
-    let kernel = tile.kernel(gemm.gated);
-    Launch {
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+}
+
+/// GEMM2: where its K is short, the kernel whose tokens stay, with units as large as leave each multiprocessor several of them. us of GEMM2,
+/// wide, units of 4, of 8, of 16 blocks (both GEMMs where M = 1024), variants in turn:
+///   dsv3-tp8 (K 256)        M 1024  402, 389, 390, 393;   4096  282, 253, 255, 266;   16384  975, 824, 799, 768
+///   qwen3-30b-a3b (K 768)   M 1024  190, 183, 183, 183;   4096  152, 159, 155, 174;   16384  505, 527, 485, 479
+pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let pairs = 2 * GROUP as i64;
+    if tile_tokens != WIDE_TOKENS as i32 || gemm.k % pairs != 0 || gemm.k > 4 * pairs {
+        return self::gemm(gemm, tile_tokens, device);
+    }
+    let group = GROUP as u32;
+    let [few, many] = FP8_STATIONARY_BLOCKS;
+    let tiles = (gemm.slots / i64::from(tile_tokens)).max(gemm.slots.min(gemm.experts)) as u32;
+    let rounds = tiles * (gemm.rows as u32).div_ceil(many * group) / device.multiprocessors;
+    let blocks = match (rounds, gemm.k) {
+        (16.., _) => many,
+        (8.., k) if k > pairs => many,
+        // An expert with several tiles shares its weights among them.
+        (_, k) if k > pairs && gemm.slots > gemm.experts * i64::from(tile_tokens) => {
+            return self::gemm(gemm, tile_tokens, device)
+        }
+        _ => few,
+    };
+    let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
+    tiles::launch(gemm, tile_tokens, (variant, blocks * group), device)
+}
+
+/// What csrc/moe/routed_layer_fp8_sm90.cuh has room for: columns of x and between the GEMMs.
+const LAYER_HIDDEN: i64 = 8192;
+const LAYER_INNER: i64 = 2048;
+
+/// Most tokens of a layer in one launch, and of one with more columns of x than that, whose tokens leave the rings less room.
+const LAYER_TOKENS: i64 = 8;
+const LONG_HIDDEN: i64 = 4096;
+const LONG_TOKENS: i64 = 4;
+
+/// The layer in one launch, with the routing and both quantisations inside. us a layer of cold weights, separate launches (without routing,
+/// which takes 3 to 4) and one, with two CTAs a multiprocessor and with one:
+///   qwen3-30b-a3b (E128 H2048 I768)   1: 18.0, 16.9, 18.4   2: 28.1, 26.4, 27.7   4: 43.7, 40.5, 43.2   8: 74.6, 71.0, 76.3
+///   E256 H2048 I512                   1: 15.6, 13.8, 13.8   2: 21.5, 21.0, 21.7   4: 34.4, 33.9, 35.6   8: 53.3, 52.6, 56.2
+///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
+pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+    let pairs = 2 * GROUP as i64;
+    let row_blocks = [up, down].map(|gemm| gemm.rows as u32 / sm90::LAYER_ROWS);
+    let tiles = max_tiles(up.slots, up.experts, sm90::LAYER_TOKENS) as u32;
+    let long = up.k > LONG_HIDDEN;
+    // Few long units of GEMM1 are over sooner with a multiprocessor each.
+    let alone = long && 2 * tiles * row_blocks[0] <= device.multiprocessors;
+    let logits = desc.logits?;
+    let (experts, ctas) =
+        FP8_LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
+    let fits = sm90::routes_inside(desc, up, i64::from(experts))
+        && desc.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
+        && up.k % pairs == 0
+        && down.k % pairs == 0
+        && up.k <= LAYER_HIDDEN
+        && down.k <= LAYER_INNER;
+    let kernel = Fp8::RoutedLayerFp8Sm90 { gated: up.gated, experts, ctas };
+    fits.then(|| Launch {
         variant: Variant::Fp8(kernel),
-        grid: units.min(ctas(gemm, tile, device)).max(1),
+        // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
+        grid: (tiles * row_blocks.iter().sum::<u32>()).min(device.multiprocessors * ctas),
         block: kernel.threads(),
         cluster: 1,
         shared_bytes: kernel.shared_bytes(),
-    }
+    })
 }
 
 pub fn variants(gated: bool) -> Vec<Variant> {
     let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    gemms.chain([Fp8::RowsToE4m3]).map(Variant::Fp8).collect()
+    let quantisers = [Fp8::RowsToE4m3, Fp8::TilesToE4m3, Fp8::WholeRowsToE4m3, Fp8::PeakOfRows, Fp8::ExpandScales];
+    gemms.chain(fp8::layers(gated)).chain(fp8::stationary()).chain(quantisers).map(Variant::Fp8).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Arch;
     use crate::variants::Element;
 
     #[test]

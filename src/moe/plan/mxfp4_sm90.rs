@@ -1,7 +1,8 @@
 //! Tile choice of the Hopper grouped GEMM of packed MXFP4 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
 
-use super::{max_tiles, sm90, GemmDesc, MoeDesc};
-use crate::device::{Arch, Device};
+use super::tiles::{self, Tile};
+use super::{sm90, GemmDesc, MoeDesc};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
@@ -10,7 +11,7 @@ use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
 pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
-    device.arch == Arch::SM90 && k.is_multiple_of(8) && rows.is_multiple_of(16) && out_columns.is_multiple_of(8)
+    device.is_hopper() && k.is_multiple_of(8) && rows.is_multiple_of(16) && out_columns.is_multiple_of(8)
 }
 
 /// The error for e4m3 activations where this kernel is not.
@@ -27,7 +28,7 @@ hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: 
 }
 
 /// By tokens.
-fn tiles(format: Format) -> &'static [Mxfp4Sm90Tile] {
+fn tiles_of(format: Format) -> &'static [Mxfp4Sm90Tile] {
     if format == Format::Mxfp4A8 {
         &MXFP4_E4M3_SM90_TILES
     } else {
@@ -40,32 +41,23 @@ fn tiles(format: Format) -> &'static [Mxfp4Sm90Tile] {
 ///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
 const FEW_UNITS: u32 = 6;
 
-fn row_blocks(gemm: &GemmDesc, tile: Mxfp4Sm90Tile) -> u32 {
-    (gemm.rows as u32).div_ceil(64 * tile.consumers)
-}
+impl Tile for Mxfp4Sm90Tile {
+    fn tokens(self) -> u32 {
+        self.tokens
+    }
 
-/// CTAs that are resident at once.
-fn ctas(gemm: &GemmDesc, tile: Mxfp4Sm90Tile, device: &Device) -> u32 {
-    device.multiprocessors * tile.variant(gemm.gated).ctas_per_multiprocessor()
+    fn unit_rows(self) -> u32 {
+        64 * self.consumers
+    }
+
+    fn variant(self, gated: bool) -> Variant {
+        Mxfp4Sm90Tile::variant(self, gated)
+    }
 }
 
 /// The narrowest tile that takes this many tokens.
 fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
-    let tiles = tiles(gemm.format);
-    let first = tiles.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(tiles.len() - 1);
-    let narrow = tiles[first];
-    match tiles.get(first + 1) {
-        Some(wide) if wide.tokens == narrow.tokens => {
-            // One tile an expert is what the schedule's tile was chosen for.
-            let units = gemm.slots.min(gemm.experts) as u32 * row_blocks(gemm, *wide);
-            if units <= FEW_UNITS * ctas(gemm, *wide, device) {
-                narrow
-            } else {
-                *wide
-            }
-        }
-        _ => narrow,
-    }
+    tiles::narrowest(tiles_of(gemm.format), FEW_UNITS, gemm, tokens, device)
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are decoded once. us a layer by tile
@@ -88,15 +80,7 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
-    let variant = tile.variant(gemm.gated);
-    Launch {
-        variant,
-        grid: units.min(ctas(gemm, tile, device)).max(1),
-        block: variant.threads(),
-        cluster: 1,
-        shared_bytes: variant.shared_bytes().unwrap_or(0),
-    }
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
 /// The layer in one launch, with the routing inside, for so many tokens, where the tokens leave each warp a deep enough ring. us a layer,
@@ -109,7 +93,7 @@ const LEAST_STAGES: i64 = 3;
 pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
     let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
-    let fits = sm90::routes_inside(desc, up)
+    let fits = sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS)
         && desc.tokens <= LAYER_TOKENS
         && MXFP4_LAYER_TILE.stages_beside(bytes(up), bytes(down)) >= LEAST_STAGES;
     let variant = MXFP4_LAYER_TILE.variant(up.gated);
@@ -131,7 +115,7 @@ pub fn quantize(rows: i64, device: &Device) -> Launch {
 }
 
 pub fn variants(format: Format, gated: bool) -> Vec<Variant> {
-    let gemms = tiles(format).iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
+    let gemms = tiles_of(format).iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
     let other = match format {
         Format::Mxfp4A8 => Variant::QuantizeRowsE4m3,
         _ => MXFP4_LAYER_TILE.variant(gated),
@@ -144,6 +128,7 @@ mod tests {
     use super::super::routing::Logits;
     use super::super::{Experts, MoePlan};
     use super::*;
+    use crate::device::Arch;
     use crate::params::Dtype;
     use crate::variants::Element;
 
@@ -160,7 +145,7 @@ mod tests {
                 chosen.push(launch.variant);
             }
             chosen.dedup();
-            assert_eq!(chosen, tiles(format).iter().map(|t| t.variant(true)).collect::<Vec<_>>());
+            assert_eq!(chosen, tiles_of(format).iter().map(|t| t.variant(true)).collect::<Vec<_>>());
         }
     }
 

@@ -2,14 +2,14 @@
 
 use super::routing::Logits;
 use super::{max_tiles, GemmDesc, MoeDesc};
-use crate::device::{Arch, Device};
+use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Dtype;
 use crate::variants::{Element, Sm90Tile, Variant, INNER_COLUMNS, LAYER_TILE, ROUTED_TILE, SM90_TILES};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
-    device.arch == Arch::SM90 && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
+    device.is_hopper() && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
 }
 
 /// Weight rows of a work unit.
@@ -131,7 +131,7 @@ pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Op
 /// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots, experts,
 /// workspaces.
 const ROUTED_SLOTS: i64 = 64;
-const ROUTED_EXPERTS: i64 = 128;
+pub const ROUTED_EXPERTS: i64 = 128;
 pub const ROUTED_WORKSPACES: usize = 256;
 
 /// The layer with the routing inside, where there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
@@ -141,16 +141,16 @@ pub const ROUTED_WORKSPACES: usize = 256;
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
 pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    let fits = routes_inside(desc, up)
+    let fits = routes_inside(desc, up, ROUTED_EXPERTS)
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
     fits.then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
 }
 
-/// Whether a launch with GEMMs in it can route: csrc/moe/few_slots.cuh.
-pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc) -> bool {
-    let serves = |l: Logits| l.plain && i64::from(l.experts) <= ROUTED_EXPERTS && up.experts <= i64::from(l.experts);
+/// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh.
+pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc, most_experts: i64) -> bool {
+    let serves = |l: Logits| l.plain && i64::from(l.experts) <= most_experts && up.experts <= i64::from(l.experts);
     desc.routes_inside && desc.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
 }
 
@@ -175,6 +175,7 @@ pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Arch;
     use crate::quant::Format;
 
     #[test]

@@ -1,5 +1,6 @@
-// What the Hopper grouped GEMMs of packed MXFP4 weights share: stages of codes, scales and tokens, and the warps that fill them.
-// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
+// What the Hopper grouped GEMMs of packed weights share: stages of codes, scales and tokens, and the warps that fill them.
+// `Form`: what the weights are packed as, such as mxfp4::Form; of it the bytes of a block of 64 rows x 64 K count here. Work
+// units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
 //
 // A stage has `Blocks` blocks of 64 K. Rows of tokens come 128 bytes at a time: a block of bf16, two of e4m3 (`E4m3`; the base
 // then takes a row for k / 2 elements of 16 bits).
@@ -7,18 +8,18 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../common/mxfp4.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
 
-template <bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks, bool E4m3>
-struct Mxfp4PipelineSm90 {
+template <typename Form, bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks, bool E4m3>
+struct PackedPipelineSm90 {
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
 
+    static constexpr int kBlockRows = 64;
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
-    static constexpr int kCodeBytes = Blocks * mxfp4::kCodeBytes, kScaleBytes = Blocks * mxfp4::kScaleBytes;
+    static constexpr int kCodeBytes = Blocks * Form::kCodeBytes, kScaleBytes = Blocks * Form::kScaleBytes;
     static constexpr int kTokenBlocks = E4m3 ? Blocks / 2 : Blocks;
     static_assert(!E4m3 || Blocks % 2 == 0, "whole rows of 128 bytes");
     // Consumers have read a unit when its slot is used again, and finished the one before: three slots.
@@ -62,7 +63,7 @@ struct Mxfp4PipelineSm90 {
 
     static __device__ __forceinline__ void copy_weights(const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
+        const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + kBlockRows - 1) / kBlockRows;
         // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
         const int fetch_block = max(0, blocks_of_k - Base::kFetchLead) / Blocks * Blocks;
         RingPosition<kUnitSlots> units;
@@ -74,12 +75,12 @@ struct Mxfp4PipelineSm90 {
             if (work.expert < 0) break;
             const int first_tile = work.row_block * Consumers, tiles = min(Consumers, row_tiles - first_tile);
             const size_t first = (size_t(work.expert) * row_tiles + first_tile) * blocks_of_k;
-            const uint8_t *codes = p.weights + first * mxfp4::kCodeBytes, *scales = p.block_scales + first * mxfp4::kScaleBytes;
+            const uint8_t *codes = p.weights + first * Form::kCodeBytes, *scales = p.block_scales + first * Form::kScaleBytes;
 #pragma unroll 1
             for (int block = 0; block < blocks_of_k; block += Blocks, ring.advance()) {
                 if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
                 const int blocks = min(Blocks, blocks_of_k - block);
-                const int code_bytes = blocks * mxfp4::kCodeBytes, scale_bytes = blocks * mxfp4::kScaleBytes;
+                const int code_bytes = blocks * Form::kCodeBytes, scale_bytes = blocks * Form::kScaleBytes;
                 Stage& stage = shared.stage[ring.slot];
                 uint64_t* full = &shared.full[ring.slot];
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
@@ -87,8 +88,8 @@ struct Mxfp4PipelineSm90 {
 #pragma unroll 1
                 for (int tile = 0; tile < tiles; ++tile) {
                     const size_t at = size_t(tile) * blocks_of_k + block;
-                    sm90::copy_bulk(stage.codes[tile], codes + at * mxfp4::kCodeBytes, code_bytes, full);
-                    sm90::copy_bulk(stage.scales[tile], scales + at * mxfp4::kScaleBytes, scale_bytes, full);
+                    sm90::copy_bulk(stage.codes[tile], codes + at * Form::kCodeBytes, code_bytes, full);
+                    sm90::copy_bulk(stage.scales[tile], scales + at * Form::kScaleBytes, scale_bytes, full);
                 }
             }
         }

@@ -1,0 +1,85 @@
+"""Times oxmoe.mm_mxfp8 beside torch's bf16 matmul (cuBLAS) on a GPU, with cold L2: `python benches/dense_mxfp8.py`.
+
+Several weights of a shape are multiplied in turn in a CUDA graph, so that none is in L2 when its turn comes; graphs are
+replayed in rounds, one after the other. The floor is the larger of the bytes of b, a, scales and output over memory's
+measured 4.3 TB/s and of flops over bf16's measured 790 TFLOP/s (docs/measured.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import oxmoe
+
+SHAPES = [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536), (7168, 2304)]  # (n, k)
+TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 4096]
+COLD_BYTES = 240e6
+ROUNDS = 7
+
+
+def graph_of(calls: list[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    del kept
+    return graph
+
+
+def microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
+
+
+def measure(n: int, k: int, m: int) -> dict[str, float]:
+    count = max(2, int(COLD_BYTES / (n * k)) + 1)
+    x = torch.randn((m, k), device="cuda", dtype=torch.bfloat16)
+    dense = [torch.randn((n, k), device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(count)]
+    weights = [oxmoe.mxfp8_quantize(weight) for weight in dense]
+    a, a_scales = oxmoe.mxfp8_quantize(x)
+    graphs = {
+        "mm_mxfp8": graph_of([lambda w=w: oxmoe.mm_mxfp8(a, w[0].t(), a_scales, w[1]) for w in weights]),
+        "mxfp8_linear": graph_of([lambda w=w: oxmoe.mxfp8_linear(x, *w) for w in weights]),
+        "cublas_bf16": graph_of([lambda w=w: x @ w.t() for w in dense]),
+    }
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            times[name].append(microseconds(graph) / count)
+    floor = max((n * k + m * k) * 33 / 32 + 2 * m * n, 2 * m * n * k / 790e12 * 4.3e12) / 4.3e6
+    return {"floor": floor} | {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="a JSON line for each size")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, oxmoe {oxmoe.__version__}; us")
+    for n, k in SHAPES:
+        for m in arguments.tokens:
+            row = {"n": n, "k": k, "m": m} | {name: round(value, 2) for name, value in measure(n, k, m).items()}
+            if arguments.json:
+                print(json.dumps(row), flush=True)
+                continue
+            ours, cublas = row["mm_mxfp8"], row["cublas_bf16"]
+            line = f"{n:6} x {k:6} m {m:5}: floor {row['floor']:8.2f}"
+            line += f"  mm_mxfp8 {ours:8.2f} ({ours / row['floor']:.2f} x)"
+            line += f"  mxfp8_linear {row['mxfp8_linear']:8.2f}  cuBLAS bf16 {cublas:8.2f} ({cublas / ours:.2f} x)"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+// MXFP8: e4m3 weights with E8M0 scales as the GPU kernels hold them, packed so that a thread reads its mma A fragments as vectors
+// and needs 14 instructions for 8 weights; and the rounding of activations.
+//
+// Blocks, fragments and weight rows are those of mxfp4.cuh, with twice the bytes of codes:
+//   codes   [experts][ceil(rows / 64)][ceil(k / 64)][4096 bytes]
+//   scales  [experts][ceil(rows / 64)][ceil(k / 64)][128 bytes]
+// Thread t of the 128 has 16 bytes at 16 t, words 2 s and 2 s + 1 of them its A fragment of k16 step s (0 and 1), and 16 bytes at
+// 2048 + 16 t, the same of steps 2 and 3. The first word of a step has registers 0 and 1, the second 2 and 3.
+#pragma once
+#include <cstdint>
+
+#include "mxfp4.cuh"
+
+namespace oxmoe::mxfp8 {
+
+constexpr int kCodeBytes = 4096, kScaleBytes = mxfp4::kScaleBytes;
+constexpr int kScaled = 32;  // columns that share a scale
+
+// An e4m3 code is s eeee mmm. The bf16 bits  s0000eee emmm0000  are its value * 2^-120, subnormal numbers included, so decoding
+// is: move eight bits into place, then multiply by 2^120 * scale. Both steps are exact. NaN is left to the packer.
+constexpr uint32_t kInPlace = 0x87F087F0;
+
+// Where the packer puts a code so that take() needs 5 instructions for four of them: the first register is in place; of the
+// second, bits 4 to 7 and the sign are 4 bits too low, bits 8 to 10 4 bits too high, where the first has none.
+__host__ __device__ constexpr uint32_t place(uint32_t code, int reg, int half) {
+    const uint32_t in_place = (code & 0x80) << 8 | (code & 0x7F) << 4;
+    return (reg % 2 == 0 ? in_place : (in_place & 0x80F0) >> 4 | (in_place & 0x0700) << 4) << (16 * half);
+}
+
+// The multiplier of scale byte E, value 2^(E - 127), is the bf16 2^(E - 7 - shift): exponent field E + 120 - shift. An expert's
+// shift is 0 while its largest E is at most 134 (a scale of 128), else that E - 134: then the sums are multiplied by 2^shift.
+// Numbers below 2^(shift
+// - 133) lose bits, as bf16 has none there: those of scales below 2^(shift - 124). A group with NaN, its scale 255 or a code of
+// 0x7F, is what mxfp4.cuh makes of a scale that is NaN: the field 255 and the codes 0.
+__host__ __device__ constexpr int shift_of_peak(int peak) { return peak > 134 ? peak - 134 : 0; }
+__host__ __device__ constexpr uint32_t scale_field(int e8m0, int shift) {
+    const int field = e8m0 + 120 - shift;
+    return e8m0 == 255 ? 255 : field < 0 ? 0 : field;
+}
+
+#ifdef __CUDACC__
+// A word's codes in place: two of each register.
+__device__ __forceinline__ void take(uint32_t word, uint32_t& first, uint32_t& second) {
+    first = word & kInPlace;
+    second = (word << 4 & 0x80F080F0) | (word >> 4 & 0x07000700);
+}
+
+// ---- activations: groups of 32 bf16 numbers, a quad's, to the bf16 numbers that MXFP8 has for them ----
+//
+// Scale and codes are those of quantize_group in src/quant/mxfp8.rs; what comes out is code times scale, rounded where bf16 does
+// not hold it, below 2^-133.
+
+// E8M0 from the bits of a bf16 magnitude: 448 is 1.75 * 2^8.
+__device__ __forceinline__ int scale_byte(uint32_t magnitude) {
+    return magnitude < 0x7F80 ? max((magnitude + 0x1F) >> 7, 8u) - 8 : magnitude == 0x7F80 ? 254 : 255;
+}
+
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+    // NOTE: of a number and NaN the number.
+    uint32_t larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & 0x7FFF7FFF), "r"(b & 0x7FFF7FFF));
+    return larger;
+}
+
+// 8 of a group's numbers; the other lanes of the quad have the rest, and all of the warp are here.
+//
+// A number is rounded to e4m3's steps by adding and taking away again 1.5 times the power of two whose bf16 steps they are: 16
+// times the number's own, at least 2^-2 scales. So that this neither overflows nor gets lost, groups of the largest and smallest
+// scales are multiplied by 2^-64 or 2^64 before, and back. What the scales 0 and 254 stand for becomes 0, an infinity NaN.
+// NOTE: without a call, and not by part of a warp: beside wgmma ptxas would give up uniform registers.
+__device__ __forceinline__ uint4 round_group(const uint4& x) {
+    uint32_t pair = larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
+    pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 1));
+    pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 2));
+    const int scale = scale_byte(larger_magnitudes(pair, pair >> 16) & 0xFFFF), shift = scale < 10 ? 64 : scale > 230 ? -64 : 0;
+    const uint32_t factor = scale == 0 || scale == 254 ? 0 : (127 + shift) * 0x00800080, back = (127 - shift) * 0x00800080;
+    const uint32_t least = (scale + shift - 6) * 0x00800080;
+    const auto rounded = [&](uint32_t numbers) {
+        uint32_t sum;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(numbers) : "r"(numbers), "r"(factor));
+        const uint32_t steps = __vmaxu2(numbers & 0x7F807F80, least) + 0x02400240;
+        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(numbers), "r"(steps));
+        asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(steps));
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(back));
+        return sum;
+    };
+    return make_uint4(rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w));
+}
+
+// What moe/grouped_gemm_packed_sm90.cuh takes.
+struct Form {
+    static constexpr int kCodeBytes = mxfp8::kCodeBytes, kScaleBytes = mxfp8::kScaleBytes;
+    static constexpr int kThreadCodes = 16, kQuadScales = 4;
+    static constexpr int kWidestSpan = 64;
+
+    struct Codes {
+        uint4 halves[2];
+    };
+    using Scales = uint32_t;
+    static __device__ __forceinline__ Codes load_codes(const uint8_t* mine) {
+        const uint4* halves = reinterpret_cast<const uint4*>(mine);
+        return {halves[0], halves[kCodeBytes / 32]};
+    }
+    static __device__ __forceinline__ Scales load_scales(const uint8_t* mine) { return *reinterpret_cast<const uint32_t*>(mine); }
+
+    static constexpr int kGroupSteps = 2;
+    static __device__ __forceinline__ uint32_t multipliers(Scales scales, int group) {
+        return mxfp4::unpack_scales(scales, group);
+    }
+    static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
+        const uint4& half = codes.halves[step / 2];
+        uint32_t bits[4];
+        take(step % 2 ? half.z : half.x, bits[0], bits[1]);
+        take(step % 2 ? half.w : half.y, bits[2], bits[3]);
+        mxfp4::scale(bits, multipliers, a);
+    }
+
+    static constexpr bool kExchanges = true;
+    // GEMM1's outputs, which have an activation, are GEMM2's tokens. Four neighbouring lanes hold 32 columns of a token.
+    template <typename Params>
+    static __device__ __forceinline__ uint4 finish(const uint4& outputs, const Params& p) {
+        return p.activation.kind == decltype(p.activation.kind)::Identity ? outputs : round_group(outputs);
+    }
+};
+#endif
+
+}  // namespace oxmoe::mxfp8

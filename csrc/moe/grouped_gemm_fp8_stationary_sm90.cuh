@@ -1,0 +1,319 @@
+// GEMM2 for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens with few columns between the GEMMs: as
+// grouped_gemm_fp8_wide_sm90.cuh, bit for bit.
+//
+// With a K of two to eight blocks the wide kernel's units are over before its pipeline is full. Here the tokens of a tile stay in
+// shared memory while the weights of `UnitBlocks` blocks of 128 rows pass by: weights alone are copied, and a unit is long enough
+// for its start not to count. Two K blocks are multiplied into registers of their own, so that the second's multiplication covers
+// the first's scaling, and the outputs of a block go out while the next is multiplied.
+//
+// Tokens lie in a ring of K blocks as weights do: what the last block of rows has read makes room for the next tile's.
+//
+// `p.k` counts pairs of elements. Weights' tensor map and a lane's outputs are the wide kernel's. Plain, bf16 out, no activation,
+// no router weights; needs k % 256 == 0, k <= 1024, rows % 128 == 0, 16-byte aligned x, weights and out.
+#pragma once
+#include <cstdint>
+#include <cuda.h>
+
+#include "grouped_gemm_fp8_wide_sm90.cuh"
+
+namespace oxmoe {
+
+template <int UnitBlocks>
+struct GroupedGemmFp8StationarySm90 {
+    static constexpr int kTokens = 128, kConsumers = 2, kBlockRows = 128, kBlockBytes = 128 * 128;
+    static constexpr int kTokenStages = 8, kWeightStages = 6;
+    using Wide = GroupedGemmFp8WideSm90<false, 4>;
+    // Its schedule: units of UnitBlocks blocks, and all tiles of an expert before the next.
+    using Base = GroupedGemmSm90<__nv_bfloat16, false, kTokens, 2, UnitBlocks, 2>;
+    static_assert(Base::kRows == UnitBlocks * kBlockRows, "units of blocks");
+
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kReaders = 4 * kConsumers;  // arrivals that free a stage
+
+    struct alignas(128) Shared {
+        uint8_t tokens[kTokenStages][kBlockBytes], weights[kWeightStages][kBlockBytes];
+        uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
+        WorkUnit unit[kUnitSlots];
+        uint64_t tokens_full[kTokenStages], tokens_empty[kTokenStages], full[kWeightStages], empty[kWeightStages];
+        uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static constexpr int kCtas = 1;
+
+    static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) {
+            init_barriers(shared);
+            sm90::prefetch_tensor_map(&weights);
+        }
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            sm90::registers_decrease<40>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy_weights(weights, p, shared);
+            else if (warp == 1)
+                Base::schedule(p, shared);
+            else
+                gather(p, shared);
+        } else {
+            sm90::registers_increase<232>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void init_barriers(Shared& shared) {
+#pragma unroll 1
+        for (int s = 0; s < kTokenStages; ++s) {
+            sm90::barrier_init(&shared.tokens_full[s], Base::kGatherThreads);
+            sm90::barrier_init(&shared.tokens_empty[s], kReaders);
+        }
+#pragma unroll 1
+        for (int s = 0; s < kWeightStages; ++s) {
+            sm90::barrier_init(&shared.full[s], 1);
+            sm90::barrier_init(&shared.empty[s], kReaders);
+        }
+        for (int u = 0; u < kUnitSlots; ++u) {
+            sm90::barrier_init(&shared.unit_full[u], 32);
+            sm90::barrier_init(&shared.unit_empty[u], 1 + Base::kGatherThreads + 128 * kConsumers);
+        }
+        sm90::barrier_init(&shared.fetch_next, 1);
+        sm90::barrier_init_fence();
+    }
+
+    // Blocks of rows of a unit.
+    static __device__ __forceinline__ int blocks_of(const GroupedGemmParams& p, const WorkUnit& work) {
+        return min(UnitBlocks, p.rows / kBlockRows - work.row_block * UnitBlocks);
+    }
+
+    // ---- weights: one thread, a box a stage ----
+
+    static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
+        if (threadIdx.x != 0) return;
+        const int k_blocks = Base::k_blocks(p);
+        RingPosition<kUnitSlots> units;
+        RingPosition<kWeightStages> ring;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const int first = work.expert * (p.rows / kBlockRows) + work.row_block * UnitBlocks, blocks = blocks_of(p, work);
+            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            int steps = max(0, blocks * k_blocks - Base::kFetchLead);
+#pragma unroll 1
+            for (int block = 0; block < blocks; ++block) {
+#pragma unroll 1
+                for (int k = 0; k < k_blocks; ++k, ring.advance(), --steps) {
+                    if (steps == 0) sm90::barrier_arrive(&shared.fetch_next);
+                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                    sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlockBytes);
+                    sm90::copy_tensor_5d(shared.weights[ring.slot], &weights,
+                                         {k * Base::kBlockK, 0, 0, 0, (first + block) * Wide::kBlockStrips},
+                                         &shared.full[ring.slot]);
+                }
+            }
+        }
+    }
+
+    // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; rows of the tile without a token keep old bytes ----
+
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        constexpr int kPassRows = Base::kGatherThreads / 8;
+        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<kTokenStages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+#pragma unroll 1
+            for (int k = 0; k < Base::k_blocks(p); ++k, ring.advance()) {
+                sm90::barrier_wait(&shared.tokens_empty[ring.slot], ring.parity ^ 1);
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + k * 8 + chunk;
+                const uint32_t tokens = sm90::shared_address(shared.tokens[ring.slot]) + swizzled;
+#pragma unroll 4
+                for (int n = first; n < work.count; n += kPassRows)
+                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], true);
+                sm90::copy_async_arrive(&shared.tokens_full[ring.slot]);
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
+    // ---- consumers ----
+
+    template <bool Value>
+    struct Bool {
+        static constexpr bool value = Value;
+    };
+
+    // Of two K blocks: a lane's tokens' and the weights'.
+    struct Scales {
+        float2 token[2], weight;
+    };
+
+    // A block's outputs of a lane on their way out: where its tokens' rows are, null without a token, and pairs of outputs.
+    struct Outputs {
+        __nv_bfloat16* row[2];
+        uint32_t pairs[2][Wide::kLaneColumns / 2];
+
+        __device__ __forceinline__ void store(int column) const {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sm90::store_global_16_if(
+                        row[half] + column + i * Wide::kRunStride,
+                        {pairs[half][4 * i], pairs[half][4 * i + 1], pairs[half][4 * i + 2], pairs[half][4 * i + 3]},
+                        row[half] != nullptr && column >= 0);
+                }
+            }
+        }
+    };
+
+    using Sums = float[kBlockRows / 2];
+
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const bool is_lane_0 = lane == 0;
+        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4, lane_column = lane % 4 * Wide::kRun;
+        RingPosition<kUnitSlots> units;
+        RingPosition<kTokenStages> tokens;
+        RingPosition<kWeightStages> ring;
+        pdl::wait();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            if (work.expert < 0) break;
+            const float2* token_scales[2];
+            Outputs outputs;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // A row of x has 8 vectors a block, and one scale.
+                const bool inside = row + 8 * half < work.count;
+                const uint32_t source = shared.source[units.slot][inside ? row + 8 * half : 0];
+                token_scales[half] = reinterpret_cast<const float2*>(p.x_scales + source / 8);
+                __nv_bfloat16* out = reinterpret_cast<__nv_bfloat16*>(p.out) + size_t(work.first + row + 8 * half) * p.rows;
+                outputs.row[half] = inside ? out : nullptr;
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            const int blocks = blocks_of(p, work), first_block = work.row_block * UnitBlocks;
+            if (consumer * 64 >= work.count) {
+                for (int step = 0; step < blocks * k_blocks; ++step, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+                }
+                for (int k = 0; k < k_blocks; ++k, tokens.advance()) {
+                    sm90::barrier_wait(&shared.tokens_full[tokens.slot], tokens.parity);
+                    sm90::barrier_arrive_if(&shared.tokens_empty[tokens.slot], is_lane_0);
+                }
+                continue;
+            }
+            const float2* weight_scales =
+                reinterpret_cast<const float2*>(reinterpret_cast<const float*>(p.block_scales) +
+                                                size_t(work.expert * (p.rows / kBlockRows) + first_block) * k_blocks);
+            Scales next = {{token_scales[0][0], token_scales[1][0]}, weight_scales[0]};
+            RingPosition<kTokenStages> position = tokens;
+            int stored = -1;
+#pragma unroll 1
+            for (int block = 0; block < blocks; ++block) {
+                Sums sums;
+                position = tokens;
+                const bool last = block + 1 == blocks;
+                // The K blocks at `position` and behind it; `meanwhile()` is done while they are multiplied.
+                auto multiply_two = [&](auto first, int k, auto meanwhile) {
+                    RingPosition<kTokenStages> position_behind = position;
+                    position_behind.advance();
+                    RingPosition<kWeightStages> ring_behind = ring;
+                    ring_behind.advance();
+                    const Scales scales = next;
+                    const bool wraps = k + 2 == k_blocks;
+                    ++weight_scales;
+                    if (block == 0) {
+                        sm90::barrier_wait(&shared.tokens_full[position.slot], position.parity);
+                        sm90::barrier_wait(&shared.tokens_full[position_behind.slot], position_behind.parity);
+                        sm90::fence_async_proxy();
+                    }
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    sm90::barrier_wait(&shared.full[ring_behind.slot], ring_behind.parity);
+                    float products[2][kBlockRows / 2];
+                    start(products, shared, consumer, {position.slot, position_behind.slot}, {ring.slot, ring_behind.slot});
+                    // NOTE: behind a unit's last two the same once more, which are there.
+                    const int pair = wraps ? 0 : k / 2 + 1;
+                    next = {{token_scales[0][pair], token_scales[1][pair]}, *(weight_scales - int(wraps && last))};
+                    meanwhile();
+                    finish<decltype(first)::value>(sums, products, scales, shared, {ring.slot, ring_behind.slot}, is_lane_0);
+                    sm90::barrier_arrive_if(&shared.tokens_empty[position.slot], last && is_lane_0);
+                    sm90::barrier_arrive_if(&shared.tokens_empty[position_behind.slot], last && is_lane_0);
+                    position = position_behind, position.advance();
+                    ring = ring_behind, ring.advance();
+                };
+                multiply_two(Bool<true>{}, 0, [&] { outputs.store(stored); });
+#pragma unroll 1
+                for (int k = 2; k < k_blocks; k += 2) multiply_two(Bool<false>{}, k, [] {});
+                stored = (first_block + block) * kBlockRows + lane_column;
+                if (p.bias) Wide::add_bias(p, size_t(work.expert) * p.rows + stored, sums);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                    for (int i = 0; i < Wide::kLaneColumns / 2; ++i) {
+                        outputs.pairs[half][i] =
+                            pack<__nv_bfloat16>(sums[Wide::sum_index(2 * i, half)], sums[Wide::sum_index(2 * i + 1, half)]);
+                    }
+                }
+            }
+            tokens = position;
+            outputs.store(stored);
+        }
+    }
+
+    // Two K blocks, each into registers of its own.
+    static __device__ __forceinline__ void start(float (&products)[2][kBlockRows / 2], Shared& shared, int consumer,
+                                                 const int (&token_slots)[2], const int (&weight_slots)[2]) {
+        sm90::wgmma_fence();
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const uint32_t tokens = sm90::shared_address(shared.tokens[token_slots[b]]) + consumer * 8192;
+            const uint32_t weights = sm90::shared_address(shared.weights[weight_slots[b]]);
+            sm90::start_wgmma_e4m3_128(products[b], sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
+#pragma unroll
+            for (int i = 1; i < 4; ++i) {
+                sm90::WgmmaE4m3<kBlockRows>::multiply(products[b], sm90::descriptor_128b(tokens, i * 32),
+                                                      sm90::descriptor_128b(weights, i * 32), true);
+            }
+            sm90::wgmma_commit();
+        }
+    }
+
+    template <bool First>
+    static __device__ __forceinline__ void finish(Sums& sums, float (&products)[2][kBlockRows / 2], const Scales& scales,
+                                                  Shared& shared, const int (&weight_slots)[2], bool is_lane_0) {
+        float low = __fmul_rn(scales.token[0].x, scales.weight.x), high = __fmul_rn(scales.token[1].x, scales.weight.x);
+        sm90::wgmma_wait<1>();
+        sm90::barrier_arrive_if(&shared.empty[weight_slots[0]], is_lane_0);
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i)
+            sums[i] = __fmaf_rn(products[0][i], i % 4 < 2 ? low : high, First ? 0.f : sums[i]);
+        low = __fmul_rn(scales.token[0].y, scales.weight.y), high = __fmul_rn(scales.token[1].y, scales.weight.y);
+        sm90::wgmma_wait<0>();
+        sm90::barrier_arrive_if(&shared.empty[weight_slots[1]], is_lane_0);
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i) sums[i] = __fmaf_rn(products[1][i], i % 4 < 2 ? low : high, sums[i]);
+    }
+};
+
+}  // namespace oxmoe

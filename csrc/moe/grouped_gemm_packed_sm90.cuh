@@ -1,0 +1,280 @@
+// Grouped GEMM for Hopper with packed weights and bf16 tokens: out[place] = activation(weights[expert(place)] x[row(place)]
+// + bias[expert(place)]). Exact where weights are bf16 numbers, such as e2m1 or e4m3 times a power of two.
+//
+// `Form` is what the weights are packed as: blocks of 64 rows x 64 K, four warps each; see mxfp4::Form and mxfp8::Form. A thread
+// reads its part of a block and decodes it into the A fragments of four k16 steps.
+//
+// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's. Weights come as they lie in memory, MXFP4's 4.25 bits
+// each, and are decoded in registers, 52 instructions for 64 x 64 of them and warp, of 75 in all; memory's rate leaves about 125
+// cycles, of MXFP8 250.
+//
+// Up to 32 tokens a warp multiplies with mma.sync: it goes on decoding meanwhile, where wgmma with A in registers would hold it
+// up. Wider tiles use wgmma, several warpgroups a CTA, so that one decodes while another multiplies. The two give the same bits.
+// Either way a stage's K blocks are one straight run of code.
+//
+// Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out.
+#pragma once
+#include <cstdint>
+
+#include "../common/sm80.cuh"
+#include "packed_pipeline_sm90.cuh"
+
+namespace oxmoe {
+
+template <typename Form, bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
+struct GroupedGemmPackedSm90 {
+    using Pipeline = PackedPipelineSm90<Form, Gated, MaxTokens, Consumers, Stages, Blocks, false>;
+    using Base = typename Pipeline::Base;
+    using Shared = typename Pipeline::Shared;
+    using Stage = typename Pipeline::Stage;
+
+    static constexpr int kThreads = Base::kThreads;
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static constexpr int kCtas = Pipeline::kCtas;
+    static constexpr int kWidthStep = Pipeline::kWidthStep, kSteps = Pipeline::kSteps;  // of 16 K
+    // With more wide widths ptxas runs out of registers (C7512).
+    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - Form::kWidestSpan : kWidthStep;
+    static constexpr int kGroups = 4 / Form::kGroupSteps;  // of a block's K, with a scale each
+    static constexpr bool kMmaSync = MaxTokens <= 32;
+    static constexpr int kReaders = kMmaSync ? 4 : 128;  // arrivals of a warpgroup that free a stage
+
+    static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) Base::init_barriers(shared, kReaders * Consumers);
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        if (!p.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_decrease<56>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                Pipeline::copy_weights(p, shared);
+            else if (warp == 1)
+                Base::template schedule<Pipeline::kByExpert>(p, shared);
+            else
+                Pipeline::gather(p, shared);
+        } else {
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_increase<152>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    // ---- consumers ----
+
+    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        uint32_t staging = 0;
+        const int k_blocks = Base::k_blocks(p);
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            if (work.expert < 0) break;
+            if (!Base::has_rows(p, work, Base::consumer_index())) {
+                for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    release(&shared.empty[ring.slot], true);
+                }
+                continue;
+            }
+            typename Base::Biases bias;
+            Base::template load_biases<true>(work, p, bias);
+            const float scale = p.expert_scales[work.expert];
+            float sums[1][MaxTokens / 2];
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
+            multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+#pragma unroll
+            for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= scale;
+            const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
+            if (!Gated || activated)
+                Base::template store<true, Form>(work, sums, p, shared, staging);
+            else
+                Base::template store<false, Form>(work, sums, p, shared, staging);
+        }
+    }
+
+    // The smallest width that holds the tile, by bisection.
+    template <int Low, int High>
+    static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
+                                                             RingPosition<Stages>& ring) {
+        if constexpr (Low == High && kMmaSync) {
+            multiply_by_warp<Low>(k_blocks, sums, shared, ring);
+        } else if constexpr (Low == High) {
+            multiply<Low>(k_blocks, sums, shared, ring);
+        } else {
+            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
+            if (count <= kMiddle)
+                multiply_at_width<Low, kMiddle>(count, k_blocks, sums, shared, ring);
+            else
+                multiply_at_width<kMiddle + kWidthStep, High>(count, k_blocks, sums, shared, ring);
+        }
+    }
+
+    // Frees a stage that all lanes of a warp have read. NOTE: by every lane beside wgmma, where ptxas takes a warp for converged
+    // and drops what would hold one lane's arrival back until the others have read.
+    static __device__ __forceinline__ void release(uint64_t* empty, bool condition) {
+        if constexpr (kMmaSync) __syncwarp();
+        sm90::barrier_arrive_if(empty, condition && (!kMmaSync || threadIdx.x % 32 == 0));
+    }
+
+    // A block's weights and half a block's tokens in registers.
+    struct Weights {
+        typename Form::Codes codes;
+        typename Form::Scales scales;
+
+        __device__ __forceinline__ void load(const uint8_t* my_codes, const uint8_t* my_scales, int block) {
+            codes = Form::load_codes(my_codes + block * Form::kCodeBytes);
+            scales = Form::load_scales(my_scales + block * Form::kScaleBytes);
+        }
+    };
+    template <int Width>
+    struct Tokens {
+        uint32_t tiles[Width / 8][4];
+
+        // `mine`: addresses of this lane's rows in the two halves of a block's 64 K.
+        __device__ __forceinline__ void load(const uint32_t (&mine)[2], int block, int half) {
+#pragma unroll
+            for (int n = 0; n < Width / 8; ++n) {
+                sm80::load_matrix_4(tiles[n], mine[half] + block * Base::kTokenBytes + n * 1024);
+            }
+        }
+    };
+
+    template <int Width>
+    static __device__ __forceinline__ void multiply_half(float* sums, const Weights& weights, const Tokens<Width>& tokens,
+                                                         int half) {
+        uint32_t multipliers[kGroups / 2];
+#pragma unroll
+        for (int i = 0; i < kGroups / 2; ++i) multipliers[i] = Form::multipliers(weights.scales, half * (kGroups / 2) + i);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            uint32_t a[4];
+            Form::decode(weights.codes, half * 2 + step, multipliers[step / Form::kGroupSteps], a);
+#pragma unroll
+            for (int n = 0; n < Width / 8; ++n) {
+                float (&tile)[4] = *reinterpret_cast<float (*)[4]>(&sums[4 * n]);
+                sm80::multiply_add<__nv_bfloat16>(tile, a, tokens.tiles[n][step * 2], tokens.tiles[n][step * 2 + 1]);
+            }
+        }
+    }
+
+    // mma.sync does not hold its warp up, so that decoding overlaps with it within a warp.
+    template <int Width>
+    static __device__ __forceinline__ void multiply_by_warp(int k_blocks, float* sums, Shared& shared,
+                                                            RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+        // Tile i of four is tokens 0 to 7, chunk i of 64 bytes.
+        const uint32_t swizzled = lane % 8 * 128 + ((lane / 8) ^ (lane % 8)) * 16;
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
+            const Stage& stage = shared.stage[ring.slot];
+            const uint8_t* my_codes = stage.codes[consumer] + thread * Form::kThreadCodes;
+            const uint8_t* my_scales = stage.scales[consumer] + thread / 4 * Form::kQuadScales;
+            const uint32_t first_half = sm90::shared_address(stage.tokens) + swizzled,
+                           my_tokens[2] = {first_half, first_half ^ 64};
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            if (block + Blocks <= k_blocks) {
+                Weights weights[2];
+                Tokens<Width> tokens[2];
+                weights[0].load(my_codes, my_scales, 0);
+                tokens[0].load(my_tokens, 0, 0);
+#pragma unroll
+                for (int half = 0; half < 2 * Blocks; ++half) {
+                    const int next = half + 1;
+                    if (next % 2 == 0 && next < 2 * Blocks) weights[next / 2 % 2].load(my_codes, my_scales, next / 2);
+                    if (next < 2 * Blocks) tokens[next % 2].load(my_tokens, next / 2, next % 2);
+                    multiply_half<Width>(sums, weights[half / 2 % 2], tokens[half % 2], half % 2);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; block + i < k_blocks; ++i) {
+                    Weights weights;
+                    weights.load(my_codes, my_scales, i);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        Tokens<Width> tokens;
+                        tokens.load(my_tokens, i, half);
+                        multiply_half<Width>(sums, weights, tokens, half);
+                    }
+                }
+            }
+            release(&shared.empty[ring.slot], true);
+        }
+    }
+
+    template <int Width>
+    static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index();
+        int previous = 0, block = 0;
+#pragma unroll 1
+        for (; block + Blocks <= k_blocks; block += Blocks, ring.advance()) {
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::fence_async_proxy();
+            multiply_blocks<Width, Blocks>(sums, shared.stage[ring.slot], consumer, 0,
+                                           [&] { release(&shared.empty[previous], block > 0); });
+            previous = ring.slot;
+        }
+        sm90::wgmma_wait<0>();
+        release(&shared.empty[previous], block > 0);
+        // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
+        if (Blocks == 1 || block == k_blocks) return;
+        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+        sm90::fence_async_proxy();
+#pragma unroll 1
+        for (int i = 0; block + i < k_blocks; ++i) {
+            multiply_blocks<Width, 1>(sums, shared.stage[ring.slot], consumer, i, [] {});
+            sm90::wgmma_wait<0>();
+        }
+        release(&shared.empty[ring.slot], true);
+        ring.advance();
+    }
+
+    // `Run` K blocks of a stage from block `first` on. While the tensor cores work on a group, the next one is decoded, and the
+    // next block is on its way from shared memory. On return one group is in flight; `earlier_done` is called once everything
+    // older than this call has finished.
+    template <int Width, int Run, typename F>
+    static __device__ __forceinline__ void multiply_blocks(float* sums, const Stage& stage, int consumer, int first,
+                                                           F earlier_done) {
+        const int thread = threadIdx.x % 128;
+        const uint8_t* my_codes = stage.codes[consumer] + first * Form::kCodeBytes + thread * Form::kThreadCodes;
+        const uint8_t* my_scales = stage.scales[consumer] + first * Form::kScaleBytes + thread / 4 * Form::kQuadScales;
+        const uint32_t tokens = sm90::shared_address(stage.tokens) + first * Base::kTokenBytes;
+        Weights next;
+        next.load(my_codes, my_scales, 0);
+#pragma unroll
+        for (int block = 0; block < Run; ++block) {
+            const Weights weights = next;
+            uint32_t multipliers[kGroups];
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) multipliers[i] = Form::multipliers(weights.scales, i);
+            if (block + 1 < Run) next.load(my_codes, my_scales, block + 1);
+#pragma unroll
+            for (int step = 0; step < 4; step += kSteps) {
+                uint32_t a[kSteps][4];
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i)
+                    Form::decode(weights.codes, step + i, multipliers[(step + i) / Form::kGroupSteps], a[i]);
+                sm90::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kSteps; ++i) {
+                    sm90::WgmmaFromRegisters<Width>::multiply(
+                        sums, a[i], sm90::descriptor_128b(tokens, block * Base::kTokenBytes + (step + i) * 32));
+                }
+                sm90::wgmma_commit();
+                sm90::wgmma_wait<1>();
+                if (block + step == 0) earlier_done();
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe

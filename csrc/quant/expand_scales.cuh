@@ -1,0 +1,31 @@
+// Scales of e4m3 rows that a caller quantised, as the GEMMs read them: a thread for each of the table.
+#pragma once
+#include <cstdint>
+
+#include "../common/pdl.cuh"
+#include "oxmoe/src/params/quant.rs.h"
+
+namespace oxmoe {
+
+struct ExpandScales {
+    static constexpr int kThreads = 256;
+    static constexpr int kSharedBytes = 0;
+
+    static __device__ __forceinline__ void run(const ExpandScalesParams& p) {
+        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
+        pdl::wait();
+        pdl::launch_dependents();
+        const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+        if (at >= int64_t(p.rows) * p.groups) return;
+        const int64_t row = at / p.groups, group = at % p.groups;
+        if (!p.powers) {
+            p.table[at] = reinterpret_cast<const float*>(p.scales)[row * p.row_stride + group * p.group_stride];
+            return;
+        }
+        const uint32_t word = reinterpret_cast<const uint32_t*>(p.scales)[row * p.row_stride + group / 4 * p.group_stride];
+        const uint32_t byte = word >> group % 4 * 8 & 255;
+        p.table[at] = __uint_as_float(byte == 255 ? 0x7FC00000 : byte == 0 ? 0x00400000 : byte << 23);
+    }
+};
+
+}  // namespace oxmoe

@@ -1,0 +1,33 @@
+// Rows of bf16 to the bf16 numbers that MXFP8 has for them, what moe/grouped_gemm_mxfp8_sm90.cuh reads. src/cpu/mxfp8.rs is the
+// same on the host.
+#pragma once
+#include <cstdint>
+
+#include "../common/mxfp8.cuh"
+#include "../common/pdl.cuh"
+#include "oxmoe/src/params/quant.rs.h"
+
+namespace oxmoe {
+
+// A quad takes a group of 32 columns. Needs columns that are a multiple of 32, x and out aligned to 16 bytes; no schedule. Grid:
+// any.
+struct RoundRowsMxfp8 {
+    static constexpr int kThreads = 256;
+    static constexpr int kSharedBytes = 0;
+
+    static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
+        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
+        pdl::wait();
+        pdl::launch_dependents();
+        const size_t vectors = size_t(p.rows) * p.columns / 8, stride = size_t(gridDim.x) * kThreads;
+        const uint4* x = reinterpret_cast<const uint4*>(p.x);
+        uint4* out = reinterpret_cast<uint4*>(p.out);
+        // All lanes of a warp go on together.
+        for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i - threadIdx.x % 32 < vectors; i += stride) {
+            const uint4 rounded = mxfp8::round_group(i < vectors ? x[i] : uint4{});
+            if (i < vectors) out[i] = rounded;
+        }
+    }
+};
+
+}  // namespace oxmoe

@@ -1,0 +1,41 @@
+"""Top-k results as flashinfer's and SGLang's pre-routed calls take them: an expert and its weight in one int32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    """int32 [T, k]: id << 16 | the bits of the weight in bf16. topk_weights fp32, bf16 or f16 [T, k]; topk_ids int32 or
+    int64 [T, k], -32768 to 32767; -1, no expert, becomes 0xFFFF.
+
+    A negative weight leaves the id as it is.
+    """
+    import torch
+
+    _check("topk_weights", topk_weights, (torch.float32, torch.bfloat16, torch.float16))
+    _check("topk_ids", topk_ids, (torch.int32, torch.int64))
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(f"topk_ids: expected shape {list(topk_weights.shape)}, got {list(topk_ids.shape)}")
+    # NOTE: int16 has a sign, which would reach into the id.
+    bits = topk_weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+    return topk_ids.to(torch.int32) << 16 | bits
+
+
+def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """(topk_weights fp32 [T, k], topk_ids int32 [T, k]) of what pack_topk makes; id 0xFFFF becomes -1."""
+    import torch
+
+    _check("packed", packed, (torch.int32,))
+    return (packed << 16).view(torch.float32), packed >> 16
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[object, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).rpartition(".")[2] for dtype in dtypes)
+        raise ValueError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).rpartition('.')[2]}")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: expected 2 dimensions [tokens, top_k], got shape {list(tensor.shape)}")

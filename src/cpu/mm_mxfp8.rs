@@ -1,0 +1,93 @@
+//! The dense MXFP8 GEMM of csrc/gemm on host memory: elements times scales in fp32, products summed in fp32, rounded once.
+
+use rayon::prelude::*;
+
+use super::{for_dtype, Element, Shared};
+use crate::cpu::narrow::e4m3_value;
+use crate::params::{MmMxfp8Params, ScaleView};
+use crate::quant::e2m1;
+use crate::quant::mxfp8::BLOCK;
+use crate::quant::nvfp4::ScaleLayout;
+use std::sync::LazyLock;
+
+/// Rows of b that are expanded at a time.
+const PANEL: usize = 4;
+/// Partial sums of a product.
+const LANES: usize = 16;
+
+static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3_value(code as u8)));
+
+/// # Safety
+/// The pointers must be valid for the shapes in [`MmMxfp8Params`]; out is writable and apart from everything read.
+pub unsafe fn mm_mxfp8(p: &MmMxfp8Params) {
+    // SAFETY: the caller's contract, unchanged.
+    for_dtype!(p.out_dtype, T => unsafe { multiply::<T>(p) })
+}
+
+/// # Safety
+/// A row of a matrix [*, k] and its scales, as [`mm_mxfp8`] has them.
+unsafe fn expand(codes: *const u8, scales: &ScaleView, row: usize, to: &mut [f32]) {
+    let (values, k) = (&*VALUES, to.len());
+    for (block, to) in to.chunks_exact_mut(BLOCK).enumerate() {
+        let offset = match scales.tile_rows {
+            0 => row as i64 * scales.row_stride + block as i64 * scales.block_stride,
+            tile_rows => ScaleLayout::of_tile_rows(tile_rows).offset(row, block, k / BLOCK) as i64,
+        };
+        // SAFETY: the caller's contract.
+        unsafe {
+            let scale = e2m1::scale(*scales.data.offset(offset as isize));
+            for (i, to) in to.iter_mut().enumerate() {
+                *to = values[*codes.add(row * k + block * BLOCK + i) as usize] * scale;
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`mm_mxfp8`]; out is of type `T`.
+unsafe fn multiply<T: Element>(p: &MmMxfp8Params) {
+    let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
+    let mut a = vec![0f32; m * k];
+    let shared = Shared(p);
+    if k > 0 {
+        a.par_chunks_mut(k).enumerate().for_each(|(row, to)| {
+            let p = shared.get();
+            // SAFETY: a row of a.
+            unsafe { expand(p.a, &p.a_scales, row, to) }
+        });
+    }
+    (0..n.div_ceil(PANEL)).into_par_iter().for_each(|panel| {
+        let p = shared.get();
+        let (first, rows) = (panel * PANEL, PANEL.min(n - panel * PANEL));
+        let mut b = vec![0f32; rows * k];
+        for row in 0..rows {
+            // SAFETY: a row of b.
+            unsafe { expand(p.b, &p.b_scales, first + row, &mut b[row * k..][..k]) }
+        }
+        for token in 0..m {
+            for row in 0..rows {
+                let sum = dot(&a[token * k..][..k], &b[row * k..][..k]);
+                // SAFETY: these columns of out are this thread's.
+                unsafe { *p.out.cast::<T>().add(token * n + first + row) = T::from_f32(sum) };
+            }
+        }
+    });
+}
+
+/// The sum of products in a fixed order; k is a multiple of [`BLOCK`].
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0f32; LANES];
+    for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
+        for i in 0..LANES {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    let mut width = LANES;
+    while width > 1 {
+        width /= 2;
+        for i in 0..width {
+            sums[i] += sums[i + width];
+        }
+    }
+    sums[0]
+}

@@ -1,0 +1,189 @@
+//! The dense MXFP8 GEMM: contract, plan, launches.
+
+pub mod plan;
+
+use crate::contract;
+use crate::cpu;
+use crate::device::{gpu, Arch};
+use crate::error::{guard, Error, Result};
+use crate::kernel::{Args, Stream};
+use crate::params::{Dtype, MmMxfp8Params, ScaleView};
+use crate::quant::mxfp8::BLOCK;
+use crate::quant::nvfp4::ScaleLayout;
+use crate::quant::ops::float_dtype;
+use crate::quant::packed_ops::check_vectors;
+use crate::tensor::{self, Contract, Dim, Elem, Origin, Place, TensorRef};
+use pyo3::prelude::*;
+
+/// bf16, f16 or fp32 [m, n] of a float8_e4m3fn [m, k] and b float8_e4m3fn [k, n] with strides (1, k): the product, in fp32, rounded once.
+///
+/// a_descale: E8M0 uint8 [m, k / 32] of any strides, or flat in the 128x4 (`use_8x4_sf_layout`: 8x4) order; b_descale: [k / 32, n] of any
+/// strides, or flat in the 128x4 order of [n, k / 32]. Elements times their scales are exact wherever bf16 holds them.
+#[pyfunction]
+#[pyo3(signature = (a, b, a_descale, b_descale, *, out=None, out_dtype=None, use_8x4_sf_layout=false))]
+pub fn mm_mxfp8<'py>(
+    a: &Bound<'py, PyAny>,
+    b: &Bound<'py, PyAny>,
+    a_descale: &Bound<'py, PyAny>,
+    b_descale: &Bound<'py, PyAny>,
+    out: Option<&Bound<'py, PyAny>>,
+    out_dtype: Option<&Bound<'py, PyAny>>,
+    use_8x4_sf_layout: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = a.py();
+    guard(|| {
+        let (from_a, from_b) = (TensorRef::borrow("a", a)?, TensorRef::borrow("b", b)?);
+        for (operand, matrix) in [("a", &from_a), ("b", &from_b)] {
+            if matrix.shape().len() != 2 {
+                contract!("{operand}: mm_mxfp8 accepts 2d tensors, got shape {:?}", matrix.shape());
+            }
+        }
+        let (k, n) = (from_b.shape()[0], from_b.shape()[1]);
+        if from_a.shape()[1] != k {
+            contract!("b: dimension 0 \"k\": expected {} (from a), got {k}", from_a.shape()[1]);
+        }
+        let columns = from_b.transposed();
+        if !columns.contiguous() {
+            contract!(
+                "b: expected column-major [k, n], strides (1, {k}), got strides ({}, {}): the transpose of a contiguous [n, k]",
+                columns.strides()[1],
+                columns.strides()[0]
+            );
+        }
+        // numpy has no float8.
+        let codes: &[Elem] = if from_a.origin == Origin::Other { &[Elem::U8] } else { &[Elem::E4M3] };
+        let mut contract = Contract::new();
+        contract.check("a", &from_a, &[Dim::Named("m"), Dim::Named("k")], codes)?;
+        contract.check("b", &columns, &[Dim::Named("n"), Dim::Named("k")], codes)?;
+        let m = contract.get("m");
+        if k % BLOCK as i64 != 0 {
+            contract!("a: dimension 1 \"k\": expected a multiple of 32, got {k}");
+        }
+        if m.max(n).max(k) > i64::from(i32::MAX) / 256 {
+            return Err(Error::Unsupported(format!("m, n, k {m}, {n}, {k}; supported: up to 2^23")));
+        }
+        let of_a = if use_8x4_sf_layout { ScaleLayout::Swizzled8x4 } else { ScaleLayout::Swizzled128x4 };
+        let a_tensor = TensorRef::borrow("a_descale", a_descale)?;
+        let b_tensor = TensorRef::borrow("b_descale", b_descale)?;
+        let a_scales = scales("a_descale", &a_tensor, &from_a, ("m", m), k, of_a, false)?;
+        let b_scales = scales("b_descale", &b_tensor, &from_a, ("n", n), k, ScaleLayout::Swizzled128x4, true)?;
+        let elem = out_dtype.map_or(Ok(Elem::Bf16), float_dtype)?;
+        let object = match out {
+            Some(out) => out.clone(),
+            None => tensor::empty(a, &from_a, &[m, n], elem)?,
+        };
+        let to = TensorRef::borrow("out", &object)?;
+        contract.check("out", &to, &[Dim::Named("m"), Dim::Named("n")], &[elem])?;
+        if out.is_some() {
+            for (operand, tensor) in
+                [("a", &from_a), ("b", &columns), ("a_descale", &a_tensor), ("b_descale", &b_tensor)]
+            {
+                if to.overlaps(tensor) {
+                    contract!("out: overlaps {operand}");
+                }
+            }
+        }
+        let mut params = MmMxfp8Params {
+            a: from_a.data,
+            b: columns.data,
+            a_scales,
+            b_scales,
+            out: to.data,
+            out_dtype: elem.dtype().unwrap_or(Dtype::F32),
+            m: m as i32,
+            n: n as i32,
+            k: k as i32,
+            splits: 1,
+            tokens: std::ptr::null_mut(),
+            tile_tokens: 0,
+        };
+        if m == 0 || n == 0 {
+            return Ok(object);
+        }
+        match from_a.place {
+            Place::Cpu => {
+                if !(to.data as usize).is_multiple_of(elem.bytes()) {
+                    contract!("out: expected data aligned to {} bytes, got {:p}", elem.bytes(), to.data);
+                }
+                // SAFETY: shapes, dtypes and extents were checked, and out overlaps nothing.
+                py.detach(|| unsafe { cpu::mm_mxfp8(&params) });
+            }
+            Place::Cuda(ordinal) => {
+                for (operand, tensor) in [("a", &from_a), ("b", &columns), ("out", &to)] {
+                    check_vectors(operand, tensor)?;
+                }
+                let gpu = gpu(ordinal)?;
+                if gpu.device.arch != Arch::SM90 {
+                    return Err(Error::Unsupported(format!(
+                        "mm_mxfp8 on {}; supported: sm_90 and CPU tensors",
+                        gpu.device.arch
+                    )));
+                }
+                let plan = plan::MmPlan::new(m, n, k, &gpu.device);
+                let workspace = match plan.token_bytes {
+                    0 => None,
+                    bytes => Some(tensor::empty(a, &from_a, &[bytes], Elem::U8)?),
+                };
+                if let Some(workspace) = &workspace {
+                    params.tokens = TensorRef::borrow("workspace", workspace)?.data;
+                }
+                params.splits = plan.splits as i32;
+                params.tile_tokens = plan.tile_tokens as i32;
+                let stream = Stream::new(gpu, from_a.current_stream(py)?)?;
+                for launch in plan.launches() {
+                    stream.launch("mm_mxfp8", launch, Args::MmMxfp8(&params))?;
+                }
+            }
+        }
+        Ok(object)
+    })
+}
+
+/// A matrix' scales: two dimensions as they lie, or one in the tiles of `layout`. `turned`: [blocks, rows].
+fn scales(
+    operand: &'static str,
+    scales: &TensorRef,
+    like: &TensorRef,
+    (name, rows): (&str, i64),
+    k: i64,
+    layout: ScaleLayout,
+    turned: bool,
+) -> Result<ScaleView> {
+    if ![Elem::U8, Elem::E8M0].contains(&scales.elem) {
+        contract!("{operand}: expected dtype uint8, got {}", scales.elem);
+    }
+    if scales.place != like.place {
+        contract!("{operand}: is on {}, but a is on {}", scales.place, like.place);
+    }
+    let blocks = k / BLOCK as i64;
+    let data = scales.data.cast_const();
+    match *scales.shape() {
+        [length] => {
+            let expected = layout.bytes(rows as usize, blocks as usize) as i64;
+            if length != expected {
+                let (rows_padded, blocks_padded) = layout.padded(rows as usize, blocks as usize);
+                contract!(
+                    "{operand}: swizzled scales of {name} {rows} and k {k}: expected ({expected},), {rows_padded} x {blocks_padded}, got ({length},)"
+                );
+            }
+            if !scales.contiguous() {
+                contract!("{operand}: is not contiguous (strides {:?}); pass {operand}.contiguous()", scales.strides());
+            }
+            Ok(ScaleView { data, tile_rows: layout.tile_rows(), row_stride: 0, block_stride: 0 })
+        }
+        [first, second] => {
+            let expected = if turned { (blocks, rows) } else { (rows, blocks) };
+            if (first, second) != expected {
+                contract!("{operand}: expected shape {expected:?}, got {:?}", (first, second));
+            }
+            let (mut row_stride, mut block_stride) = (scales.strides()[0], scales.strides()[1]);
+            if turned {
+                std::mem::swap(&mut row_stride, &mut block_stride);
+            }
+            Ok(ScaleView { data, tile_rows: 0, row_stride, block_stride })
+        }
+        _ => {
+            contract!("{operand}: {operand} must be 1D (swizzled) or 2D (non-swizzled), got shape {:?}", scales.shape())
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! e4m3 experts whose matrices have one scale, or one for each row: the block scales that kernels read, and the scales of activations.
+
+use super::fp8::{Activations, Scaling};
+use super::weights::ExpertWeights;
+use crate::contract;
+use crate::error::{Error, Result};
+use crate::quant::fp8::GROUP;
+use crate::tensor::{Contract, Dim, Elem, Origin, Place, TensorRef};
+use pyo3::prelude::*;
+
+/// A tensor and the borrow of it.
+type Borrowed<'py> = (Bound<'py, PyAny>, TensorRef);
+
+pub struct Fp8Tensor<'py> {
+    /// Scales of w13 and w2, one for each 128 x 128.
+    pub tables: [Bound<'py, PyAny>; 2],
+    /// Of each row, where the tables are of ones.
+    rows: [Option<Borrowed<'py>>; 2],
+    activations: Activations,
+    /// What `Activations::Static` points at.
+    scales: Option<[Borrowed<'py>; 2]>,
+}
+
+impl Fp8Tensor<'_> {
+    pub fn scaling(&self) -> Scaling {
+        let address = |rows: &Option<Borrowed<'_>>| rows.as_ref().map_or(std::ptr::null(), |(_, t)| t.data.cast());
+        Scaling { activations: self.activations, rows: self.rows.each_ref().map(address) }
+    }
+
+    /// Hands what the layer reads to its owner: scales of activations, and those of rows in place of the tables.
+    pub fn keep(self, made: &mut ExpertWeights) {
+        let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, _borrows, _tensors, .. } = made;
+        let mut hold = |(object, borrowed): Borrowed<'_>| {
+            _borrows.push(borrowed);
+            Some(object.unbind())
+        };
+        for (rows, attribute) in self.rows.into_iter().zip([w13_scale, w2_scale]) {
+            if let Some(rows) = rows {
+                _tensors.extend(std::mem::replace(attribute, hold(rows)));
+            }
+        }
+        if let Some([x, hidden]) = self.scales {
+            (*a13_scale, *a2_scale) = (hold(x), hold(hidden));
+        }
+    }
+}
+
+/// `given`: scales of activations, both or none.
+pub fn prepare<'py>(
+    (w13, w2): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    scales: [Option<&Bound<'py, PyAny>>; 2],
+    given: [Option<&Bound<'py, PyAny>>; 2],
+    per_token: bool,
+    gated: bool,
+) -> Result<Fp8Tensor<'py>> {
+    let [Some(w13_scale), Some(w2_scale)] = scales else {
+        contract!("w13_scale and w2_scale: both are needed for format \"fp8_tensor\"");
+    };
+    let w13_ref = TensorRef::borrow("w13", w13)?;
+    let (w13_table, w13_rows) = table("w13_scale", w13_scale, &w13_ref, if gated { 2 } else { 1 })?;
+    let (w2_table, w2_rows) = table("w2_scale", w2_scale, &TensorRef::borrow("w2", w2)?, 1)?;
+    let (activations, scales) = match given {
+        [None, None] if per_token => (Activations::Token, None),
+        [None, None] => (Activations::Tensor, None),
+        [Some(_), Some(_)] if per_token => {
+            contract!("per_token: excludes a13_scale and a2_scale");
+        }
+        [Some(x), Some(hidden)] => {
+            let scales = [of_activations("a13_scale", x, &w13_ref)?, of_activations("a2_scale", hidden, &w13_ref)?];
+            (Activations::Static([scales[0].1.data.cast(), scales[1].1.data.cast()]), Some(scales))
+        }
+        _ => contract!("a13_scale and a2_scale: give both or none"),
+    };
+    Ok(Fp8Tensor { tables: [w13_table, w2_table], rows: [w13_rows, w2_rows], activations, scales })
+}
+
+/// The scales of `weights`' blocks: its scale repeated, or what is such a table already, or ones beside the scales of rows. `parts`: of its
+/// rows that may differ.
+fn table<'py>(
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+    weights: &TensorRef,
+    parts: i64,
+) -> Result<(Bound<'py, PyAny>, Option<Borrowed<'py>>)> {
+    let block = GROUP as i64;
+    let &[experts, rows, columns] = weights.shape() else { return Ok((object.clone(), None)) };
+    if rows % (parts * block) != 0 || columns % block != 0 {
+        // The contract of the weights says it.
+        return Ok((object.clone(), None));
+    }
+    let scale = TensorRef::borrow(name, object)?;
+    let shape = [experts, rows / block, columns / block];
+    if scale.shape() == shape {
+        return Ok((object.clone(), None));
+    }
+    if scale.elem != Elem::F32 {
+        contract!("{name}: expected dtype {}, got {}", Elem::F32, scale.elem);
+    }
+    let (count, of_rows) = match *scale.shape() {
+        [] | [1] => (1, 1),
+        [e] | [e, 1] | [e, 1, 1] if e == experts => (experts, 1),
+        [e, p] if e == experts && p == parts => (experts, parts),
+        [e, r] | [e, r, 1] if e == experts && r == rows => {
+            if weights.place != Place::Cpu {
+                return Err(Error::Unsupported(format!(
+                    "{name}: a scale for each row of weights (shape {:?}) on {}; supported: CPU tensors (on GPUs one for an expert or for 128 x \
+128 weights)",
+                    scale.shape(),
+                    weights.place
+                )));
+            }
+            refuse_numpy(name, &scale)?;
+            let dims = [Dim::Is("experts", experts), Dim::Is("rows of weights", rows), Dim::Is("one", 1)];
+            let mut contract = Contract::new().with("the weights", weights.place, &[]);
+            contract.check(name, &scale, &dims[..scale.shape().len()], &[Elem::F32])?;
+            let ones = object.call_method1("new_ones", (shape,))?;
+            return Ok((ones, Some((object.clone(), scale))));
+        }
+        _ => {
+            let halves = if parts > 1 { format!(", [{experts}, {parts}]") } else { String::new() };
+            contract!(
+                "{name}: expected shape [{experts}]{halves}, [{experts}, {rows}] or one number, got {:?}",
+                scale.shape()
+            )
+        }
+    };
+    refuse_numpy(name, &scale)?;
+    let [experts, blocks, columns] = shape;
+    let repeated = object
+        .call_method1("reshape", ((count, of_rows, 1, 1),))?
+        .call_method1("expand", ((experts, of_rows, blocks / of_rows, columns),))?;
+    Ok((repeated.call_method1("reshape", ((experts, blocks, columns),))?.call_method0("contiguous")?, None))
+}
+
+fn refuse_numpy(name: &str, scale: &TensorRef) -> Result<()> {
+    if scale.origin == Origin::Other {
+        return Err(Error::Unsupported(format!("{name}: numpy; supported for fp8_tensor experts: torch tensors")));
+    }
+    Ok(())
+}
+
+/// One number; of several the largest.
+fn of_activations<'py>(
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+    weights: &TensorRef,
+) -> Result<(Bound<'py, PyAny>, TensorRef)> {
+    let mut object = object.clone();
+    let mut scale = TensorRef::borrow(name, &object)?;
+    if scale.elem != Elem::F32 {
+        contract!("{name}: expected dtype {}, got {}", Elem::F32, scale.elem);
+    }
+    if scale.place != weights.place {
+        contract!("{name}: is on {}, but w13 is on {}", scale.place, weights.place);
+    }
+    match *scale.shape() {
+        [] | [1] => {}
+        [experts] | [experts, 1] if Some(&experts) == weights.shape().first() => {
+            object = object.call_method0("max")?;
+            scale = TensorRef::borrow(name, &object)?;
+        }
+        _ => contract!("{name}: expected one number or one for each expert, got shape {:?}", scale.shape()),
+    }
+    Ok((object, scale))
+}

@@ -1,0 +1,376 @@
+//! The layer on rows that lie expert by expert, as DeepEP and DeepGEMM hand them over: no routing and no combine. Places of the schedule
+//! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
+
+use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
+use super::plan::{self, MoeWorkspace};
+use super::scratch::{self, Scratch};
+use super::weights::{ExpertWeights, Layer};
+use super::{elem, fp8, grouped_gemm, nvfp4};
+use crate::contract;
+use crate::cpu;
+use crate::device::gpu;
+use crate::error::{guard, Error, Result};
+use crate::kernel::{Args, Stream};
+use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams};
+use crate::quant::fp8::GROUP;
+use crate::quant::nvfp4::BLOCK;
+use crate::quant::Format;
+use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use pyo3::prelude::*;
+
+/// The parameter structs of the stages; device and CPU run the same ones.
+#[derive(Clone, Copy)]
+struct Stages {
+    schedule: ScheduleParams,
+    /// x, unless it came as codes, and GEMM1's output.
+    quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params)>,
+    /// Of formats whose activations are rounded, on CPUs: how, of x and of GEMM1's output.
+    round: Option<(Rounding, [QuantizeRowsParams; 2])>,
+    nvfp4: Option<[cpu::RoundNvfp4; 2]>,
+    up: GroupedGemmParams,
+    down: GroupedGemmParams,
+}
+
+// SAFETY: addresses only; the tensors behind them are kept alive by the caller for the whole call.
+unsafe impl Send for Stages {}
+// SAFETY: as above.
+unsafe impl Sync for Stages {}
+
+type Rounding = unsafe fn(&QuantizeRowsParams);
+
+/// How rows are divided among experts.
+struct Division<'a> {
+    counts: &'a TensorRef,
+    /// As in `ScheduleParams`.
+    rows_each: i64,
+    alignment: i64,
+    rows: i64,
+}
+
+impl Stages {
+    fn new(
+        layer: &Layer,
+        division: &Division<'_>,
+        (x, x_scales): (&TensorRef, Option<&TensorRef>),
+        out: &TensorRef,
+        (ws, base): (&MoeWorkspace, *mut u8),
+        tile_tokens: i32,
+    ) -> Stages {
+        let schedule = ScheduleParams {
+            row_counts: division.counts.data.cast::<i32>().cast_const(),
+            experts: layer.desc.experts as i32,
+            rows_each: division.rows_each as i32,
+            alignment: division.alignment as i32,
+            rows: division.rows as i32,
+            tile_tokens,
+            tiles: ws.tiles.at(base),
+            tile_count: ws.tile_count.at(base),
+            counters: ws.counters.at(base),
+            counter_count: masked::COUNTERS,
+        };
+        let [mut up, mut down] = grouped_gemm::params(
+            layer,
+            &grouped_gemm::Rows {
+                x: x.data,
+                slot_of_place: std::ptr::null(),
+                row_divisor: 1,
+                slot_weights: std::ptr::null(),
+                tiles: schedule.tiles,
+                tile_count: schedule.tile_count,
+                counters: schedule.counters,
+                hidden: ws.hidden.at(base),
+                out: out.data,
+            },
+        );
+        let (tiles, tile_count) = (schedule.tiles.cast_const(), schedule.tile_count.cast_const());
+        let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
+        let nvfp4 = nvfp4::rounding(layer, codes_scales, out.data, (&mut up, &mut down));
+        let quantize = layer.desc.format.is_fp8().then(|| {
+            let of_rows = (division.rows, schedule.counters);
+            let [of_x, of_hidden] = fp8::both(layer, (ws, base), of_rows, (&mut up, &mut down));
+            let of_tiles = |p| QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p };
+            if let Some(scales) = x_scales {
+                (up.x, up.x_scales) = (x.data, scales.data.cast());
+            }
+            (x_scales.is_none().then(|| of_tiles(of_x)), of_tiles(of_hidden))
+        });
+        let rounding: Option<Rounding> = match layer.desc.format {
+            Format::Mxfp4A8 => Some(cpu::round_rows_to_e4m3),
+            Format::Mxfp8 => Some(cpu::round_rows_mxfp8),
+            _ => None,
+        };
+        let round = rounding.map(|rounding| {
+            // Rounded numbers of x lie where GEMM2 writes once GEMM1 has read them.
+            let of_x = QuantizeRowsParams {
+                x: up.x,
+                out: out.data,
+                scales: ws.row_scales.at(base),
+                rows: division.rows as i32,
+                columns: up.k,
+                out_columns: up.k,
+                tiles,
+                tile_count,
+            };
+            let hidden = ws.hidden.at(base);
+            let of_hidden = QuantizeRowsParams { x: down.x, out: hidden, columns: down.k, out_columns: down.k, ..of_x };
+            up.x = of_x.out;
+            if layer.desc.format == Format::Mxfp4A8 {
+                (up.row_scales, down.row_scales) = (of_x.scales, of_x.scales);
+            }
+            (rounding, [of_x, of_hidden])
+        });
+        Stages { schedule, quantize, round, nvfp4, up, down }
+    }
+
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer) -> Result<()> {
+        stream.launch("moe_masked: schedule", &plan.schedule, Args::Schedule(&self.schedule))?;
+        let [of_x, of_hidden] = plan.quantize;
+        let mut up = self.up;
+        if let Some((x, hidden)) = &self.quantize {
+            if let (Some(x), Some(launch)) = (x, of_x) {
+                stream.launch("moe_masked: quantisation of x", &launch, Args::QuantizeFp8(x))?;
+                // It stands between the schedule and GEMM1.
+                up.schedule_is_older = true;
+            }
+            if of_hidden.is_none() {
+                (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
+            }
+        }
+        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, &layer.up_maps, &up)?;
+        if let (Some((_, hidden)), Some(launch)) = (&self.quantize, of_hidden) {
+            stream.launch("moe_masked: quantisation of GEMM1's output", &launch, Args::QuantizeFp8(hidden))?;
+        }
+        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan.down, &layer.down_maps, &self.down)
+    }
+
+    fn run_cpu(&self, layer: &Layer) {
+        let dtype = layer.desc.dtype;
+        // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
+        unsafe {
+            cpu::schedule(&self.schedule);
+            if let Some((Some(x), _)) = &self.quantize {
+                cpu::quantize_fp8(x);
+            }
+            if let Some((rounding, [x, _])) = &self.round {
+                rounding(x);
+            }
+            if let Some([x, _]) = &self.nvfp4 {
+                cpu::round_to_nvfp4(x);
+            }
+            cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
+            if let Some((_, hidden)) = &self.quantize {
+                cpu::quantize_fp8(hidden);
+            }
+            if let Some((rounding, [_, hidden])) = &self.round {
+                rounding(hidden);
+            }
+            if let Some([_, hidden]) = &self.nvfp4 {
+                cpu::round_to_nvfp4(hidden);
+            }
+            cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
+        }
+    }
+}
+
+/// What both functions share: operands that their contracts have checked but for x_scale, out and workspace.
+struct Call<'a, 'py> {
+    layer: &'a Layer,
+    x: (&'a Bound<'py, PyAny>, TensorRef),
+    x_scale: Option<&'a Bound<'py, PyAny>>,
+    division: Division<'a>,
+    /// Dimensions before the columns.
+    lead: Vec<Dim>,
+    expected: i64,
+    out: Option<&'a Bound<'py, PyAny>>,
+    workspace: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl<'py> Call<'_, 'py> {
+    fn run(self, contract: &mut Contract) -> Result<Bound<'py, PyAny>> {
+        let (x_object, x) = &self.x;
+        let (py, layer, rows) = (x_object.py(), self.layer, self.division.rows);
+        let dims = |last: Dim| [self.lead.as_slice(), &[last]].concat();
+        let x_scale = self.x_scale.map(|scale| TensorRef::borrow("x_scale", scale)).transpose()?;
+        if let Some(scale) = &x_scale {
+            if layer.desc.format == Format::Nvfp4 {
+                let blocks = Dim::Is("hidden / 16", layer.desc.hidden / BLOCK as i64);
+                contract.check("x_scale", scale, &dims(blocks), &nvfp4::SCALES)?;
+            } else {
+                let groups = Dim::Is("hidden / 128", layer.desc.hidden / GROUP as i64);
+                contract.check("x_scale", scale, &dims(groups), &[Elem::F32])?;
+            }
+        }
+        let widest = layer.desc.hidden.max(layer.desc.intermediate);
+        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
+        if rows > i64::from(i32::MAX) / 2 || rows * widest / vector > i64::from(i32::MAX) {
+            return Err(Error::Unsupported(format!(
+                "x: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"
+            )));
+        }
+        let (out_object, out) = match self.out {
+            Some(object) => (object.clone(), TensorRef::borrow("out", object)?),
+            None => {
+                let columns = [layer.desc.hidden];
+                let shape = [&x.shape()[..self.lead.len()], &columns].concat();
+                let object = tensor::empty(x_object, x, &shape, elem(layer.desc.dtype))?;
+                let borrowed = TensorRef::borrow("out", &object)?;
+                (object, borrowed)
+            }
+        };
+        contract.check("out", &out, &dims(Dim::Named("hidden")), &[elem(layer.desc.dtype)])?;
+        if x.place != Place::Cpu && layer.desc.hidden % 8 == 0 {
+            for (name, t) in [("x", x), ("out", &out)] {
+                if !(t.data as usize).is_multiple_of(16) {
+                    contract!("{name}: must start at a multiple of 16 bytes, got address {:p}", t.data);
+                }
+            }
+        }
+        let apart = |name: &str, t: &TensorRef| match out.overlaps(t) {
+            true => contract!("out: overlaps {name}"),
+            false => Ok(()),
+        };
+        if out.data != x.data || out.elem != x.elem {
+            apart("x", x)?;
+        }
+        x_scale.iter().try_for_each(|scale| apart("x_scale", scale))?;
+        apart("masked_m", self.division.counts)?;
+        scratch::refuse_weights(layer, "out", &out)?;
+        if rows == 0 {
+            return Ok(out_object);
+        }
+        let ws = workspace(&layer.desc, rows);
+        let scratch = Scratch::new((x_object, x), self.workspace, contract, ws.bytes, &out)?;
+        if let Some(given) = &scratch.given {
+            scratch::refuse_weights(layer, "workspace", given)?;
+            if given.overlaps(self.division.counts) || x_scale.as_ref().is_some_and(|scale| given.overlaps(scale)) {
+                contract!("workspace: overlaps masked_m or x_scale");
+            }
+        }
+        let stages = |tile_tokens| {
+            let x = (x, x_scale.as_ref());
+            Stages::new(layer, &self.division, x, &out, (&ws, scratch.base), tile_tokens)
+        };
+        match x.place {
+            Place::Cpu => {
+                let stages = stages(plan::CPU_TILE_TOKENS);
+                py.detach(|| stages.run_cpu(layer));
+            }
+            Place::Cuda(ordinal) => {
+                let gpu = gpu(ordinal)?;
+                let quantizes_x = x_scale.is_none();
+                let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x };
+                let plan = MaskedPlan::new(&desc, &gpu.device)?;
+                let stream = Stream::new(gpu, x.current_stream(py)?)?;
+                stages(plan.tile_tokens).run_cuda(&stream, &plan, layer)?;
+            }
+        }
+        Ok(out_object)
+    }
+}
+
+/// The dtypes of x: the weights', or with x_scale e4m3.
+fn check_x(contract: &mut Contract, layer: &Layer, x: &TensorRef, dims: &[Dim], scaled: bool) -> Result<()> {
+    if !scaled {
+        return contract.check("x", x, dims, &[elem(layer.desc.dtype)]);
+    }
+    match layer.desc.format {
+        format if format.is_fp8() => contract.check("x", x, dims, &[Elem::E4M3]),
+        Format::Nvfp4 if nvfp4::rounds(layer) => {
+            let pairs = Dim::Is("hidden / 2", layer.desc.hidden / 2);
+            contract.check("x", x, &[&dims[..dims.len() - 1], &[pairs]].concat(), &nvfp4::CODES)
+        }
+        other => Err(Error::Unsupported(format!(
+            "x_scale with {} experts; supported: fp8_block, fp8_tensor, and nvfp4 with an input_global_scale",
+            other.spec().name
+        ))),
+    }
+}
+
+fn expected_rows(given: Option<i64>, default: i64) -> Result<i64> {
+    match given {
+        Some(wrong) if wrong < 0 => contract!("expected_m: expected 0 or more, got {wrong}"),
+        given => Ok(given.unwrap_or(default).max(1)),
+    }
+}
+
+/// The experts on rows in expert order with gaps: out[e, i] = expert(e, x[e, i]) for i < masked_m[e]; other rows of out are not written.
+///
+/// x [El, m, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [El, m, H / 128]; masked_m int32 [El] on x's device.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (x, weights, masked_m, *, x_scale=None, expected_m=None, out=None, workspace=None))]
+pub fn moe_masked<'py>(
+    x: &Bound<'py, PyAny>,
+    weights: &Bound<'py, ExpertWeights>,
+    masked_m: &Bound<'py, PyAny>,
+    x_scale: Option<&Bound<'py, PyAny>>,
+    expected_m: Option<i64>,
+    out: Option<&Bound<'py, PyAny>>,
+    workspace: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    guard(|| {
+        let layer = &weights.get().layer;
+        let x_ref = TensorRef::borrow("x", x)?;
+        let counts = TensorRef::borrow("masked_m", masked_m)?;
+        let sizes = [("hidden", layer.desc.hidden), ("experts", layer.desc.experts)];
+        let mut contract = Contract::new().with("weights", layer.place, &sizes);
+        let lead = vec![Dim::Named("experts"), Dim::Named("m")];
+        let dims = [lead.as_slice(), &[Dim::Named("hidden")]].concat();
+        check_x(&mut contract, layer, &x_ref, &dims, x_scale.is_some())?;
+        contract.check("masked_m", &counts, &[Dim::Named("experts")], &[Elem::I32])?;
+        let m = x_ref.shape()[1];
+        let rows = layer.desc.experts.saturating_mul(m);
+        // A full batch of tokens that choose 8 of 256 experts.
+        let expected = expected_rows(expected_m, (m + 31) / 32)?;
+        let division = Division { counts: &counts, rows_each: m, alignment: 1, rows };
+        Call { layer, x: (x, x_ref), x_scale, division, lead, expected, out, workspace }.run(&mut contract)
+    })
+}
+
+/// The experts on rows in expert order: the first counts[0] rows are expert 0's, those of the next expert begin at the next multiple of
+/// alignment, and so on. Rows of out that are nobody's are not written.
+///
+/// x [M, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [M, H / 128]; counts int32 [El] on x's device. Rows from M on do not
+/// count.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python
+#[pyo3(signature = (x, weights, counts, *, alignment=1, x_scale=None, expected_m=None, out=None, workspace=None))]
+pub fn moe_contiguous<'py>(
+    x: &Bound<'py, PyAny>,
+    weights: &Bound<'py, ExpertWeights>,
+    counts: &Bound<'py, PyAny>,
+    alignment: i64,
+    x_scale: Option<&Bound<'py, PyAny>>,
+    expected_m: Option<i64>,
+    out: Option<&Bound<'py, PyAny>>,
+    workspace: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    guard(|| {
+        let layer = &weights.get().layer;
+        let x_ref = TensorRef::borrow("x", x)?;
+        let counts_ref = TensorRef::borrow("counts", counts)?;
+        let sizes = [("hidden", layer.desc.hidden), ("experts", layer.desc.experts)];
+        let mut contract = Contract::new().with("weights", layer.place, &sizes);
+        let lead = vec![Dim::Named("M")];
+        check_x(&mut contract, layer, &x_ref, &[lead[0], Dim::Named("hidden")], x_scale.is_some())?;
+        contract.check("counts", &counts_ref, &[Dim::Named("experts")], &[Elem::I32])?;
+        if !(1..=1 << 16).contains(&alignment) {
+            contract!("alignment: expected 1 to 65536, got {alignment}");
+        }
+        let (rows, experts) = (x_ref.shape()[0], layer.desc.experts);
+        let expected = expected_rows(expected_m, (rows + experts - 1) / experts)?;
+        let division = Division { counts: &counts_ref, rows_each: 0, alignment, rows };
+        Call { layer, x: (x, x_ref), x_scale, division, lead, expected, out, workspace }.run(&mut contract)
+    })
+}
+
+/// Bytes of workspace that `moe_masked` needs for El x m rows, and `moe_contiguous` for M: exact, never decreasing in num_rows.
+#[pyfunction]
+pub fn masked_workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_rows: i64) -> PyResult<usize> {
+    guard(|| {
+        if num_rows < 0 {
+            contract!("num_rows: expected 0 or more, got {num_rows}");
+        }
+        Ok(workspace(&weights.get().layer.desc, num_rows).bytes)
+    })
+}

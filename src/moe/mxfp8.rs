@@ -1,0 +1,102 @@
+//! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
+
+use super::mxfp4::{BIASES, SCALES};
+use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
+use crate::contract;
+use crate::device::gpu;
+use crate::error::Result;
+use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::quant::blocks::Blocks;
+use crate::quant::mxfp8::BLOCK;
+use crate::quant::Format;
+use crate::tensor::{Contract, Dim, Elem, Place};
+
+const CODES: [Elem; 2] = [Elem::E4M3, Elem::U8];
+
+/// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I, H / 32] and [E, H, I / 32], and biases. `hidden`: columns of x and of the
+/// output, up to H; what lies beyond them is padding that is never read.
+pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_>) -> Result<Layer> {
+    let Operands { w13, w2, b13, b2, scales } = operands;
+    let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
+    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+        contract!("w13_scale and w2_scale: both are needed for format \"mxfp8\"");
+    };
+    let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
+    let mut contract = Contract::new();
+    contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden")], &CODES)?;
+    let (rows, columns, intermediate) = (w13.shape()[1], w13.shape()[2], intermediate_size(w13, gated)?);
+    check_sizes(w13, columns)?;
+    for (name, size, dimension) in [("hidden", columns, 2), ("intermediate", intermediate, 1)] {
+        if size % block != 0 {
+            contract!("w13: dimension {dimension} gives {name} {size}, expected a multiple of {block} (a block has one scale)");
+        }
+    }
+    let (of_hidden, of_intermediate) =
+        (Dim::Is("hidden / 32", columns / block), Dim::Is("intermediate / 32", intermediate / block));
+    contract.check("w2", w2, &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)], &CODES)?;
+    contract.check("w13_scale", w13_scale, &[experts, Dim::Named("rows of w13"), of_hidden], &SCALES)?;
+    contract.check("w2_scale", w2_scale, &[experts, Dim::Named("hidden"), of_intermediate], &SCALES)?;
+    check_biases(&mut contract, operands, Dim::Named("hidden"), &BIASES)?;
+    let columns_of_x = hidden.unwrap_or(columns);
+    if !(1..=columns).contains(&columns_of_x) || columns_of_x % block != 0 {
+        contract!("hidden_size: expected a multiple of {block} up to {columns} (from w13), got {columns_of_x}");
+    }
+    let [up, down] = [
+        (w13, w13_scale, b13, columns, (rows, columns_of_x)),
+        (w2, w2_scale, b2, intermediate, (columns, intermediate)),
+    ]
+    .map(|(t, scales, bias, columns, size)| Matrix {
+        blocks: Some(Blocks::of_32(scales.data, true, columns as usize / BLOCK)),
+        ..Matrix::new(t, bias, Dtype::Bf16, size)
+    });
+    let (experts, dtype, format) = (w13.shape()[0], Dtype::Bf16, Format::Mxfp8);
+    let desc = LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format };
+    let layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
+    if let Place::Cuda(ordinal) = layer.place {
+        layer.desc.require_cuda(&gpu(ordinal)?.device)?;
+    }
+    Ok(layer)
+}
+
+/// The roundings of x, before GEMM1, and of its output in place, which GPUs do in GEMM1's epilogue.
+#[derive(Clone, Copy)]
+pub struct Round {
+    pub x: QuantizeRowsParams,
+    pub hidden: QuantizeRowsParams,
+}
+
+impl Round {
+    /// Makes GEMM1 read rounded rows. `rows`: GEMM2 writes there once GEMM1 is done.
+    pub fn new(
+        tokens: i64,
+        rows: *mut u8,
+        route: &RouteParams,
+        up: &mut GroupedGemmParams,
+        down: &GroupedGemmParams,
+    ) -> Round {
+        let of_x = QuantizeRowsParams {
+            x: up.x,
+            out: rows,
+            scales: std::ptr::null_mut(),
+            rows: tokens as i32,
+            columns: up.k,
+            out_columns: up.k,
+            tiles: std::ptr::null(),
+            tile_count: std::ptr::null(),
+        };
+        let of_hidden = QuantizeRowsParams {
+            x: down.x,
+            out: up.out,
+            rows: route.tokens * route.top_k,
+            columns: down.k,
+            out_columns: down.k,
+            tiles: route.tiles,
+            tile_count: route.tile_count,
+            ..of_x
+        };
+        up.x = rows;
+        // The rounding before it writes no schedule.
+        up.schedule_is_older = true;
+        Round { x: of_x, hidden: of_hidden }
+    }
+}

@@ -1,0 +1,239 @@
+//! NVFP4 experts, on CPUs: their contract, and the activations that are rounded to NVFP4 on their way.
+
+use super::numbers::Numbers;
+use super::numbers_of::numbers_of;
+use super::per_expert::{Given, Scalar};
+use super::weights::{
+    check_biases, check_sizes, intermediate_size, Arguments, ExpertWeights, Layer, LayerDesc, Matrix, Operands, Options,
+};
+use crate::contract;
+use crate::cpu::RoundNvfp4;
+use crate::error::{guard, Error, Result};
+use crate::params::{Dtype, GroupedGemmParams, W13Layout};
+use crate::quant::blocks::{self, Blocks};
+use crate::quant::nvfp4::{ScaleLayout, BLOCK};
+use crate::quant::{self, Format};
+use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+pub const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
+pub const SCALES: [Elem; 2] = [Elem::E4M3, Elem::U8];
+const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
+
+/// What the tensors of the weights do not say. Of w13, then of w2.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    dtype: Dtype,
+    layouts: [ScaleLayout; 2],
+    /// As `GroupedGemmParams::expert_scales`.
+    factors: [Arc<[f32]>; 2],
+    /// For each expert what rows are multiplied by before they are rounded to NVFP4; None: they are not.
+    activations: Option<[Arc<[f32]>; 2]>,
+}
+
+fn layout(name: &str) -> Result<W13Layout> {
+    Ok(match name {
+        "gate_up_64" => W13Layout::GateUp64,
+        "up_gate_64" => W13Layout::UpGate64,
+        other => super::weights::w13_layout(other)?,
+    })
+}
+
+/// Checks w13 [E, 2I, H / 2], w2 [E, H, I / 2], their scales and biases.
+pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_>) -> Result<Layer> {
+    let Operands { w13, w2, b13, b2, scales } = operands;
+    let (layout, activation, gated) = (layout(options.layout)?, options.activation()?, options.gated());
+    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+        contract!("w13_scale and w2_scale: both are needed for format \"nvfp4\"");
+    };
+    let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
+    let mut contract = Contract::new();
+    contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden / 2")], &CODES)?;
+    let (rows, hidden, intermediate) = (w13.shape()[1], 2 * w13.shape()[2], intermediate_size(w13, gated)?);
+    check_sizes(w13, hidden)?;
+    for (name, size, dimension) in [("hidden", hidden, 2), ("intermediate", intermediate, 1)] {
+        if size % block != 0 {
+            contract!("w13: dimension {dimension} gives {name} {size}, expected a multiple of {block} (a block has one scale)");
+        }
+    }
+    let in_64s = matches!(layout, W13Layout::GateUp64 | W13Layout::UpGate64);
+    if gated && in_64s && intermediate % 64 != 0 {
+        contract!(
+            "w13: dimension 1 gives intermediate {intermediate}, expected a multiple of 64 for layout {:?}",
+            options.layout
+        );
+    }
+    let rows_of_w2 = Dim::Is("hidden", hidden);
+    contract.check("w2", w2, &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)], &CODES)?;
+    let of = [("w13_scale", w13_scale, rows, hidden), ("w2_scale", w2_scale, hidden, intermediate)];
+    for ((name, scale, rows, columns), layout) in of.into_iter().zip(spec.layouts) {
+        let (rows, blocks) = layout.padded(rows as usize, (columns / block) as usize);
+        let (rows, blocks) = (rows as i64, blocks as i64);
+        // What was a view of tiles is one of six dimensions.
+        let tiles = [("row tiles", rows / 128), ("column tiles", blocks / 4), ("32", 32), ("4", 4), ("4", 4)];
+        let tiles = tiles.map(|(name, size)| Dim::Is(name, size));
+        match scale.shape().len() {
+            6 => contract.check(name, scale, &[&[experts], tiles.as_slice()].concat(), &SCALES)?,
+            _ => contract.check(name, scale, &[experts, Dim::Is("rows", rows), Dim::Is("blocks", blocks)], &SCALES)?,
+        }
+    }
+    check_biases(&mut contract, operands, rows_of_w2, &BIASES)?;
+    let [up, down] = [(0, w13, w13_scale, b13, (rows, hidden)), (1, w2, w2_scale, b2, (hidden, intermediate))].map(
+        |(i, t, scales, bias, size)| {
+            let own = blocks::Nvfp4 {
+                layout: spec.layouts[i],
+                factors: spec.factors[i].as_ptr(),
+                activations: spec.activations.as_ref().map_or(std::ptr::null(), |both| both[i].as_ptr()),
+            };
+            Matrix {
+                blocks: Some(Blocks { nvfp4: Some(own), ..Blocks::of_32(scales.data, false, size.1 as usize / BLOCK) }),
+                ..Matrix::new(t, bias, spec.dtype, size)
+            }
+        },
+    );
+    let (experts, dtype, format) = (w13.shape()[0], spec.dtype, Format::Nvfp4);
+    let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
+    let numbers = spec.factors.iter().chain(spec.activations.iter().flatten()).cloned().collect();
+    Ok(Layer { numbers, ..Layer::described((desc, w13.place), [up, down], (layout, activation)) })
+}
+
+/// Whether rows of x and of GEMM1's output are rounded to NVFP4.
+pub fn rounds(layer: &Layer) -> bool {
+    layer.up.blocks.and_then(|blocks| blocks.nvfp4).is_some_and(|own| !own.activations.is_null())
+}
+
+/// The roundings of x, into `room` [slots, hidden], and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`:
+/// x has codes.
+pub fn rounding(
+    layer: &Layer,
+    x_scales: *const u8,
+    room: *mut u8,
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> Option<[RoundNvfp4; 2]> {
+    let [of_x, of_hidden] = [&layer.up, &layer.down]
+        .map(|m| m.blocks.and_then(|b| b.nvfp4).map_or(std::ptr::null(), |own| own.activations));
+    if of_x.is_null() {
+        return None;
+    }
+    let x = RoundNvfp4 {
+        x: up.x,
+        scales: x_scales,
+        out: room,
+        dtype: layer.desc.dtype,
+        columns: up.k as usize,
+        tiles: up.tiles,
+        tile_count: up.tile_count,
+        slot_of_place: up.slot_of_place,
+        row_divisor: up.row_divisor,
+        global_scales: of_x,
+    };
+    (up.x, up.row_divisor) = (room, 1);
+    let hidden = RoundNvfp4 {
+        x: down.x,
+        scales: std::ptr::null(),
+        out: up.out,
+        columns: down.k as usize,
+        slot_of_place: std::ptr::null(),
+        row_divisor: 1,
+        global_scales: of_hidden,
+        ..x
+    };
+    Some([x, hidden])
+}
+
+/// Scales of `rows` rows of `blocks` blocks in memory as `ScaleLayout` has it; a view [32, 4, row tiles, 4, column tiles, E] is turned back.
+fn scales<'py>(
+    operand: &'static str,
+    object: &Bound<'py, PyAny>,
+    (rows, blocks): (i64, i64),
+    given: Option<&str>,
+) -> Result<(Bound<'py, PyAny>, ScaleLayout)> {
+    let shape = TensorRef::borrow(operand, object)?.shape().to_vec();
+    if let [32, 4, _, 4, _, _] = shape[..] {
+        let tiles = object.call_method1("permute", (5, 2, 4, 0, 1, 3))?.call_method0("contiguous")?;
+        return Ok((tiles, ScaleLayout::Swizzled128x4));
+    }
+    let layout = match given {
+        Some("plain") => ScaleLayout::Linear,
+        Some("swizzled") => ScaleLayout::Swizzled128x4,
+        Some(other) => contract!("scale_layout: expected \"plain\" or \"swizzled\", got {other:?}"),
+        None if shape.get(1..) == Some(&[rows, blocks]) => ScaleLayout::Linear,
+        None => ScaleLayout::Swizzled128x4,
+    };
+    Ok((object.clone(), layout))
+}
+
+/// What ExpertWeights.nvfp4 is.
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+#[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
+    scale_layout=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0),
+    limit=None, clamp="before", dtype="bf16"),
+    text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, \
+scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+pub fn nvfp4_experts<'py>(
+    w13: &Bound<'py, PyAny>,
+    w2: &Bound<'py, PyAny>,
+    w13_scale: &Bound<'py, PyAny>,
+    w2_scale: &Bound<'py, PyAny>,
+    w13_global_scale: &Bound<'py, PyAny>,
+    w2_global_scale: &Bound<'py, PyAny>,
+    input_global_scale: Option<&Bound<'py, PyAny>>,
+    a2_global_scale: Option<&Bound<'py, PyAny>>,
+    scale_layout: Option<&str>,
+    b13: Option<&Bound<'py, PyAny>>,
+    b2: Option<&Bound<'py, PyAny>>,
+    layout: &str,
+    activation: &str,
+    gated: Option<bool>,
+    alpha: Scalar<'py>,
+    beta: Scalar<'py>,
+    limit: Option<Scalar<'py>>,
+    clamp: &str,
+    dtype: &str,
+) -> PyResult<ExpertWeights> {
+    let given = Given { alpha, beta, limit };
+    guard(|| {
+        let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
+        if let Place::Cuda(_) = up.place {
+            return Err(Error::Unsupported(format!(
+                "nvfp4 experts on {}; supported: CPU tensors (on CUDA bf16, f16, mxfp4 and fp8 experts)",
+                up.place
+            )));
+        }
+        let dtype = match quant::by_name(dtype) {
+            Some(spec) if spec.block == 1 => spec.compute,
+            _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
+        };
+        let three = |name: &str, t: &TensorRef| match t.shape() {
+            &[experts, rows, bytes] => Ok((experts, rows, 2 * bytes / BLOCK as i64)),
+            shape => contract!("{name}: expected [experts, rows, columns / 2], got shape {shape:?}"),
+        };
+        let ((experts, rows, blocks), (_, w2_rows, w2_blocks)) = (three("w13", &up)?, three("w2", &down)?);
+        let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+        let parts = if options.gated() { 2 } else { 1 };
+        let (w13_scale, up_layout) = scales("w13_scale", w13_scale, (rows, blocks), scale_layout)?;
+        let (w2_scale, down_layout) = scales("w2_scale", w2_scale, (w2_rows, w2_blocks), scale_layout)?;
+        let activations = match (input_global_scale, a2_global_scale) {
+            (None, None) => None,
+            (Some(of_x), Some(of_hidden)) => Some([
+                numbers_of("input_global_scale", of_x, experts, 1)?,
+                numbers_of("a2_global_scale", of_hidden, experts, 1)?,
+            ]),
+            (None, _) => contract!("input_global_scale: needed where a2_global_scale is given"),
+            (_, None) => contract!("a2_global_scale: needed where input_global_scale is given"),
+        };
+        let spec = Spec {
+            dtype,
+            layouts: [up_layout, down_layout],
+            factors: [
+                numbers_of("w13_global_scale", w13_global_scale, experts, parts)?,
+                numbers_of("w2_global_scale", w2_global_scale, experts, 1)?,
+            ],
+            activations,
+        };
+        let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(&w13_scale), w2_scale: Some(&w2_scale) };
+        ExpertWeights::new(&arguments, Numbers::Nvfp4(spec), options, &given, false)
+    })
+}

@@ -1,0 +1,143 @@
+//! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
+
+use super::{
+    element, fp8_sm90, max_tiles, mxfp4_sm90, portable, sm90, Counters, GemmDesc, Kernels, MoeWorkspace,
+    MIN_TILE_TOKENS,
+};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Launch;
+use crate::moe::weights::LayerDesc;
+use crate::params::{Dtype, Tile};
+use crate::quant::fp8::GROUP;
+use crate::quant::Format;
+use crate::variants::fp8::Fp8;
+use crate::variants::Variant;
+use crate::workspace::Layout;
+
+/// Those of `Counters` that a call has: no tile is counted.
+pub const COUNTERS: i32 = Counters::PEAK_HIDDEN as i32 + 1;
+
+/// One call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MaskedDesc {
+    pub layer: LayerDesc,
+    /// Rows there is room for, of all experts.
+    pub rows: i64,
+    /// Rows of an expert that are expected: they choose the tile, and no bit of the result.
+    pub expected: i64,
+    /// Whether x is quantised here (fp8).
+    pub quantizes_x: bool,
+}
+
+/// Its launches. A pure function of shape and device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MaskedPlan {
+    pub tile_tokens: i32,
+    pub max_tiles: i32,
+    pub schedule: Launch,
+    /// Of fp8: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
+    pub quantize: [Option<Launch>; 2],
+    pub up: Launch,
+    pub down: Launch,
+}
+
+impl MaskedPlan {
+    pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
+        let MaskedDesc { layer, rows: slots, .. } = desc;
+        layer.require_cuda(device)?;
+        if layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8) {
+            return Err(Error::Unsupported(format!(
+                "moe_masked of {} experts on CUDA, where quantising x would read rows beyond the mask; supported there: bf16, f16, mxfp4, fp8_block",
+                layer.format.spec().name
+            )));
+        }
+        let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
+        let up = GemmDesc {
+            element,
+            format,
+            gated: layer.gated,
+            slots: *slots,
+            experts,
+            rows: layer.up_rows(),
+            k: layer.hidden,
+        };
+        let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
+        // Tiles by what is expected, grids by what may come.
+        let expected = (desc.expected * experts).clamp(1, (*slots).max(1));
+        let [few_up, few_down] = [up, down].map(|gemm| GemmDesc { slots: expected, ..gemm });
+        let kernels = Kernels::of(device, layer);
+        let tile_tokens = match kernels {
+            Kernels::Hopper => sm90::tile_tokens(&few_up, &few_down, device),
+            Kernels::HopperMxfp4 => mxfp4_sm90::tile_tokens(&few_up),
+            Kernels::HopperFp8 => fp8_sm90::tile_tokens(&few_up),
+            Kernels::HopperMxfp8 | Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
+        };
+        let [up, down] = [up, down].map(|gemm| match kernels {
+            Kernels::Hopper => sm90::gemm(&gemm, tile_tokens, device),
+            Kernels::HopperMxfp4 => mxfp4_sm90::gemm(&gemm, tile_tokens, device),
+            Kernels::HopperFp8 => fp8_sm90::gemm(&gemm, tile_tokens, device),
+            Kernels::HopperMxfp8 | Kernels::Portable => portable::gemm(&gemm, tile_tokens, device),
+        });
+        let max_tiles = max_tiles(*slots, experts, tile_tokens);
+        let quantize = |columns: i64| {
+            let variant = Variant::Fp8(Fp8::TilesToE4m3);
+            let units = i64::from(max_tiles) * (i64::from(tile_tokens) * columns / GROUP as i64).max(64) / 64;
+            let most = device.multiprocessors * variant.ctas_per_multiprocessor();
+            Launch {
+                variant,
+                grid: units.clamp(1, most.into()) as u32,
+                block: variant.threads(),
+                cluster: 1,
+                shared_bytes: 0,
+            }
+        };
+        let fp8 = kernels == Kernels::HopperFp8;
+        let after = fp8 && !fp8_sm90::quantises_inside(layer.format, tile_tokens);
+        let variant = Variant::Schedule;
+        Ok(MaskedPlan {
+            tile_tokens,
+            max_tiles,
+            schedule: Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 },
+            quantize: [
+                (fp8 && desc.quantizes_x).then(|| quantize(layer.hidden)),
+                after.then(|| quantize(layer.intermediate)),
+            ],
+            up,
+            down,
+        })
+    }
+
+    /// All launches in their order.
+    pub fn launches(&self) -> Vec<Launch> {
+        let [x, hidden] = self.quantize;
+        [Some(self.schedule), x, Some(self.up), hidden, Some(self.down)].into_iter().flatten().collect()
+    }
+}
+
+/// The ranges of a call, on any device; those that it has no use for are empty. GEMM2 writes to the caller's memory.
+pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
+    let (slots, element) = (rows as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
+    let tiles = max_tiles(rows, layer.experts, MIN_TILE_TOKENS);
+    let of = |format, bytes: usize| if layer.format == format { bytes } else { 0 };
+    let fp8 = |columns: i64, columns_a_byte: usize| match layer.format.is_fp8() {
+        true => slots * columns as usize / columns_a_byte,
+        false => 0,
+    };
+    let mut layout = Layout::default();
+    let mut add = |name, bytes| layout.add(name, bytes);
+    let mut w = MoeWorkspace {
+        tiles: add("tiles", tiles as usize * size_of::<Tile>()),
+        tile_count: add("tile_count", 4),
+        counters: add("counters", COUNTERS as usize * 4),
+        hidden: add("hidden", slots * layer.intermediate as usize * element),
+        x_codes: add("x_codes", fp8(layer.hidden, 1)),
+        x_scales: add("x_scales", fp8(layer.hidden, GROUP / 4)),
+        hidden_codes: add("hidden_codes", fp8(layer.intermediate, 1)),
+        hidden_scales: add("hidden_scales", fp8(layer.intermediate, GROUP / 4)),
+        row_scales: add("row_scales", of(Format::Mxfp4A8, slots * 4)),
+        ..MoeWorkspace::default()
+    };
+    w.bytes = layout.bytes;
+    w
+}

@@ -1,0 +1,108 @@
+//! Tile choice of the Hopper grouped GEMM of packed MXFP8 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
+
+use super::tiles::{self, Tile};
+use super::{mxfp4_sm90, GemmDesc};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Launch;
+use crate::moe::weights::LayerDesc;
+use crate::quant::Format;
+use crate::variants::mxfp8::{Mxfp8, Mxfp8Tile, MXFP8_TILES};
+use crate::variants::Variant;
+
+/// Whether the kernel takes the layer: its sizes are multiples of 32, so that GPUs alone decide.
+pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
+    let (rows, hidden, intermediate) = (layer.up_rows() as u32, layer.hidden as u32, layer.intermediate as u32);
+    layer.format == Format::Mxfp8
+        && mxfp4_sm90::serves(device, rows, hidden, intermediate)
+        && mxfp4_sm90::serves(device, hidden, intermediate, hidden)
+}
+
+/// The error where it does not.
+pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
+    if serves(device, layer) {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!("mxfp8 experts on {}; supported: sm_90, and CPU tensors", device.arch)))
+}
+
+/// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us of GEMM1 and of GEMM2, 128 and 64 rows:
+///   qwen3-30b-a3b, M = 1 (0.4 and 0.5 units)  12.0 + 5.7, 11.1 + 5.8;   M = 16 (3.7 and 5)  65.1 + 34.2, 64.8 + 34.2
+///   dsv3-tp8, M = 16 (1.5 and 21)  95.4 + 48.3, 101.8 + 51.5
+const FEW_UNITS: u32 = 1;
+
+impl Tile for Mxfp8Tile {
+    fn tokens(self) -> u32 {
+        self.tokens
+    }
+
+    fn unit_rows(self) -> u32 {
+        64 * self.consumers
+    }
+
+    fn variant(self, gated: bool) -> Variant {
+        Variant::Mxfp8(self.kernel(gated))
+    }
+}
+
+/// The narrowest tile that takes this many tokens.
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp8Tile {
+    tiles::narrowest(&MXFP8_TILES, FEW_UNITS, gemm, tokens, device)
+}
+
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read and decoded once. us by tile
+/// (the borders between the means are chosen):
+///   qwen3-30b-a3b  M 256 (mean 16)  173 at 16, 160 at 32, 169 at 64;   M 1024 (64)  254 at 64, 254 at 128, 308 at 192
+///                  M 4096 (256)  669 at 128, 671 at 192
+///   gpt-oss-20b    M 256 (32)  272 at 32, 235 at 64, 268 at 128;   M 512 (64)  339 at 64, 322 at 128, 391 at 192
+///                  M 1024 (128)  542 at 128, 446 at 192;   M 4096 (512)  1710 at 128, 1404 at 192
+///   dsv3-tp8       M 256 (8)  347 at 16, 365 at 32;   M 1024 (32)  515 at 32, 416 at 64, 496 at 128;   M 4096 (128)  1041 at 128, 914 at 192
+pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
+    match gemm.slots as f64 / gemm.experts.max(1) as f64 {
+        mean if mean <= 11.0 => 16,
+        mean if mean <= 20.0 => 32,
+        mean if mean <= 44.0 => 64,
+        mean if mean <= 96.0 => 128,
+        _ => 192,
+    }
+}
+
+pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tile(gemm, tile_tokens, device);
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+}
+
+/// Rounding of so many elements of x, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
+pub fn round(elements: i64, device: &Device) -> Launch {
+    let variant = Variant::Mxfp8(Mxfp8::RoundRows);
+    let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
+    let grid = ctas.min(u64::from(8 * device.multiprocessors)) as u32;
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+pub fn variants(gated: bool) -> Vec<Variant> {
+    let gemms = MXFP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| Variant::Mxfp8(t.kernel(gated))));
+    gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Arch;
+    use crate::variants::Element;
+
+    #[test]
+    fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
+        let device = Device::typical(Arch::SM90);
+        let mut chosen = Vec::new();
+        for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+            let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Mxfp8);
+            let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
+            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+            assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
+            chosen.push(launch.variant);
+        }
+        chosen.dedup();
+        assert_eq!(chosen, MXFP8_TILES.map(|t| Variant::Mxfp8(t.kernel(true))));
+    }
+}

@@ -1,0 +1,51 @@
+//! What the choices among a Hopper kernel's tiles share: grids of CTAs that stay, and a first tile for few work units.
+
+use super::{max_tiles, GemmDesc};
+use crate::device::Device;
+use crate::kernel::Launch;
+use crate::variants::Variant;
+
+/// One of a kernel's tiles.
+pub trait Tile: Copy {
+    /// Most tokens that it takes.
+    fn tokens(self) -> u32;
+    /// Weight rows of a work unit.
+    fn unit_rows(self) -> u32;
+    fn variant(self, gated: bool) -> Variant;
+}
+
+/// CTAs that are resident at once.
+pub fn resident(variant: Variant, device: &Device) -> u32 {
+    device.multiprocessors * variant.ctas_per_multiprocessor()
+}
+
+/// The narrowest of `tiles`, which are sorted by tokens, that takes so many. Of two that take as many, the first is for up to `few` work units
+/// of the second for each CTA of it that fits.
+pub fn narrowest<T: Tile>(tiles: &[T], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> T {
+    let first = tiles.iter().position(|t| t.tokens() >= tokens as u32).unwrap_or(tiles.len() - 1);
+    let narrow = tiles[first];
+    match tiles.get(first + 1) {
+        Some(wide) if wide.tokens() == narrow.tokens() => {
+            // One tile an expert is what the schedule's tile was chosen for.
+            let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(wide.unit_rows());
+            if units <= few * resident(wide.variant(gemm.gated), device) {
+                narrow
+            } else {
+                *wide
+            }
+        }
+        _ => narrow,
+    }
+}
+
+/// A GEMM whose CTAs take units of `unit_rows` weight rows by a tile of the schedule one after the other.
+pub fn launch(gemm: &GemmDesc, tile_tokens: i32, (variant, unit_rows): (Variant, u32), device: &Device) -> Launch {
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows);
+    Launch {
+        variant,
+        grid: units.min(resident(variant, device)).max(1),
+        block: variant.threads(),
+        cluster: 1,
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
+    }
+}

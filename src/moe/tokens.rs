@@ -1,0 +1,123 @@
+//! A call's input: numbers of the layer's dtype, or e4m3 or NVFP4 that the caller quantised, with its scales.
+
+use super::nvfp4;
+use super::weights::Layer;
+use crate::contract;
+use crate::error::{Error, Result};
+use crate::params::Dtype;
+use crate::quant::fp8::GROUP;
+use crate::quant::nvfp4::BLOCK;
+use crate::quant::Format;
+use crate::tensor::{Contract, Dim, Elem, TensorRef};
+use pyo3::prelude::*;
+
+/// Scales of quantised rows as the caller has them: fp32, or words of four E8M0 bytes; of NVFP4 e4m3, row by row.
+#[derive(Clone, Copy)]
+pub struct GivenScales {
+    pub data: *const u8,
+    pub powers: bool,
+    /// Between neighbouring rows and groups (fours of groups), 0 where they share one.
+    pub row_stride: i64,
+    pub group_stride: i64,
+}
+
+impl GivenScales {
+    /// Whether this is what the GEMMs read: fp32 [rows, groups].
+    pub fn is_table(&self, rows: i64, groups: i64) -> bool {
+        !self.powers && (self.row_stride == groups || rows == 1) && (self.group_stride == 1 || groups == 1)
+    }
+}
+
+pub struct Tokens {
+    pub x: TensorRef,
+    /// The tensor and what it is.
+    pub scale: Option<(TensorRef, GivenScales)>,
+}
+
+impl Tokens {
+    /// x [T, H] of the layer's dtype; with x_scale float8_e4m3fn of fp8 layers, or of nvfp4 layers that round their tokens pairs of
+    /// e2m1 codes [T, H / 2].
+    pub fn borrow(
+        layer: &Layer,
+        (x, x_scale): (&Bound<'_, PyAny>, Option<&Bound<'_, PyAny>>),
+        contract: &mut Contract,
+    ) -> Result<Tokens> {
+        let x = TensorRef::borrow("x", x)?;
+        let dims = [Dim::Named("tokens"), Dim::Named("hidden")];
+        let Some(scale) = x_scale else {
+            if x.elem == Elem::E4M3 && layer.desc.format.is_fp8() {
+                contract!("x_scale: needed where x is {}", x.elem);
+            }
+            contract.check("x", &x, &dims, &[elem(layer.desc.dtype)])?;
+            return Ok(Tokens { x, scale: None });
+        };
+        if layer.desc.format == Format::Nvfp4 && nvfp4::rounds(layer) {
+            let hidden = layer.desc.hidden;
+            let scale = TensorRef::borrow("x_scale", scale)?;
+            let of = |name, block| [dims[0], Dim::Is(name, hidden / block)];
+            contract.check("x", &x, &of("hidden / 2", 2), &nvfp4::CODES)?;
+            contract.check("x_scale", &scale, &of("hidden / 16", BLOCK as i64), &nvfp4::SCALES)?;
+            let form =
+                GivenScales { data: scale.data, powers: false, row_stride: hidden / BLOCK as i64, group_stride: 1 };
+            return Ok(Tokens { x, scale: Some((scale, form)) });
+        }
+        if !layer.desc.format.is_fp8() {
+            return Err(Error::Unsupported(format!(
+                "x_scale (quantised tokens) with {} experts; supported with: fp8_block, fp8_tensor, and nvfp4 with an input_global_scale",
+                layer.desc.format.spec().name
+            )));
+        }
+        contract.check("x", &x, &dims, &[Elem::E4M3])?;
+        let scale = TensorRef::borrow("x_scale", scale)?;
+        let form = form(&x, &scale)?;
+        Ok(Tokens { x, scale: Some((scale, form)) })
+    }
+
+    pub fn scales(&self) -> Option<GivenScales> {
+        self.scale.as_ref().map(|(_, form)| *form)
+    }
+
+    /// Whether something that is written lies over the scales.
+    pub fn scale_overlaps(&self, written: &TensorRef) -> bool {
+        let Some((scale, _)) = &self.scale else { return false };
+        let last: i64 =
+            scale.shape().iter().zip(scale.strides()).map(|(&size, &stride)| (size - 1).max(0) * stride).sum();
+        written.place == scale.place && written.overlaps_range(scale.data, (last as usize + 1) * scale.elem.bytes())
+    }
+}
+
+fn form(x: &TensorRef, scale: &TensorRef) -> Result<GivenScales> {
+    let (tokens, hidden) = (x.shape()[0], x.shape()[1]);
+    let (groups, words) = (hidden / GROUP as i64, (hidden + 511) / 512);
+    if scale.place != x.place {
+        contract!("x_scale: is on {}, but x is on {}", scale.place, x.place);
+    }
+    let form = |powers, row_stride, group_stride| GivenScales { data: scale.data, powers, row_stride, group_stride };
+    let strides = scale.strides();
+    let found = match (scale.elem, scale.shape()) {
+        (Elem::F32, shape) if shape.len() <= 2 && scale.numel() == 1 => Some(form(false, 0, 0)),
+        (Elem::F32, &[rows] | &[rows, 1]) if rows == tokens => Some(form(false, strides[0], 0)),
+        (Elem::F32, &[rows, columns]) if (rows, columns) == (tokens, groups) => {
+            Some(form(false, strides[0], strides[1]))
+        }
+        (Elem::I32, &[rows, columns]) if (rows, columns) == (tokens, words) => Some(form(true, strides[0], strides[1])),
+        _ => None,
+    };
+    match found {
+        Some(form) if strides.iter().all(|&stride| stride >= 0) => Ok(form),
+        _ => contract!(
+            "x_scale: expected float32 [{tokens}, {groups}] (a scale for each 128 columns), [{tokens}, 1] or one number, or int32 [{tokens}, {words}] of E8M0 bytes, got {} {:?}",
+            scale.elem,
+            scale.shape()
+        ),
+    }
+}
+
+/// The element type of a dtype.
+pub fn elem(dtype: Dtype) -> Elem {
+    match dtype {
+        Dtype::F16 => Elem::F16,
+        Dtype::Bf16 => Elem::Bf16,
+        _ => Elem::F32,
+    }
+}

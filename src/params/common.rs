@@ -1,0 +1,37 @@
+//! What parameters of every kind are made of.
+
+#[cxx::bridge(namespace = "oxmoe")]
+pub mod ffi {
+    /// Element type of a tensor.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum Dtype {
+        F32 = 0,
+        F16 = 1,
+        Bf16 = 2,
+    }
+
+    /// How gate and up rows lie in w13 `[E, 2I, H]`.
+    #[repr(i32)]
+    #[derive(Debug)]
+    enum W13Layout {
+        /// Rows 0..I gate, I..2I up (SGLang).
+        GateUp = 0,
+        /// Rows 0..I up, I..2I gate (flashinfer).
+        UpGate = 1,
+        /// Row 2i gate, 2i + 1 up (GPT-OSS).
+        Interleaved = 2,
+        /// 64 gate rows, the 64 up rows that belong to them, and so on (CuteDSL's, of halves in either order; on CPUs).
+        GateUp64 = 3,
+        UpGate64 = 4,
+    }
+
+    /// Rows `[first, first + count)` of the expert-sorted order, all of one expert. `expert` -1 ends the schedule.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    struct Tile {
+        expert: i32,
+        first: i32,
+        count: i32,
+        reserved: i32,
+    }
+}

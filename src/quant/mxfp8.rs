@@ -1,0 +1,114 @@
+//! MXFP8 (OCP Microscaling Formats 1.0): e4m3 elements and one E8M0 scale for 32 of them.
+
+use super::e2m1;
+use crate::cpu::narrow::{e4m3, e4m3_value};
+
+/// Elements that share a scale.
+pub const BLOCK: usize = 32;
+
+/// The E8M0 byte of a group whose largest magnitude is `amax`: 2^ceil(log2(amax / 448)), so that nothing is clipped, from 2^-127 on.
+/// 254 for infinity, 255 for NaN.
+pub fn e8m0_of_amax(amax: f32) -> u8 {
+    let bits = amax.to_bits() & !(1 << 31);
+    match bits {
+        0..0x7f80_0000 => {
+            // 448 is 1.75 * 2^8: a mantissa above 0.75 carries.
+            let exponent = (bits + 0x1f_ffff) >> 23;
+            exponent.saturating_sub(8) as u8
+        }
+        0x7f80_0000 => 254,
+        _ => 255,
+    }
+}
+
+/// What elements are multiplied by before they are rounded; 0 for the scales that flashinfer's kernel has no reciprocal of.
+pub fn inverse(scale: u8) -> f32 {
+    match scale {
+        1..=253 => f32::from_bits((254 - u32::from(scale)) << 23),
+        255 => f32::NAN,
+        _ => 0.0,
+    }
+}
+
+/// A group's scale byte and codes, to nearest, ties to even. NaN becomes NaN and counts for no scale but that of a group of nothing else;
+/// infinity becomes NaN, and finite elements beside it 0, as do elements of a group below 448 * 2^-127.
+pub fn quantize_group(x: &[f32; BLOCK]) -> (u8, [u8; BLOCK]) {
+    let scale = e8m0_of_amax(x.iter().fold(f32::NAN, |most, x| most.max(x.abs())));
+    let inverse = inverse(scale);
+    (scale, x.map(|x| e4m3(x * inverse)))
+}
+
+/// Element times scale in fp32, exact but for overflow; NaN for the scale 255.
+pub fn value(code: u8, scale: u8) -> f32 {
+    e4m3_value(code) * e2m1::scale(scale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn scales_are_the_least_that_clip_nothing() {
+        for (amax, byte) in [
+            (0.0, 0),
+            (448.0, 127),
+            (448f32.next_up(), 128),
+            (448f32.next_down(), 127),
+            (1.0, 119),
+            (-1.0, 119),
+            (f32::from_bits(1), 0),
+            (448.0 * 2f32.powi(-126), 1),
+            (448.0 * 2f32.powi(-127), 0),
+            ((448.0 * 2f32.powi(-127)).next_up(), 1),
+            (f32::MAX, 247),
+            (f32::INFINITY, 254),
+            (f32::NAN, 255),
+        ] {
+            assert_eq!(e8m0_of_amax(amax), byte, "{amax}");
+        }
+        for bits in (0x0080_0000..0x7f80_0000u32).step_by(99_991) {
+            let (amax, byte) = (f64::from(f32::from_bits(bits)), e8m0_of_amax(f32::from_bits(bits)));
+            let scale = 2f64.powi(i32::from(byte) - 127);
+            assert!(amax <= 448.0 * scale && (byte == 0 || amax > 224.0 * scale), "{amax} has {byte}");
+        }
+    }
+
+    /// Quantising what was dequantised changes nothing, and bf16 holds it.
+    #[test]
+    fn values_come_back_from_bf16() {
+        for seed in 0..4000u32 {
+            let power = 2f32.powi(seed as i32 % 220 - 105);
+            let x: [f32; BLOCK] = std::array::from_fn(|i| {
+                let random = (seed * 32 + i as u32).wrapping_mul(0x9e37_79b9).rotate_left(13).wrapping_mul(0x85eb_ca6b);
+                (random as i32 as f32) * 2f32.powi(-31) * power
+            });
+            let (scale, codes) = quantize_group(&x);
+            let values = codes.map(|code| value(code, scale));
+            for (x, value) in x.iter().zip(&values) {
+                assert_eq!(bf16::from_f32(*value).to_f32(), *value);
+                let step = 2f32.powi(i32::from(scale) - 127) / 512.0;
+                assert!((x - value).abs() <= (x.abs() / 16.0).max(step / 2.0), "{x} became {value}");
+            }
+            let (again, same) = quantize_group(&values);
+            assert_eq!(same.map(|code| value(code, again)), values);
+        }
+    }
+
+    #[test]
+    fn not_a_number() {
+        let mut x = [0.0; BLOCK];
+        assert_eq!(quantize_group(&x), (0, [0; BLOCK]));
+        x[3] = -0.0;
+        assert_eq!(quantize_group(&x).1[3], 0x80);
+        (x[0], x[1]) = (f32::NAN, 448.0);
+        let (scale, codes) = quantize_group(&x);
+        assert_eq!((scale, codes[0], codes[1], codes[2]), (127, 0x7F, 0x7E, 0));
+        x[5] = f32::INFINITY;
+        let (scale, codes) = quantize_group(&x);
+        assert_eq!((scale, codes[0], codes[1], codes[5]), (254, 0x7F, 0, 0x7F));
+        let (scale, codes) = quantize_group(&[f32::NAN; BLOCK]);
+        assert_eq!((scale, codes), (255, [0x7F; BLOCK]));
+        assert!(value(0x7E, 255).is_nan() && value(0x7F, 127).is_nan());
+    }
+}

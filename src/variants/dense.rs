@@ -1,0 +1,128 @@
+//! Kernels of dense MXFP8: quantisation and the GEMM.
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Dense {
+    /// mma.sync, few tokens. `row_tiles` x 16 rows of b, K over `warps`.
+    MmMxfp8 {
+        tokens: u32,
+        row_tiles: u32,
+        warps: u32,
+        stages: u32,
+    },
+    /// wgmma with b in registers, many tokens. 64 rows of b for each of `consumers` warpgroups.
+    MmMxfp8Wide {
+        tokens: u32,
+        consumers: u32,
+        stages: u32,
+    },
+    /// a for the latter.
+    MmMxfp8Tokens,
+    QuantizeMxfp8,
+    DequantizeMxfp8,
+}
+use Dense::*;
+
+/// By tokens.
+pub const NARROW: [Dense; 3] = [
+    MmMxfp8 { tokens: 8, row_tiles: 2, warps: 4, stages: 3 },
+    MmMxfp8 { tokens: 16, row_tiles: 2, warps: 4, stages: 3 },
+    MmMxfp8 { tokens: 32, row_tiles: 2, warps: 4, stages: 3 },
+];
+pub const WIDE: [Dense; 4] = [
+    MmMxfp8Wide { tokens: 64, consumers: 2, stages: 4 },
+    MmMxfp8Wide { tokens: 64, consumers: 3, stages: 4 },
+    MmMxfp8Wide { tokens: 128, consumers: 2, stages: 4 },
+    MmMxfp8Wide { tokens: 192, consumers: 3, stages: 3 },
+];
+
+pub fn all() -> Vec<Dense> {
+    [&NARROW[..], &WIDE, &[MmMxfp8Tokens, QuantizeMxfp8, DequantizeMxfp8]].concat()
+}
+
+impl Dense {
+    pub fn symbol(&self) -> String {
+        match *self {
+            MmMxfp8 { tokens, row_tiles, warps, stages } => {
+                format!("mm_mxfp8_sm90_t{tokens}_r{row_tiles}_w{warps}_s{stages}")
+            }
+            MmMxfp8Wide { tokens, consumers, stages } => format!("mm_mxfp8_wide_sm90_t{tokens}_c{consumers}_s{stages}"),
+            MmMxfp8Tokens => "mm_mxfp8_tokens".into(),
+            QuantizeMxfp8 => "quantize_mxfp8".into(),
+            DequantizeMxfp8 => "dequantize_mxfp8".into(),
+        }
+    }
+
+    pub fn device_type(&self) -> String {
+        match *self {
+            MmMxfp8 { tokens, row_tiles, warps, stages } => {
+                format!("oxmoe::MmMxfp8Sm90<{tokens}, {row_tiles}, {warps}, {stages}>")
+            }
+            MmMxfp8Wide { tokens, consumers, stages } => {
+                format!("oxmoe::MmMxfp8WideSm90<{tokens}, {consumers}, {stages}>")
+            }
+            MmMxfp8Tokens => "oxmoe::MmMxfp8Tokens".into(),
+            QuantizeMxfp8 => "oxmoe::QuantizeMxfp8".into(),
+            DequantizeMxfp8 => "oxmoe::DequantizeMxfp8".into(),
+        }
+    }
+
+    pub fn header(&self) -> &'static str {
+        match self {
+            MmMxfp8 { .. } => "gemm/mm_mxfp8_sm90.cuh",
+            MmMxfp8Wide { .. } | MmMxfp8Tokens => "gemm/mm_mxfp8_wide_sm90.cuh",
+            QuantizeMxfp8 | DequantizeMxfp8 => "quant/quantize_mxfp8.cuh",
+        }
+    }
+
+    pub fn signature(&self) -> (&'static str, &'static str) {
+        match self {
+            QuantizeMxfp8 | DequantizeMxfp8 => ("const __grid_constant__ oxmoe::QuantizeMxfp8Params p", "p"),
+            _ => ("const __grid_constant__ oxmoe::MmMxfp8Params p", "p"),
+        }
+    }
+
+    pub fn runs_on(&self, arch: &str) -> bool {
+        matches!(self, QuantizeMxfp8 | DequantizeMxfp8) || arch == "90a"
+    }
+
+    pub fn threads(&self) -> u32 {
+        match *self {
+            MmMxfp8 { warps, .. } => 32 * warps,
+            MmMxfp8Wide { consumers, .. } => 128 * (1 + consumers),
+            _ => 256,
+        }
+    }
+
+    /// Rows of b and tokens of a CTA.
+    pub fn tile(&self) -> (u32, u32) {
+        match *self {
+            MmMxfp8 { tokens, row_tiles, .. } => (16 * row_tiles, tokens),
+            MmMxfp8Wide { tokens, consumers, .. } => (64 * consumers, tokens),
+            _ => (1, 1),
+        }
+    }
+
+    /// Rings, or the sums that come where they were; wide: stages and barriers.
+    pub fn shared_bytes(&self) -> u32 {
+        let (rows, tokens) = self.tile();
+        match *self {
+            MmMxfp8 { warps, stages, .. } => {
+                (warps * stages * (rows + tokens) * 128).max(warps * tokens * (rows + 4) * 4)
+            }
+            MmMxfp8Wide { stages, .. } => {
+                // Aligned to 1024 bytes, as a stage is.
+                (stages * (2 * tokens * 128 + rows * 128) + 16 * stages).next_multiple_of(1024)
+            }
+            _ => 0,
+        }
+    }
+
+    /// CTAs on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
+    pub fn ctas(&self) -> u32 {
+        match *self {
+            MmMxfp8 { .. } => (228 * 1024 / (self.shared_bytes() + 1024)).min(3),
+            MmMxfp8Wide { .. } => 1,
+            _ => 4,
+        }
+    }
+}

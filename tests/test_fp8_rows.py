@@ -1,0 +1,165 @@
+"""Experts of e4m3 with a scale for each row of a matrix: compressed-tensors' "channel", SGLang's per_channel_quant."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import oxmoe
+from cases import ACTIVATIONS, Shape, make_routing, make_workspace, tie_free_logits
+from fp8_cases import CALL_OPTIONS, MODES, SHAPES, Fp8Tensor, call, check_tensor, make_fp8_tensor
+from oxmoe import reference
+from oxmoe.testing import relative_norm, same_bits
+from test_fp8_stages import PAIRS, check_steps
+
+SMALL = SHAPES[2]
+DEVICE = "cpu"  # GPUs refuse them by name
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make(shape: Shape, rng: torch.Generator) -> Fp8Tensor:
+    return make_fp8_tensor(shape, DEVICE, rng, of_rows=True)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 130])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_layer(shape: Shape, tokens: int, mode: str, rng: torch.Generator) -> None:
+    layer = make(shape, rng)
+    routing = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+    check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+@pytest.mark.parametrize("shape", [SMALL, PAIRS], ids=lambda s: s.name)
+def test_steps(shape: Shape, tokens: int, mode: str, rng: torch.Generator) -> None:
+    layer = make(shape, rng)
+    check_steps(layer, mode, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
+@pytest.mark.parametrize("tokens", [6, 200])
+def test_activations(name: str, tokens: int, rng: torch.Generator) -> None:
+    layer = make(SMALL.with_options(**ACTIVATIONS[name]), rng)
+    check_steps(layer, "token", layer.x(tokens, rng), *make_routing("uniform", tokens, 5, 3, rng))
+
+
+@pytest.mark.parametrize("tokens", [9, 200])
+@pytest.mark.parametrize("options", CALL_OPTIONS, ids="-".join)
+def test_call_options(options: dict[str, Any], tokens: int, rng: torch.Generator) -> None:
+    layer = make(SMALL, rng)
+    routing = make_routing("holes", tokens, SMALL.experts * options.get("ep_size", 1), SMALL.top_k, rng)
+    check_tensor(layer, layer.x(tokens, rng), *routing, mode="token", **options)
+
+
+def test_router_logits(rng: torch.Generator) -> None:
+    layer = make(SHAPES[0], rng)
+    for tokens in (1, 40):
+        logits = tie_free_logits(tokens, SHAPES[0].experts, rng).to(DEVICE)
+        check_tensor(layer, layer.x(tokens, rng), router_logits=logits, top_k=8, mode="token")
+
+
+def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:
+    """Alone, in a tile of few, of many, and where GEMM2 keeps its tokens: the same bits."""
+    for shape in (SMALL, PAIRS):
+        layer = make(shape, rng)
+        made, x = layer.weights("token"), layer.x(700, rng)
+        routing = make_routing("uniform", 700, shape.experts, shape.top_k, rng)
+        weights, ids = (part.to(DEVICE) for part in routing)
+        whole = call(x, made, weights, ids)
+        for count in (1, 8, 33, 100, 333):
+            assert same_bits(call(x[:count], made, weights[:count], ids[:count]), whole[:count])
+
+
+def test_equal_scales_of_powers_of_two_are_one_scale(mode: str, rng: torch.Generator) -> None:
+    """Powers of two multiply without rounding, wherever they do."""
+    layer = make_fp8_tensor(SMALL, DEVICE, rng, halves=True)
+    layer.w13_scale, layer.w2_scale = (
+        torch.full_like(layer.w13_scale, 2.0**-8),
+        torch.full_like(layer.w2_scale, 0.03125),
+    )
+    layer.w13_scale[:, 1] = 2.0**-9
+    x, routing = layer.x(20, rng), make_routing("uniform", 20, SMALL.experts, SMALL.top_k, rng)
+    expected = call(x, layer.weights(mode), *routing)
+    half = SMALL.intermediate
+    layer.w13_scale = layer.w13_scale.repeat_interleave(half, 1)
+    for shape in ((5, -1), (5, -1, 1)):
+        layer.w13_scale = layer.w13_scale.view(shape)
+        assert same_bits(call(x, layer.weights(mode), *routing), expected)
+    layer.w2_scale = layer.w2_scale[:, None].repeat(1, SMALL.hidden)
+    assert same_bits(call(x, layer.weights(mode), *routing), expected)
+
+
+def test_quantised_tokens(rng: torch.Generator) -> None:
+    layer = make(SMALL, rng)
+    x, routing = layer.x(9, rng), make_routing("uniform", 9, SMALL.experts, SMALL.top_k, rng)
+    made = layer.weights("token")
+    codes, scales = reference.fp8_rows(x, None, "token")
+    assert same_bits(oxmoe.moe(codes, made, *routing, x_scale=scales[:, :1].clone()), oxmoe.moe(x, made, *routing))
+
+
+def test_fused_experts(rng: torch.Generator) -> None:
+    """SGLang's call of a compressed-tensors checkpoint, whose tokens are quantised one by one."""
+    layer = make(SMALL, rng)
+    x = layer.x(20, rng)
+    routing = tuple(part.to(DEVICE) for part in make_routing("holes", 20, SMALL.experts, SMALL.top_k, rng))
+
+    def fused(**options: Any) -> torch.Tensor:
+        return oxmoe.fused_experts(
+            x,
+            layer.w13,
+            layer.w2,
+            routing,
+            SimpleNamespace(inplace=False),
+            b1=layer.b13,
+            b2=layer.b2,
+            use_fp8_w8a8=True,
+            w1_scale=layer.w13_scale,
+            w2_scale=layer.w2_scale,
+            **options,
+        )
+
+    assert same_bits(fused(per_channel_quant=True), call(x, layer.weights("token"), *routing))
+    assert same_bits(fused(), call(x, layer.weights("tensor"), *routing))
+    static = {"a1_scale": layer.a13_scale, "a2_scale": layer.a2_scale}
+    assert same_bits(fused(per_channel_quant=True, **static), call(x, layer.weights("static"), *routing))
+
+
+def test_numbers_are_those_of_the_weights(rng: torch.Generator) -> None:
+    """Beside the layer of the numbers that codes and scales stand for."""
+    layer = make(SMALL, rng)
+    x, routing = layer.x(64, rng), make_routing("uniform", 64, SMALL.experts, SMALL.top_k, rng)
+    w13, w2 = (w.float() * s for w, s in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)))
+    plain = reference.moe(x.float(), w13, w2, *(part.to(DEVICE) for part in routing), **layer.options)
+    assert relative_norm(call(x, layer.weights("token"), *routing), plain) < 5e-2
+
+
+def test_attributes(rng: torch.Generator) -> None:
+    layer = make(SMALL, rng)
+    made = layer.weights("token")
+    assert made.w13_scale is layer.w13_scale and made.w2_scale is layer.w2_scale
+    assert made.format == "fp8_tensor-token" and made.a13_scale is None
+    x, routing = layer.x(3, rng), make_routing("uniform", 3, SMALL.experts, SMALL.top_k, rng)
+    expected = call(x, made, *routing)
+    again = oxmoe.ExpertWeights.fp8_tensor(
+        made.w13, made.w2, made.w13_scale, made.w2_scale, per_token=True, **layer.options
+    )
+    assert same_bits(call(x, again, *routing), expected)
+    # The scales are read where they are.
+    made.w2_scale.mul_(2)
+    layer.b2.mul_(2)
+    assert same_bits(call(x, made, *routing), expected * 2)
+    workspace = make_workspace(oxmoe.workspace_bytes(made, 3, 3), DEVICE)
+    with pytest.raises(ValueError, match="workspace: overlaps w13_scale"):
+        small = layer.w13_scale.view(torch.uint8).flatten()
+        scales = torch.cat([workspace, small]).clone()
+        start = -scales.data_ptr() % 256
+        moved = scales[start : start + small.numel()].view(torch.float32).view(layer.w13_scale.shape)
+        over = oxmoe.ExpertWeights.fp8_tensor(layer.w13, layer.w2, moved, layer.w2_scale, **layer.options)
+        oxmoe.moe(x, over, *routing, workspace=scales[start : start + workspace.numel()])

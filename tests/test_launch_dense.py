@@ -1,0 +1,91 @@
+"""What dense MXFP8 asks of the driver: quantisation, and the GEMM's launches and parameters (see test_launch.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_cuda.harness import execute, launches, parameters_of
+
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+TILE_ROWS = {"128x4": 128, "8x4": 8, "linear": 0}
+
+
+pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
+
+
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@pytest.mark.parametrize("layout", TILE_ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantisation(layout: str, dtype: str, driver: Path, tmp_path: Path) -> None:
+    """A thread for eight numbers, also where there is but padding."""
+    arguments = {"shape": [3, 43, 160], "dtype": dtype, "layout": layout, "alignment": 64}
+    result = execute(driver, tmp_path, "dense_quantize", arguments)
+    there, back = launches(result["records"])
+    assert (there["kernel"], back["kernel"]) == ("quantize_mxfp8", "dequantize_mxfp8")
+    (p,), (q,) = parameters_of(there), parameters_of(back)
+    tile = TILE_ROWS[layout]
+    rows, groups = (up(129, tile), 8) if tile else (129, 6)
+    assert result["shapes"] == [[3, 43, 192], [rows * groups]]
+    assert [p.numbers, p.codes, p.scales, q.numbers] == result["addresses"]
+    assert (p.rows, p.columns, p.padded_columns, p.tile_rows, p.dtype) == (129, 160, 192, tile, DTYPES[dtype])
+    assert (q.rows, q.columns, q.padded_columns, q.tile_rows, q.dtype) == (129, 192, 192, tile, DTYPES[dtype])
+    assert (q.codes, q.scales) == (p.codes, p.scales)
+    for launch in (there, back):
+        assert launch["block"][0] == 256 and launch["grid"][0] == -(-rows * groups * 4 // 256) and launch["pdl"]
+    nothing = {"shape": [0, 64], "dtype": dtype, "layout": layout, "alignment": 32}
+    assert not launches(execute(driver, tmp_path, "dense_quantize", nothing)["records"])
+
+
+def few(m: int, n: int, k: int) -> dict[str, Any]:
+    return {"m": m, "n": n, "k": k, "a_scales": [m, k // 32], "b_scales": [k // 32, n]}
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 32])
+def test_few_tokens(m: int, driver: Path, tmp_path: Path) -> None:
+    """One launch, with as many parts of K as for one token."""
+    for n, k in ((7168, 16384), (2112, 7168), (24576, 1536), (100, 64)):
+        result = execute(driver, tmp_path, "dense_mm", few(m, n, k))
+        (launch,) = launches(result["records"])
+        assert launch["kernel"].startswith("mm_mxfp8_sm90_t") and launch["pdl"]
+        (p,) = parameters_of(launch)
+        assert [p.a, p.b, p.a_scales.data, p.b_scales.data, p.out] == result["addresses"]
+        assert (p.m, p.n, p.k, p.out_dtype, p.tokens) == (m, n, k, 2, 0) and result["shape"] == [m, n]
+        assert (p.a_scales.tile_rows, p.a_scales.row_stride, p.a_scales.block_stride) == (0, k // 32, 1)
+        assert (p.b_scales.tile_rows, p.b_scales.row_stride, p.b_scales.block_stride) == (0, 1, n)
+        one = launches(execute(driver, tmp_path, "dense_mm", few(1, n, k))["records"])[0]
+        assert launch["cluster"] == one["cluster"] == [p.splits, 1, 1] and launch["grid"] == one["grid"]
+        assert launch["grid"][0] % p.splits == 0
+
+
+@pytest.mark.parametrize("m", [33, 65, 256, 4096])
+def test_many_tokens(m: int, driver: Path, tmp_path: Path) -> None:
+    """bf16 rows of a into memory of their own, then the GEMM; scales in tiles."""
+    for n, k in ((7168, 16384), (2112, 7200)):
+        blocks = up(k // 32, 4)
+        arguments = {"m": m, "n": n, "k": k, "a_scales": [up(m, 8) * blocks], "b_scales": [up(n, 128) * blocks]}
+        result = execute(driver, tmp_path, "dense_mm", arguments | {"use_8x4": True, "out_dtype": "float16"})
+        tokens, launch = launches(result["records"])
+        assert tokens["kernel"] == "mm_mxfp8_tokens" and launch["kernel"].startswith("mm_mxfp8_wide_sm90_t")
+        (q,), (p,) = parameters_of(tokens), parameters_of(launch)
+        assert bytes(p) == bytes(q) and p.tokens not in [0, *result["addresses"]] and p.tokens % 256 == 0
+        assert (p.a_scales.tile_rows, p.b_scales.tile_rows, p.out_dtype) == (8, 128, 1)
+        rows = launch["block"][0] // 128 * 64 - 64
+        tiles = -(-n // rows) * -(-m // p.tile_tokens)
+        assert launch["grid"][0] == tiles * p.splits and launch["cluster"] == [p.splits, 1, 1]
+
+
+def test_nothing_and_refusals(driver: Path, tmp_path: Path) -> None:
+    assert not launches(execute(driver, tmp_path, "dense_mm", few(0, 128, 128))["records"])
+    assert not launches(execute(driver, tmp_path, "dense_mm", few(5, 0, 128))["records"])
+    said = execute(driver, tmp_path, "refused_dense", {})
+    assert said["right"] is None
+    assert said["address"].startswith("ValueError: a: must start at a multiple of 16 bytes")
+    assert said["device"] == "ValueError: b_descale: is on cuda:1, but a is on cuda:0"
+    other = execute(driver, tmp_path, "refused_dense", {}, cc=100, sms=148, shared=227 * 1024)
+    assert other["right"] == "NotImplementedError: mm_mxfp8 on sm_100; supported: sm_90 and CPU tensors"

@@ -1,0 +1,370 @@
+"""Rows that lie expert by expert: masked and contiguous layouts against `moe`, the references and an index formula."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import ACTIVATIONS, GPT_OSS, Shape, make_layer, make_workspace
+from fp8_cases import make_fp8, make_fp8_tensor
+from host_kernels import HostKernels
+from mxfp4_cases import make_blocks
+from mxfp8_cases import make_mxfp8
+from oxmoe import quantize
+from oxmoe.testing import same_bits
+
+FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
+CPU_FORMATS = ("f32", "f16", "bf16", "mxfp4", "mxfp4-a8", "mxfp8", "fp8_block", *FP8_TENSOR)
+CUDA_FORMATS = ("f16", "bf16", "mxfp4", "fp8_block")
+formats = pytest.mark.parametrize(
+    ("device", "format"),
+    [("cpu", format) for format in CPU_FORMATS]
+    + [pytest.param("cuda", format, marks=pytest.mark.gpu) for format in CUDA_FORMATS],
+)
+SHAPES = (
+    Shape("small", 6, 1, 256, 128, bias=True),
+    Shape("wide", 3, 1, 384, 640, bias=True, options=tuple({**GPT_OSS, "layout": "up_gate"}.items())),
+    Shape("odd-blocks", 5, 1, 128, 1408),
+)
+DTYPES = {"f32": torch.float32, "f16": torch.float16}
+
+
+def make(format: str, shape: Shape, device: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
+    if format == "fp8_block":
+        return make_fp8(shape, device, rng).weights()
+    if format in FP8_TENSOR:
+        mode = format.partition("-")[2] or "tensor"
+        return make_fp8_tensor(shape, device, rng, halves=shape.gated, mode=mode).weights()
+    if format == "mxfp8":
+        return make_mxfp8(shape, device, rng).weights()
+    if format.startswith("mxfp4"):
+        options: dict[str, Any] = {} if format == "mxfp4" else {"activation_dtype": torch.float8_e4m3fn}
+        return make_blocks(shape, "bf16", device, rng).weights(**options)
+    return make_layer(shape, DTYPES.get(format, torch.bfloat16), device, rng).weights()
+
+
+def draw(shape: Shape, format: str, m: int, device: str, rng: torch.Generator) -> Tensor:
+    x = torch.randn((shape.experts, m, shape.hidden), generator=rng)
+    return x.to(DTYPES.get(format, torch.bfloat16)).to(device)
+
+
+def some_counts(experts: int, m: int, rng: torch.Generator) -> Tensor:
+    """None, all, one, and others."""
+    counts = torch.randint(0, m + 1, (experts,), generator=rng)
+    counts[torch.randperm(experts, generator=rng)[:3]] = torch.tensor([0, m, min(1, m)])
+    return counts.int()
+
+
+def by_moe(rows: Tensor, experts: Tensor, weights: oxmoe.ExpertWeights) -> Tensor:
+    """Every row by its expert."""
+    ones = torch.ones((len(rows), 1), device=rows.device)
+    return oxmoe.moe(rows, weights, ones, experts[:, None].to(rows.device, torch.int32))
+
+
+def check_masked(
+    x: Tensor, weights: oxmoe.ExpertWeights, counts: Tensor, *, given: Tensor | None = None, **options: Any
+) -> None:
+    """Valid rows have moe's bits; no other row is read or written. `given`: what is passed for x."""
+    experts, m = x.shape[:2]
+    valid = torch.arange(m)[None, :] < counts[:, None]
+    poisoned = (x if given is None else given).clone()
+    if poisoned.dtype != torch.float8_e4m3fn:
+        poisoned[~valid.to(x.device)] = torch.nan
+    out = torch.full_like(x, torch.nan)
+    poison = out.clone()
+    workspace = make_workspace(oxmoe.masked_workspace_bytes(weights, experts * m), x.device)
+    before = poisoned.view(torch.uint8).clone()
+    arguments = (poisoned, weights, counts.to(x.device))
+    assert oxmoe.moe_masked(*arguments, out=out, workspace=workspace, **options) is out
+    assert same_bits(poisoned.view(torch.uint8), before)
+    places = valid.to(x.device)
+    expected = by_moe(x[places], torch.arange(experts)[:, None].expand(-1, m)[valid], weights)
+    assert same_bits(out[places], expected)
+    assert same_bits(out[~places], poison[~places])
+    # A workspace and an output of its own; in place.
+    again = oxmoe.moe_masked(*arguments, **options)
+    assert again.shape == x.shape and same_bits(again[places], expected)
+    if given is None:
+        assert oxmoe.moe_masked(*arguments, out=poisoned, **options) is poisoned
+        assert same_bits(poisoned[places], expected)
+
+
+@formats
+@pytest.mark.parametrize("m", [1, 5, 33, 130])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_masked(device: str, format: str, shape: Shape, m: int, rng: torch.Generator) -> None:
+    weights = make(format, shape, device, rng)
+    x = draw(shape, format, m, device, rng)
+    for expected_m in (None, 1, 20, 50, 1000) if device == "cuda" else (None,):
+        check_masked(x, weights, some_counts(shape.experts, m, rng), expected_m=expected_m)
+
+
+@formats
+def test_edges(device: str, format: str, rng: torch.Generator) -> None:
+    """No rows in any expert, counts beyond m and below 0, m = 0."""
+    shape = SHAPES[0]
+    weights = make(format, shape, device, rng)
+    x = draw(shape, format, 7, device, rng)
+    check_masked(x, weights, torch.zeros(6, dtype=torch.int32))
+    check_masked(x, weights, torch.full((6,), 7, dtype=torch.int32))
+    for wild, meant in (([99, -5, 2**31 - 1, 0, 7, 8], [7, 0, 7, 0, 7, 7]), ([-(2**31)] * 6, [0] * 6)):
+        wanted = oxmoe.moe_masked(x, weights, torch.tensor(meant, dtype=torch.int32, device=device))
+        got = oxmoe.moe_masked(x, weights, torch.tensor(wild, dtype=torch.int32, device=device))
+        for expert, count in enumerate(meant):
+            assert same_bits(got[expert, :count], wanted[expert, :count])
+    empty = oxmoe.moe_masked(x[:, :0], weights, torch.zeros(6, dtype=torch.int32, device=device))
+    assert empty.shape == (6, 0, shape.hidden)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(device: str, name: str, rng: torch.Generator) -> None:
+    shape = Shape(name, 4, 1, 136, 136).with_options(**ACTIVATIONS[name])
+    weights = make("bf16", shape, device, rng)
+    check_masked(draw(shape, "bf16", 20, device, rng), weights, some_counts(4, 20, rng))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_portable_shapes(device: str, format: str, rng: torch.Generator) -> None:
+    """Columns that Hopper's kernels do not take."""
+    shape = Shape("h130-i70", 3, 1, 130, 70, bias=True)
+    if format == "mxfp4":
+        shape = Shape("h160-i96", 3, 1, 160, 96, bias=True)
+        weights = make_blocks(shape, "bf16", device, rng).weights(hidden_size=150)
+        x = torch.randn((3, 21, 150), generator=rng).bfloat16().to(device)
+    else:
+        weights, x = make(format, shape, device, rng), draw(shape, format, 21, device, rng)
+    check_masked(x, weights, some_counts(3, 21, rng))
+
+
+def test_one_scale_for_all_rows(rng: torch.Generator) -> None:
+    """fp8_tensor: the largest magnitude is that of the rows that count, not of what lies beyond the mask."""
+    shape, m = SHAPES[0], 9
+    weights, x = make("fp8_tensor", shape, "cpu", rng), draw(shape, "fp8_tensor", m, "cpu", rng)
+    counts = some_counts(shape.experts, m, rng)
+    valid = torch.arange(m)[None, :] < counts[:, None]
+    wild = x.where(valid[..., None], 1e4)
+    got, wanted = (oxmoe.moe_masked(given, weights, counts)[valid] for given in (wild, x))
+    assert same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_tensor-token"])
+def test_quantised_x_of_one_scale_a_matrix(format: str, rng: torch.Generator) -> None:
+    """e4m3 rows with scales of 128 columns: GEMM1 reads them as they are."""
+    shape, m = SHAPES[0], 21
+    weights, x = make(format, shape, "cpu", rng), draw(shape, format, m, "cpu", rng)
+    counts = some_counts(shape.experts, m, rng)
+    valid = torch.arange(m)[None, :] < counts[:, None]
+    codes, scales = quantize.per_token_group_quant_fp8(x, 128)
+    got = oxmoe.moe_masked(codes, weights, counts, x_scale=scales)[valid]
+    ones = torch.ones((len(got), 1))
+    owners = torch.arange(shape.experts)[:, None].expand(-1, m)[valid][:, None].int()
+    assert same_bits(got, oxmoe.moe(codes[valid], weights, ones, owners, x_scale=scales[valid]))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["rows", "columns", "packed"])
+def test_quantised_x(device: str, form: str, rng: torch.Generator) -> None:
+    """x as DeepEP sends it: e4m3 with scales row by row, column-major, or packed powers of two."""
+    shape, m = Shape("fp8", 5, 1, 640, 256), 37
+    weights = make("fp8_block", shape, device, rng)
+    x = draw(shape, "fp8_block", m, device, rng)
+    counts = some_counts(5, m, rng)
+    codes, scales = quantize.per_token_group_quant_fp8(x, 128)
+    if form == "rows":
+        check_masked(x, weights, counts, given=codes, x_scale=scales)
+        return
+    if form == "columns":
+        turned = scales.transpose(1, 2).contiguous().transpose(1, 2)
+        assert not turned.is_contiguous()
+        check_masked(x, weights, counts, given=codes, x_scale=turned)
+        return
+    powers = torch.randint(118, 123, (5, m, 5), generator=rng, dtype=torch.int32)
+    plain = (powers << 23).view(torch.float32).to(device)
+    room = torch.nn.functional.pad(powers, (0, 3)).view(5, m, 2, 4)
+    packed = sum(room[..., i] << 8 * i for i in range(4)).to(torch.int32).to(device)
+    packed = packed.transpose(1, 2).contiguous().transpose(1, 2)
+    mask = counts.to(device)
+    got = oxmoe.moe_masked(codes, weights, mask, x_scale=packed)
+    wanted = oxmoe.moe_masked(codes, weights, mask, x_scale=plain)
+    for expert, count in enumerate(counts.tolist()):
+        assert same_bits(got[expert, :count], wanted[expert, :count])
+
+
+# Contiguous rows
+
+
+@formats
+@pytest.mark.parametrize("alignment", [1, 8, 128])
+def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generator) -> None:
+    shape = SHAPES[0]
+    weights = make(format, shape, device, rng)
+    counts = some_counts(6, 40, rng)
+    starts, end = [], 0
+    for count in counts.tolist():
+        starts.append(end)
+        end += -(-count // alignment) * alignment
+    rows = end + 3
+    owner = torch.full((rows,), -1)
+    for expert, (start, count) in enumerate(zip(starts, counts.tolist(), strict=True)):
+        owner[start : start + count] = expert
+    x = torch.randn((rows, shape.hidden), generator=rng).to(DTYPES.get(format, torch.bfloat16)).to(device)
+    places = (owner >= 0).to(device)
+    expected = by_moe(x[places], owner[owner >= 0], weights)
+    poisoned = x.clone()
+    poisoned[~places] = torch.nan
+    out = torch.full_like(x, torch.nan)
+    workspace = make_workspace(oxmoe.masked_workspace_bytes(weights, rows), device)
+    poison = out.clone()
+    oxmoe.moe_contiguous(poisoned, weights, counts.to(device), alignment=alignment, out=out, workspace=workspace)
+    assert same_bits(out[places], expected) and same_bits(out[~places], poison[~places])
+    if format == "fp8_tensor":
+        return  # one scale for all rows: others would change it
+    # Rows that are not there do not count.
+    cut = rows - 20
+    short = oxmoe.moe_contiguous(x[:cut].contiguous(), weights, counts.to(device), alignment=alignment)
+    assert same_bits(short[places[:cut]], expected[: int(places[:cut].sum())])
+    # Every row's expert, in any order.
+    order = torch.randperm(rows, generator=rng)
+    mixed = oxmoe.moe_contiguous(x[order.to(device)], weights, m_indices=owner[order].int().to(device))
+    back = torch.empty_like(mixed)
+    back[order.to(device)] = mixed
+    assert same_bits(back[places], expected) and bool((back[~places] == 0).all())
+
+
+# What is refused
+
+
+def test_what_is_refused(rng: torch.Generator) -> None:
+    shape = SHAPES[0]
+    weights = make("bf16", shape, "cpu", rng)
+    x, counts = draw(shape, "bf16", 4, "cpu", rng), torch.ones(6, dtype=torch.int32)
+    room = torch.zeros((7, 4, shape.hidden), dtype=torch.bfloat16)
+    masked: Callable[..., Tensor] = functools.partial(oxmoe.moe_masked, x, weights)
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, "masked_m: expected dtype int32", lambda: masked(counts.long())),
+        (ValueError, "masked_m: dimension 0", lambda: masked(counts[:5])),
+        (ValueError, "x: expected 3 dimensions", lambda: oxmoe.moe_masked(x[0], weights, counts)),
+        (ValueError, 'x: dimension 2 "hidden"', lambda: oxmoe.moe_masked(x[..., :8].contiguous(), weights, counts)),
+        (ValueError, 'x: dimension 0 "experts"', lambda: oxmoe.moe_masked(x[:5], weights, counts)),
+        (ValueError, "x: expected dtype bfloat16", lambda: oxmoe.moe_masked(x.half(), weights, counts)),
+        (NotImplementedError, "x_scale with bf16", lambda: masked(counts, x_scale=torch.ones(6, 4, 2))),
+        (ValueError, "expected_m", lambda: masked(counts, expected_m=-1)),
+        (ValueError, "out: overlaps x", lambda: oxmoe.moe_masked(room[:-1], weights, counts, out=room[1:])),
+        (ValueError, "workspace: expected at least", lambda: masked(counts, workspace=make_workspace(64, "cpu"))),
+        (ValueError, "out: dimension 1", lambda: masked(counts, out=torch.empty_like(x[:, :3]).contiguous())),
+        (ValueError, "one of the two", lambda: oxmoe.moe_contiguous(x[0], weights)),
+        (ValueError, "alignment", lambda: oxmoe.moe_contiguous(x[0], weights, counts, alignment=0)),
+        (ValueError, r"m_indices: expected \[M\]", lambda: oxmoe.moe_contiguous(x[0], weights, m_indices=counts[None])),
+    ]
+    for error, words, call in cases:
+        with pytest.raises(error, match=words):
+            call()
+    codes = x.to(torch.float8_e4m3fn)
+    fp8 = make("fp8_block", shape, "cpu", rng)
+    with pytest.raises(ValueError, match="x_scale: dimension 2"):
+        oxmoe.moe_masked(codes, fp8, counts, x_scale=torch.ones(6, 4, 3))
+    with pytest.raises(ValueError, match="x: expected dtype bfloat16"):
+        oxmoe.moe_masked(codes, fp8, counts)
+
+
+# The schedule kernel
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    kernels = {"schedule": ("Schedule", "ScheduleParams")}
+    return HostKernels(tmp_path_factory.mktemp("schedule"), "moe/schedule.cuh", kernels)
+
+
+def ceil(size: int, parts: int) -> int:
+    return (size + parts - 1) // parts
+
+
+def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, tile: int) -> list[list[int]]:
+    tiles, following = [], 0
+    for expert, given in enumerate(counts):
+        wanted = min(max(given, 0), rows)
+        first = expert * rows_each if rows_each else min(following, rows)
+        count = min(wanted, rows_each if rows_each else rows - first)
+        following += ceil(wanted, alignment) * alignment
+        parts = ceil(count, tile)
+        size = ceil(ceil(count, parts), 16) * 16 if parts > 1 else tile
+        tiles += [[expert, first + start, min(size, count - start), 0] for start in range(0, count, size)]
+    return tiles
+
+
+@pytest.mark.parametrize("tile", [16, 64, 192])
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 70, 256])
+def test_schedule_kernel(kernel: HostKernels, experts: int, tile: int, rng: torch.Generator) -> None:
+    """The GPU kernel's code on the host."""
+    for rows_each, alignment, rows in ((100, 1, 100 * experts), (0, 1, 50 * experts), (0, 128, 900), (0, 8, 2**30)):
+        counts = torch.randint(-3, 120, (experts,), generator=rng).int()
+        counts[torch.randperm(experts, generator=rng)[: experts // 8]] = 0
+        if rows == 900:
+            counts[:2] = 2**31 - 1
+        expected = tiles_of(counts.tolist(), rows_each, alignment, rows, tile)
+        tiles = torch.full((len(expected) + 2, 4), -7, dtype=torch.int32)
+        counters, total = torch.full((3,), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
+        kernel.run(
+            "schedule",
+            1,
+            together=True,
+            row_counts=counts.data_ptr(),
+            experts=experts,
+            rows_each=rows_each,
+            alignment=alignment,
+            rows=rows,
+            tile_tokens=tile,
+            tiles=tiles.data_ptr(),
+            tile_count=total.data_ptr(),
+            counters=counters.data_ptr(),
+            counter_count=2,
+        )
+        assert total.tolist() == [len(expected), -7] and counters.tolist() == [0, 0, -7]
+        assert tiles.tolist() == [*expected, [-7] * 4, [-7] * 4]
+
+
+# CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", CUDA_FORMATS)
+@pytest.mark.parametrize("expected_m", [1, 24, 100])
+def test_replays(format: str, expected_m: int, rng: torch.Generator) -> None:
+    """One graph, other counts and rows in every replay, queued up behind each other."""
+    shape, m = Shape("graph", 16, 1, 512, 384), 200
+    weights = make(format, shape, "cuda", rng)
+    x, counts = draw(shape, format, m, "cuda", rng), torch.zeros(16, dtype=torch.int32, device="cuda")
+    out, workspace = torch.empty_like(x), make_workspace(oxmoe.masked_workspace_bytes(weights, 16 * m), "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oxmoe.moe_masked(x, weights, counts, expected_m=expected_m, out=out, workspace=workspace)
+    inputs = [draw(shape, format, m, "cuda", rng) for _ in "abc"]
+    masks = [some_counts(16, m, rng).cuda() for _ in range(20)] + [torch.zeros_like(counts)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    wanted = [oxmoe.moe_masked(inputs[i % 3], weights, mask) for i, mask in enumerate(masks)]
+    for replay in range(210):
+        mask = masks[replay % 21]
+        x.copy_(inputs[replay % 21 % 3])
+        counts.copy_(mask)
+        out.fill_(7.0)
+        graph.replay()
+        valid = torch.arange(m, device="cuda")[None, :] < mask[:, None]
+        wrong += ((out != wanted[replay % 21]).any(-1) & valid).sum() + ((out != 7.0).any(-1) & ~valid).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["mxfp4-a8", "mxfp8", *FP8_TENSOR])
+def test_refused_on_cuda(format: str, rng: torch.Generator) -> None:
+    weights, x = make(format, SHAPES[0], "cuda", rng), draw(SHAPES[0], format, 4, "cuda", rng)
+    with pytest.raises(NotImplementedError, match=f"moe_masked of {format} experts on CUDA"):
+        oxmoe.moe_masked(x, weights, torch.ones(6, dtype=torch.int32, device="cuda"))

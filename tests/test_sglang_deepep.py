@@ -1,0 +1,389 @@
+"""Tokens of SGLang's all-to-all dispatchers on oxmoe's experts, in both of its versions, without the all-to-all: what
+it would send is compared with `dispatch_dtype`, what it would bring is made here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import make_routing
+from fp8_cases import make_fp8
+from oxmoe import quantize
+from oxmoe.testing import same_bits
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo
+from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+from sglang.srt.layers.moe.token_dispatcher import deepep as sglang_deepep
+from sglang.srt.layers.moe.token_dispatcher.deepep import (
+    DeepEPLLCombineInput,
+    DeepEPLLDispatchOutput,
+    DeepEPNormalCombineInput,
+    DeepEPNormalDispatchOutput,
+)
+from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+from oxmoe.sglang import dispatch, dispatch_dtype
+from oxmoe.sglang.deepep import A2A_BACKENDS, tell_dispatcher
+from oxmoe.sglang.layers import check_layer
+from sglang_server import (
+    NEW,
+    SHAPE,
+    VERSION,
+    MoeRunner,
+    MoeRunnerBackend,
+    MoeRunnerConfig,
+    fused_moe,
+    installed,
+    server,
+)
+from sglang_server import operands as plain_operands
+from test_peer_calls import Blocks
+from test_sglang_fp8 import SHAPE as FP8
+from test_sglang_fp8 import fp8_layer
+from test_sglang_swaps import mxfp4_layer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    installed()
+
+
+# What is sent
+
+
+def test_sglangs_names() -> None:
+    """Every --moe-a2a-backend of this SGLang is served or refused by name, and none is invented."""
+    for name in (member.value for member in MoeA2ABackend):
+        if name in A2A_BACKENDS:
+            for mode in dispatch.modes(name):
+                # mooncake sends fp8 and nothing else.
+                found = dispatch_dtype(name, weights="fp8_block", mode=mode, version=VERSION)
+                assert (found.layout, found.dtype) == (
+                    dispatch._LAYOUTS[name][mode or ""],
+                    "bf16" if name == "none" else "fp8",
+                )
+        else:
+            with pytest.raises(NotImplementedError, match=f"--moe-a2a-backend {name}: not served"):
+                dispatch_dtype(name, weights="bf16", version=VERSION)
+    known = {member.value for member in MoeA2ABackend}
+    for name in (*dispatch._LAYOUTS, *dispatch._UNSERVED):
+        if name not in known:
+            with pytest.raises(ValueError, match=f"SGLang {re.escape(VERSION)} has none, deepep, .*; got '{name}'"):
+                dispatch_dtype(name, weights="bf16", version=VERSION)
+    runners = {member.value for member in MoeRunnerBackend}
+    for name in dispatch._RUNNERS:
+        assert name in runners or name == "oxmoe" or (name in dispatch._NEW_RUNNERS and not NEW)
+
+
+class _Buffer:
+    group_size = 1
+
+    def low_latency_dispatch(self, *arguments: Any, **options: Any) -> tuple[None, ...]:
+        self.sent = options
+        return (None,) * 5
+
+
+def sent(runner: str, quant_config: dict[str, Any]) -> dict[str, Any]:
+    """The options with which SGLang's own dispatcher calls DeepEP."""
+    implementation = sglang_deepep._DeepEPDispatcherImplLowLatency
+    dispatcher, buffer = implementation.__new__(implementation), _Buffer()
+    dispatcher.num_max_dispatch_tokens_per_rank, dispatcher.num_experts = 16, 8
+    dispatcher.return_recv_hook, dispatcher._get_buffer = True, lambda: buffer
+    with server(runner, a2a="deepep"):
+        if NEW:
+            from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+            dispatcher.runner_backend = resolve_moe_runner_backend(runner)
+        dispatcher.set_quant_config(quant_config)
+        none = torch.empty(0)
+        dispatcher._dispatch_core(none, none, *((none,) if NEW else ()))
+    return buffer.sent
+
+
+class _Layer:
+    """What tell_dispatcher sets."""
+
+    def __init__(self) -> None:
+        self.dispatcher = self
+        self.quant_config: dict[str, Any] = {}
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        self.quant_config = quant_config
+
+
+def told(weights: str) -> dict[str, Any]:
+    layer = _Layer()
+    with server(a2a="deepep"):
+        tell_dispatcher(layer, weights, VERSION)
+    return layer.quant_config
+
+
+CASES: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("flashinfer_cutedsl", "nvfp4", {}, False),
+    ("flashinfer_cutedsl", "nvfp4", {"input_global_scale": torch.ones(1)}, True),
+    ("deep_gemm", "fp8_block", {}, False),
+    ("deep_gemm", "bf16", {"dispatcher_output_dtype": "bf16", "bf16_dispatch": True}, False),
+    ("cutlass", "w4afp8", {"low_latency_dispatcher_output_dtype": "fp8"}, False),
+]
+
+
+@pytest.mark.parametrize(("runner", "weights", "quant_config", "nvfp4"), CASES)
+def test_what_sglang_sends(runner: str, weights: str, quant_config: dict[str, Any], nvfp4: bool) -> None:
+    options = sent(runner, quant_config)
+    found = dispatch_dtype(
+        "deepep", runner, weights=weights, mode="low_latency", nvfp4=nvfp4, options=options, version=VERSION
+    )
+    assert found.options == {name: options[name] for name in found.options}
+    assert options["use_fp8"] == (found.dtype == "fp8") and ("use_nvfp4" in options) == nvfp4
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8_block", "mxfp4", "mxfp8"])
+def test_what_oxmoe_asks_for(weights: str) -> None:
+    runner = "oxmoe" if NEW else "auto"
+    options = sent(runner, told(weights))
+    dispatch_dtype("deepep", weights=weights, mode="low_latency", options=options, version=VERSION)
+
+
+def test_the_mix_up() -> None:
+    """fp8's options on a bf16 or NVFP4 dispatch: one error with what is needed and what was given."""
+    wrong = {"use_fp8": False, "round_scale": True, "use_ue8m0": True, "async_finish": False}
+    words = (
+        "options: flashinfer_cutedsl with nvfp4 weights behind --moe-a2a-backend deepep (low_latency) takes a bf16 "
+        "dispatch: needed use_fp8=False, no round_scale, no use_ue8m0; given round_scale=True, use_ue8m0=True, of "
+        "which round_scale and use_ue8m0 are options of an fp8 dispatch (int32 scales)"
+    )
+    given: dict[str, Any] = {"weights": "nvfp4", "mode": "low_latency", "version": VERSION}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        dispatch_dtype("deepep", "flashinfer_cutedsl", options=wrong, **given)
+    with pytest.raises(
+        ValueError, match="takes a nvfp4 dispatch: needed use_fp8=False, use_nvfp4=True, no round_scale"
+    ):
+        dispatch_dtype("deepep", "flashinfer_cutedsl", options={**wrong, "use_nvfp4": True}, nvfp4=True, **given)
+    with pytest.raises(ValueError, match="needed use_fp8=True; given use_fp8=False"):
+        dispatch_dtype("deepep", weights="fp8_block", mode="low_latency", options={"use_fp8": False}, version=VERSION)
+    # Switched off they ask for nothing.
+    dispatch_dtype("deepep", "flashinfer_cutedsl", options={**wrong, "round_scale": False, "use_ue8m0": False}, **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        (("deepep",), {"weights": "bf16"}, ValueError, "mode: expected 'normal' or 'low_latency'"),
+        (("deepep", "triton"), {"weights": "bf16", "mode": "normal"}, ValueError, "alone; got 'triton'"),
+        (("deepep",), {"weights": "int8", "mode": "normal"}, ValueError, "oxmoe behind .* takes bf16, .*; got 'int8'"),
+        (("deepep", "flashinfer_cutedsl"), {"weights": "nvfp4", "mode": "normal"}, ValueError, "takes 'low_latency'"),
+        (("mooncake",), {"weights": "mxfp4"}, ValueError, "mooncake .* always sends fp8, but oxmoe with mxfp4"),
+        (("deepep",), {"weights": "bf16", "mode": "low_latency", "nvfp4": True}, ValueError, "nvfp4: only of nvfp4"),
+        (("none",), {"weights": "bf16", "mode": "normal"}, ValueError, "mode: expected None"),
+        (("none",), {"weights": "bf16", "version": "0.4"}, ValueError, "version: expected 0.5.12.post1 or 0.5.23"),
+        (
+            ("deepep", "humming"),
+            {"weights": "bf16", "mode": "normal", "version": "0.5.12.post1"},
+            ValueError,
+            "humming",
+        ),
+    ],
+)
+def test_what_dispatch_dtype_refuses(
+    arguments: tuple[str, ...], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        dispatch_dtype(*arguments, **options)
+
+
+@pytest.mark.parametrize(("a2a", "weights"), [("mooncake", "bf16"), ("deepep", "f16"), ("flashinfer", "bf16")])
+def test_refused_at_load(a2a: str, weights: str) -> None:
+    with server(a2a=a2a), pytest.raises((ValueError, NotImplementedError)):
+        tell_dispatcher(_Layer(), weights, VERSION)
+
+
+# What comes
+
+
+def in_rows(x: Tensor, ids: Tensor, experts: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Low latency's layout of tokens: rows [El, m, H], poisoned beyond the counts; counts; each slot's row."""
+    rows = torch.full((experts, room, *x.shape[1:]), float("nan"), dtype=torch.float32).to(x.dtype)
+    counts, places = torch.zeros(experts, dtype=torch.int32), torch.zeros_like(ids)
+    for t, j in ((t, j) for t in range(ids.shape[0]) for j in range(ids.shape[1])):
+        expert = int(ids[t, j])
+        if expert >= 0:
+            rows[expert, counts[expert]] = x[t]
+            places[t, j] = counts[expert]
+            counts[expert] += 1
+    return rows, counts, places
+
+
+def combined(out: Tensor, weights: Tensor, ids: Tensor, places: Tensor) -> Tensor:
+    """The weighted sums that DeepEP's combine makes."""
+    total = torch.zeros((ids.shape[0], out.shape[-1]))
+    for j in range(ids.shape[1]):
+        own = out[ids[:, j].clamp(min=0).long(), places[:, j].long()].float() * weights[:, j, None]
+        total += own.where(ids[:, j, None] >= 0, 0.0)
+    return total.to(out.dtype)
+
+
+def check(apply: Any, x: Tensor, topk: tuple[Tensor, Tensor], experts: int, truth: Any) -> None:
+    """Both layouts give what `moe` gives; truth(x, weights, ids)."""
+    weights, ids = topk
+    wanted = truth(x, weights, ids)
+    normal = apply(DeepEPNormalDispatchOutput(x, None, ids.long(), weights, [1] * experts))
+    assert isinstance(normal, DeepEPNormalCombineInput)
+    assert same_bits(normal.hidden_states, wanted)
+    assert normal.topk_weights is weights and normal.topk_ids.dtype == torch.int64
+    rows, counts, places = in_rows(x, ids, experts, 2 * len(x) + 1)
+    low = apply(DeepEPLLDispatchOutput(rows, None, ids.long(), weights, counts, 3))
+    assert isinstance(low, DeepEPLLCombineInput) and low.hidden_states.shape == rows.shape
+    assert same_bits(combined(low.hidden_states, weights, ids, places), wanted)
+    nobody = apply(DeepEPLLDispatchOutput(rows, None, ids.long(), weights, torch.zeros_like(counts), 3))
+    assert nobody.hidden_states.shape == rows.shape
+    empty = apply(DeepEPNormalDispatchOutput(x[:0], None, ids[:0].long(), weights[:0], [0] * experts))
+    assert empty.hidden_states.shape == x[:0].shape
+
+
+def runner_of(name: str, config: MoeRunnerConfig) -> MoeRunner:
+    if name != "oxmoe":
+        return MoeRunner(MoeRunnerBackend(name), config)
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    return MoeRunner(resolve_moe_runner_backend(name), config)
+
+
+RUNNERS = ["deep_gemm", pytest.param("oxmoe", marks=pytest.mark.skipif(not NEW, reason="0.5.23's"))]
+
+
+@pytest.mark.parametrize("a2a", ["deepep", "nixl"])
+@pytest.mark.parametrize("name", RUNNERS)
+def test_runner_of_bf16(name: str, a2a: str, rng: torch.Generator) -> None:
+    layer, x, weights, ids = plain_operands(SHAPE, 13, "cpu", rng, "holes")
+    config = MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2, routed_scaling_factor=2.5)
+    info = DeepGemmMoeQuantInfo if name == "deep_gemm" else TritonMoeQuantInfo
+    options = {"use_fp8": False} if name == "deep_gemm" else {}
+    with server(name, a2a=a2a):
+        runner = runner_of(name, config)
+        experts = oxmoe.ExpertWeights.bf16(layer.w13, layer.w2)
+        check(
+            lambda dispatched: runner.run(dispatched, info(w13_weight=layer.w13, w2_weight=layer.w2, **options)),
+            x,
+            (weights, ids),
+            8,
+            lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids),
+        )
+
+
+@pytest.mark.parametrize("a2a", ["deepep", "mooncake"])
+@pytest.mark.parametrize("name", RUNNERS)
+def test_runner_of_fp8(name: str, a2a: str, rng: torch.Generator) -> None:
+    """bf16 tokens, and tokens that were quantised before they were sent."""
+    layer = make_fp8(FP8, "cpu", rng)
+    x, (weights, ids) = layer.x(9, rng), make_routing("holes", 9, FP8.experts, FP8.top_k, rng)
+    config = MoeRunnerConfig(num_experts=FP8.experts, num_local_experts=FP8.experts, top_k=FP8.top_k)
+    scales = {
+        "w13_scale": torch.nn.Parameter(layer.w13_scale, requires_grad=False),
+        "w2_scale": torch.nn.Parameter(layer.w2_scale, requires_grad=False),
+    }
+    kind = DeepGemmMoeQuantInfo if name == "deep_gemm" else TritonMoeQuantInfo
+    fp8 = {"use_fp8": True} if name == "deep_gemm" else {"use_fp8_w8a8": True}
+    info = kind(w13_weight=layer.w13, w2_weight=layer.w2, block_shape=[128, 128], **scales, **fp8)
+    experts = oxmoe.ExpertWeights.fp8_block(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
+    with server(name, a2a=a2a):
+        runner = runner_of(name, config)
+        truth = lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids)  # noqa: E731
+        check(lambda dispatched: runner.run(dispatched, info), x, (weights, ids), FP8.experts, truth)
+        wanted = truth(x, weights, ids)
+        codes, scale = quantize.per_token_group_quant_fp8(x, 128)
+        turned = scale.t().contiguous().t()
+        out = runner.run(DeepEPNormalDispatchOutput(codes, turned, ids.long(), weights, []), info)
+        assert same_bits(out.hidden_states, wanted)
+        rows, counts, places = in_rows(codes.float(), ids, FP8.experts, 20)
+        row_scales, _, _ = in_rows(scale, ids, FP8.experts, 20)
+        turned = row_scales.transpose(1, 2).contiguous().transpose(1, 2)
+        sent = DeepEPLLDispatchOutput(rows.to(codes.dtype), turned, ids.long(), weights, counts, 2)
+        assert same_bits(combined(runner.run(sent, info).hidden_states, weights, ids, places), wanted)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp4"])
+def test_methods(format: str, rng: torch.Generator) -> None:
+    """Whole layers of the quantization "oxmoe", whose dispatchers are told what to bring."""
+    layer, x, weights, ids = plain_operands(SHAPE, 11, "cpu", rng, "holes")
+    with server():
+        if format == "bf16":
+            module = fused_moe(layer)
+            experts = oxmoe.ExpertWeights.bf16(layer.w13, layer.w2)
+        elif format == "fp8_block":
+            fp8 = make_fp8(FP8, "cpu", rng)
+            module, x = fp8_layer(fp8, "oxmoe"), fp8.x(11, rng)
+            weights, ids = make_routing("holes", 11, FP8.experts, FP8.top_k, rng)
+            experts = oxmoe.ExpertWeights.fp8_block(fp8.w13, fp8.w2, fp8.w13_scale, fp8.w2_scale)
+        else:
+            blocks = Blocks(8, 256, 128, "cpu", rng)
+            module, x = mxfp4_layer(blocks), torch.randn(11, 256, generator=rng).bfloat16()
+            experts = module.quant_method.weights
+    with server(a2a="deepep"):
+        check(
+            lambda dispatched: module.quant_method.apply(module, dispatched),
+            x,
+            (weights, ids),
+            8 if format != "fp8_block" else FP8.experts,
+            lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids),
+        )
+    module.dispatcher = _Layer()
+    with server(a2a="deepep"):
+        module.quant_method.process_weights_after_loading(module)
+    dtype = "fp8" if format == "fp8_block" else "bf16"
+    assert module.dispatcher.quant_config == {"dispatcher_output_dtype": dtype, "bf16_dispatch": dtype == "bf16"}
+
+
+def test_what_is_refused(rng: torch.Generator) -> None:
+    layer, x, weights, ids = plain_operands(SHAPE, 4, "cpu", rng)
+    ids = ids.long()
+    codes, scale = quantize.per_token_group_quant_fp8(x, 128)
+    info = DeepGemmMoeQuantInfo(w13_weight=layer.w13, w2_weight=layer.w2, use_fp8=False)
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ValueError, "tokens came as fp8 .*but bf16 experts take bf16: send them as bf16", (codes, scale), {}),
+        (ValueError, "tokens came as torch.float16 without scales to bf16 experts", (x.half(), None), {}),
+        (ValueError, "tokens came as torch.uint8 with scales", (x.view(torch.uint8), scale), {}),
+        (NotImplementedError, "no_combine is not served behind", (x, None), {"no_combine": True, "inplace": False}),
+        (NotImplementedError, "apply_router_weight", (x, None), {"apply_router_weight_on_input": True}),
+    ]
+    for error, words, tokens, options in cases:
+        config = MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2, **options)
+        with server("deep_gemm", a2a="deepep"), pytest.raises(error, match=words):
+            runner_of("deep_gemm", config).run(DeepEPNormalDispatchOutput(*tokens, ids, weights, []), info)
+
+
+def test_overlap_is_refused(rng: torch.Generator) -> None:
+    """--enable-single-batch-overlap: SGLang's combine would wait for signals of the down projection."""
+    layer, _, _, _ = plain_operands(SHAPE, 1, "cpu", rng)
+    with server():
+        module = fused_moe(layer)
+        module.dispatcher = _Layer()
+    with server("deep_gemm", a2a="deepep", overlap=True):
+        with pytest.raises(NotImplementedError, match=r"--enable-single-batch-overlap .*down_signals"):
+            module.quant_method.process_weights_after_loading(module)
+        if NEW:
+            with pytest.raises(NotImplementedError, match="--enable-single-batch-overlap"):
+                runner_of("deep_gemm", MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2))
+        else:
+            runner = runner_of("deep_gemm", MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2))
+            with pytest.raises(AssertionError, match="not supported for overlap"):
+                runner.set_overlap_args(None, {})
+
+
+def test_a_layer_that_does_not_ask_its_method(rng: torch.Generator) -> None:
+    """SGLang's DeepEPMoE without DeepGEMM, or of 16-bit weights without SGLANG_DEEPEP_BF16_DISPATCH."""
+    layer, _, _, _ = plain_operands(SHAPE, 1, "cpu", rng)
+    with server():
+        module = fused_moe(layer)
+    check_layer(module)
+    module.deprecate_flag = True
+    check_layer(module)
+    module.deprecate_flag = False
+    with pytest.raises(RuntimeError, match=r"does not ask its method for results; install DeepGEMM, .*BF16_DISPATCH=1"):
+        check_layer(module)
