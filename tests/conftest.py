@@ -39,11 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
 
 
+def _seed_of_test(request: pytest.FixtureRequest) -> int:
+    return zlib.crc32(f"{request.config.stash[_SEED]} {request.node.nodeid}".encode())
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """A CPU generator seeded by run and test name: one test alone draws what it drew in the suite."""
-    seed = request.config.stash[_SEED]
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {request.node.nodeid}".encode()))
+    return torch.Generator().manual_seed(_seed_of_test(request))
+
+
+@pytest.fixture(autouse=True)
+def _default_generator(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(_seed_of_test(request))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

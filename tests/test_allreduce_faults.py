@@ -122,7 +122,7 @@ def late_rank(me: Rank) -> tuple[float, str, str]:
     x = torch.ones(3, 64, dtype=torch.bfloat16)
     oxmoe.allreduce_fusion(x, workspace, 0)
     if me.rank == 1:
-        time.sleep(2.5)
+        time.sleep(5)
     started = time.monotonic()
     kind, text = raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0, deadline=1.0))
     took = time.monotonic() - started
@@ -133,7 +133,7 @@ def late_rank(me: Rank) -> tuple[float, str, str]:
 def test_a_late_rank_ends_in_a_timeout_everywhere() -> None:
     crew = Crew(2)
     (took, kind, text), (_, late_kind, late_text) = crew.run(late_rank)
-    assert kind == "TimeoutError" and 0.9 < took < 2.4
+    assert kind == "TimeoutError" and 0.9 < took < 4.9
     assert "rank 0 waited for peer 1 in call 1" in text and "[3, 64]" in text and "deadline" in text
     assert late_kind == "TimeoutError" and "rank 1 waited for peer 0 in call 1" in late_text
     crew.close()
@@ -214,7 +214,7 @@ def test_exchange_function_that_never_returns() -> None:
         return [data, data]
 
     workspace = oxmoe.create_allreduce_fusion_workspace(
-        world_size=2, rank=0, max_token_num=4, hidden_dim=64, dtype=torch.bfloat16, exchange=exchange, deadline=0.3
+        world_size=2, rank=0, max_token_num=4, hidden_dim=64, dtype=torch.bfloat16, exchange=exchange, deadline=1.0
     )
     kind, text = raised(lambda: oxmoe.allreduce_fusion(torch.ones(4, 64, dtype=torch.bfloat16), workspace, 0))
     gate.set()

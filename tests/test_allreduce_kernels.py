@@ -17,7 +17,7 @@ from ranks import draw, poison, quant_operands, same_bits, seed_of
 
 EMPTY = -1  # of an int64 word
 ROOM = 8192  # bytes of the largest message
-MINUTE, SHORT = 60_000_000_000, 200_000_000  # deadlines, ns
+MINUTE, SHORT = 60_000_000_000, 1_000_000_000  # deadlines, ns
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_a_rank_that_never_comes(kernels: HostAllReduce, ranks: int, two: bool) 
     assert all(bool((output == ranks).all()) for output in outputs)
     start = time.monotonic()
     on_every_rank(last, lambda rank: group.call(rank, 1, x, two, output=outputs[rank]))
-    assert 0.1 < time.monotonic() - start < 10
+    assert 0.9 < time.monotonic() - start < 10
     for rank in range(last):
         kind, finder, peer, epoch = group.fault(rank)
         assert (kind, peer, epoch) == (1, last, 1) and finder < last and group.fault(rank) == group.fault(0)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import torch
+
 PRELUDE = """
 import sys
 sys.modules["torch"] = None  # any import of torch raises
@@ -14,10 +16,9 @@ import oxmoe
 """
 
 
-def run(program: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(program)], capture_output=True, text=True, timeout=120
-    )
+def run(program: str, seed: int = 0) -> None:
+    source = f"{PRELUDE}seed = {seed}\n{textwrap.dedent(program)}"
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
@@ -32,13 +33,13 @@ def test_import_and_names() -> None:
     )
 
 
-def test_moe() -> None:
+def test_moe(rng: torch.Generator) -> None:
     run(
         """
         def silu(a):
             return a / (1 + np.exp(-a))
 
-        rng = np.random.default_rng()
+        rng = np.random.default_rng(seed)
         make_f32, make_f16 = oxmoe.ExpertWeights.f32, oxmoe.ExpertWeights.f16
         for dtype, make, tolerance in ((np.float32, make_f32, 1e-5), (np.float16, make_f16, 1e-2)):
             w13 = (rng.standard_normal((4, 32, 24)) / 5).astype(dtype)
@@ -59,7 +60,8 @@ def test_moe() -> None:
             out = np.full_like(x, np.nan)
             assert oxmoe.moe(x, weights, gates, ids, out=out) is out and np.array_equal(out, result)
             assert oxmoe.moe(x[:0], weights, gates[:0], ids[:0]).shape == (0, 24)
-        """
+        """,
+        torch.randint(1 << 31, (), generator=rng).item(),
     )
 
 
@@ -77,10 +79,10 @@ def test_topk_and_sort() -> None:
     )
 
 
-def test_quantize() -> None:
+def test_quantize(rng: torch.Generator) -> None:
     run(
         """
-        x = np.random.default_rng().standard_normal((2, 64, 128)).astype(np.float32)
+        x = np.random.default_rng(seed).standard_normal((2, 64, 128)).astype(np.float32)
         codes, scales = oxmoe.quantize.mxfp4(x)
         assert codes.shape == (2, 64, 64) and scales.shape == (2, 64, 4)
         back = oxmoe.quantize.dequantize(codes, scales, np.float32)
@@ -90,5 +92,6 @@ def test_quantize() -> None:
         interleaved = oxmoe.quantize.deinterleave_sm90_mxfp4(*oxmoe.quantize.interleave_sm90_mxfp4(codes, scales))
         for result in (plain, interleaved):
             assert np.array_equal(result[0], codes) and np.array_equal(result[1], scales)
-        """
+        """,
+        torch.randint(1 << 31, (), generator=rng).item(),
     )

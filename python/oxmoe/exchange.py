@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -91,8 +92,9 @@ class GroupLink:
         from datetime import timedelta
 
         try:
-            # A timeout of zero would mean none.
-            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            # Rounded up, as gloo counts whole milliseconds: a wait that runs out has reached `end`. Zero would mean no timeout.
+            left = max(math.ceil((end - time.monotonic()) * 1000), 0)
+            work.wait(timedelta(milliseconds=left + 1))
         except RuntimeError as error:
             if time.monotonic() >= end:
                 raise PeerLost(peer, "the deadline has passed") from error
