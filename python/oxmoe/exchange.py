@@ -92,7 +92,7 @@ class GroupLink:
         from datetime import timedelta
 
         try:
-            # Rounded up, as gloo counts whole milliseconds: a wait that runs out has reached `end`. Zero would mean no timeout.
+            # Rounded up, as gloo counts whole milliseconds: a wait that runs out has reached `end`. 0 means for ever.
             left = max(math.ceil((end - time.monotonic()) * 1000), 0)
             work.wait(timedelta(milliseconds=left + 1))
         except RuntimeError as error:
