@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import ACTIVATIONS, Shape, tie_free_logits
+from cases import ACTIVATIONS, Shape, tie_free_groups, tie_free_logits
 from fp8_cases import MODELS, call, check, make_fp8
 from oxmoe.testing import same_bits
 
@@ -37,6 +37,26 @@ def test_logits_and_ids_are_the_same_call(shape: Shape, tokens: int, device: str
         check(layer, x, made=made, router_logits=logits, top_k=shape.top_k)
     inside = call(x, made, router_logits=logits, top_k=shape.top_k)
     assert same_bits(inside, call(x, made, *oxmoe.topk(logits, shape.top_k)))
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_bias_and_groups(tokens: int, groups: int, device: str, rng: torch.Generator) -> None:
+    """DeepSeek-V3's router: what is chosen and how it is weighed is topk's."""
+    for shape in (FEW[0], FEW[2], *(MODELS if device == "cuda" else ())):
+        router = {
+            "scoring_func": "sigmoid",
+            "correction_bias": (torch.randperm(shape.experts, generator=rng) / shape.experts).to(device),
+        }
+        if groups:
+            router |= {"num_expert_group": groups, "topk_group": groups // 2}
+        layer, logits = make_fp8(shape, device, rng), tie_free_groups(tokens, shape.experts, rng).to(device)
+        made, x = layer.weights(), layer.x(tokens, rng)
+        topk_weights, topk_ids = oxmoe.topk(logits, shape.top_k, **router)
+        if shape == FEW[0]:
+            check(layer, x, topk_weights, topk_ids, made=made)
+        inside = call(x, made, router_logits=logits, top_k=shape.top_k, **router)
+        assert same_bits(inside, call(x, made, topk_weights, topk_ids))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,25 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
 SCALING = {"tensor": 2, "token": 1, "static": 3}  # Fp8Scaling
 
 
+@pytest.mark.parametrize("experimental", [False, True])
+@pytest.mark.parametrize(("layer", "groups"), [(LAYERS[0], 1), (LAYERS[1], 8)], ids=["bias", "groups"])
+def test_bias_and_groups_in_one_launch(
+    layer: dict[str, Any], groups: int, driver: Path, tmp_path: Path, experimental: bool
+) -> None:
+    """The layer's one launch takes them as an experiment; else routing is a launch of its own."""
+    arguments = {**layer, "top_k": 8, "tokens": [1, 4, 5, 300], "groups": groups}
+    most = 8 if layer["hidden"] <= 4096 else 4
+    for call in execute(driver, tmp_path, "fp8_calls", arguments, experimental=experimental)["calls"]:
+        first, *more = launches(call["records"])
+        together = experimental and call["tokens"] <= most
+        assert first["kernel"].startswith("routed_layer_fp8_sm90_gated" if together else ("route_", "select_"))
+        assert "_any" in first["kernel"] and bool(more) != together
+        if together:
+            p = parameters_of(first)[2]
+            assert first["cooperative"] and p.select.correction_bias and p.select.groups == groups
+            assert p.select.tokens == call["tokens"] and p.layer.up.x == call["x"]
+
+
 @pytest.mark.parametrize("mode", SCALING)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
 def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -> None:

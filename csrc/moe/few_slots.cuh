@@ -48,21 +48,22 @@ struct FewSlotsOf {
         return place == kNone ? -1 : int(place);
     }
 
-    // By the first `Threads` threads of the CTA, at least 32 kMostTokens, with two barriers.
-    template <int Threads>
+    // By the first `Threads` threads of the CTA, at least 32 kMostTokens, with two barriers. kPlain: of Selector.
+    template <int Threads, bool kPlain = true>
     __device__ __forceinline__ void route(const SelectParams& select, int experts, int first_expert) {
         const int warp = warp_of_block(), lane = threadIdx.x % 32, top_k = select.top_k, token = kMostTokens - 1 - warp;
         const bool routes = uint32_t(token) < uint32_t(select.tokens);
-        const Selector<kPerLane, true> selector(select);
+        const Selector<kPerLane, kPlain> selector(select);
         Choice choice;
         bool mine = false;
         if (routes) {
-            typename Selector<kPerLane, true>::Row row;
+            typename Selector<kPerLane, kPlain>::Row row;
             float logit[kPerLane], bias[kPerLane];
             selector.fetch(row, token);
             const int valid = select.num_token_non_padded ? *select.num_token_non_padded : select.tokens;
+            if constexpr (!kPlain) selector.load_bias(bias);
             selector.values(logit, row);
-            choice = selector.template pick<true>(logit, bias, token);
+            choice = selector.template pick<kPlain>(logit, bias, token);
             mine = lane < top_k;
             const uint32_t local = uint32_t(choice.id) - uint32_t(first_expert);
             const bool here = mine && token < valid && local < uint32_t(experts);

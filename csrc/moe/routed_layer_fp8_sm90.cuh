@@ -25,7 +25,8 @@
 
 namespace oxmoe {
 
-template <bool Gated, int Experts, int Ctas>
+// Plain: the router has neither bias nor groups, see Selector.
+template <bool Gated, int Experts, int Ctas, bool Plain = true>
 struct RoutedLayerFp8Sm90 {
     using Element = __nv_bfloat16;
     using Slots = FewSlotsOf<Experts>;
@@ -92,7 +93,7 @@ struct RoutedLayerFp8Sm90 {
         const Input input(p);
         Vectors vectors;
         input.load(vectors);
-        shared.slots.template route<kThreads>(p.select, p.experts, p.first_expert);
+        shared.slots.template route<kThreads, Plain>(p.select, p.experts, p.first_expert);
         if (warp != 0) quantise_input(input, vectors, layout, shared);
         const Units units(p.layer, shared.slots.tile_count());
         if (warp >= 4) {

@@ -1,6 +1,6 @@
 //! Kernels of e4m3 with block scales.
 
-use super::gated_name;
+use super::{any_name, gated_name};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fp8 {
@@ -10,8 +10,8 @@ pub enum Fp8 {
     GroupedGemmFp8WideSm90 { gated: bool, stages: u32 },
     /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
     GroupedGemmFp8StationarySm90 { blocks: u32 },
-    /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit.
-    RoutedLayerFp8Sm90 { gated: bool, experts: u32, ctas: u32 },
+    /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit. `plain`: as `Select`'s.
+    RoutedLayerFp8Sm90 { gated: bool, experts: u32, ctas: u32, plain: bool },
     /// Rows to e4m3 with a scale for each group of columns.
     RowsToE4m3,
     /// The same of a schedule's rows.
@@ -80,8 +80,12 @@ pub fn stationary() -> impl Iterator<Item = Fp8> {
     FP8_STATIONARY_BLOCKS.into_iter().map(|blocks| GroupedGemmFp8StationarySm90 { blocks })
 }
 
+/// Routers with bias or groups have gated layers.
 pub fn layers(gated: bool) -> impl Iterator<Item = Fp8> {
-    FP8_LAYERS.into_iter().map(move |(experts, ctas)| RoutedLayerFp8Sm90 { gated, experts, ctas })
+    let kernels = FP8_LAYERS.into_iter().flat_map(move |(experts, ctas)| {
+        [true, false].map(|plain| RoutedLayerFp8Sm90 { gated, experts, ctas, plain })
+    });
+    kernels.filter(move |kernel| gated || matches!(kernel, RoutedLayerFp8Sm90 { plain: true, .. }))
 }
 
 impl Fp8 {
@@ -94,8 +98,8 @@ impl Fp8 {
                 format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
             }
             GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
-            RoutedLayerFp8Sm90 { gated, experts, ctas } => {
-                format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}", gated_name(gated))
+            RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
+                format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}{}", gated_name(gated), any_name(plain))
             }
             RowsToE4m3 => "quantize_fp8".into(),
             TilesToE4m3 => "quantize_fp8_tiles".into(),
@@ -112,8 +116,8 @@ impl Fp8 {
             }
             GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
             GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
-            RoutedLayerFp8Sm90 { gated, experts, ctas } => {
-                format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}>")
+            RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
+                format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}, {plain}>")
             }
             RowsToE4m3 => "oxmoe::QuantizeFp8".into(),
             TilesToE4m3 => "oxmoe::QuantizeFp8Tiles".into(),

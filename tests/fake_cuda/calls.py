@@ -252,8 +252,15 @@ def packed_calls(top_k, tokens, **layer):
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
 
-def fp8_calls(top_k, tokens, experts, hidden, intermediate):
-    """Experts of e4m3 with block scales at each token count: plan as text, addresses, records."""
+def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
+    """Experts of e4m3 with block scales at each token count: plan as text, addresses, records.
+
+    groups: of a router with bias, as DeepSeek-V3's.
+    """
+    router = {}
+    if groups:
+        router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": groups // 2}
+        router["correction_bias"] = Tensor((experts,), "float32")
     rows = 2 * intermediate
     shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
@@ -265,7 +272,7 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate):
         x, out = (Tensor((count, hidden)) for _ in range(2))
         workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
         logits = Tensor((count, experts), "float32")
-        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
         plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="fp8_block")
         given = {"x": x.address, "out": out.address, "workspace": workspace.address}
         calls.append({"tokens": count, "explain": plan, "records": records(), **given})

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=["uniform"],
         help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: hot gives half of the tokens one expert in common, "
-        "one gives every slot the same expert (default: uniform)",
+        "one gives every slot the same expert, grouped has DeepSeek-V3's router (default: uniform)",
     )
     parser.add_argument("--format", type=_names, default=["bf16"], help=f"comma-separated, of: {', '.join(FORMATS)}")
     parser.add_argument("--peers", type=_names, help=f"comma-separated, of: {', '.join(PEERS)}, none; default: all")

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ SHAPES = {
 E4M3_FORMATS = ("mxfp4-a8", "fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
 
 # uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
-PATTERNS = ("uniform", "hot", "one")
+# grouped: noise, and DeepSeek-V3's router: sigmoid, bias, half of the groups.
+PATTERNS = ("uniform", "hot", "one", "grouped")
 
 
 def activations(format_name: str) -> str | None:
@@ -130,11 +131,12 @@ class Inputs:
     x: Tensor  # [T, H]
     router_logits: Tensor  # fp32 [T, E]
     chosen: tuple[Tensor, Tensor] | None = None  # weights fp32 and ids int32 [T, k], in place of the logits
+    router: dict[str, Any] = field(default_factory=dict)  # how experts are chosen from them, as options of topk
 
     def routing(self, top_k: int) -> dict[str, Any]:
         """What oxmoe.moe and the reference take."""
         if self.chosen is None:
-            return {"router_logits": self.router_logits, "top_k": top_k}
+            return {"router_logits": self.router_logits, "top_k": top_k, **self.router}
         return {"topk_weights": self.chosen[0], "topk_ids": self.chosen[1]}
 
 
@@ -216,6 +218,10 @@ def make_inputs(
         if pattern == "hot":
             half = (tokens + 1) // 2
             logits[:half, 0] = logits[:half].amax(1) + 0.5
+        if pattern == "grouped":
+            groups = 8 if shape.experts % 32 == 0 else 1
+            router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": (groups + 1) // 2}
+            return Inputs(x, logits, None, router | {"correction_bias": torch.rand(shape.experts, device=device)})
         return Inputs(x, logits)
 
     return [layer() for _ in range(count)]
@@ -232,9 +238,11 @@ def activated(sums: Tensor, shape: Shape) -> Tensor:
 
 
 def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax, top-k, renormalised, in plain torch; or what was given."""
+    """Softmax, top-k, renormalised, in plain torch; or the input's own router; or what was given."""
     if inputs.chosen is not None:
         return inputs.chosen
+    if inputs.router:
+        return reference.topk(inputs.router_logits, top_k, **inputs.router)
     weights, ids = torch.softmax(inputs.router_logits, dim=-1).topk(top_k)
     return weights / weights.sum(-1, keepdim=True), ids
 

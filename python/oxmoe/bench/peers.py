@@ -94,6 +94,13 @@ class SglangTriton(Backend):
         x, logits, top_k = inputs.x, inputs.router_logits, self.shape.top_k
         if inputs.chosen is not None:
             topk_weights, topk_ids = inputs.chosen
+        elif inputs.router:
+            from sglang.srt.layers.moe.topk import biased_grouped_topk
+
+            bias, groups, chosen = (
+                inputs.router[name] for name in ("correction_bias", "num_expert_group", "topk_group")
+            )
+            topk_weights, topk_ids = biased_grouped_topk(x, logits, bias, top_k, True, groups, chosen)
         else:
             topk_weights = torch.empty(x.shape[0], top_k, device=x.device)
             topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
@@ -166,8 +173,8 @@ class TritonKernels(Backend):
         return self.shape.gpt_oss
 
     def layer(self, index: int, inputs: Inputs) -> Tensor:
-        if inputs.chosen is not None:
-            raise NotImplementedError("takes router logits, not ids")
+        if inputs.chosen is not None or inputs.router:
+            raise NotImplementedError("takes router logits and softmax, neither ids nor another router")
         ogs, x, top_k = self.ogs, inputs.x, self.shape.top_k
         chosen = self.topk(inputs.router_logits, top_k, apply_softmax=True)
         dispatch, combine = chosen.mask_metadata.row_sorted_indx, chosen.mask_metadata.col_sorted_indx

@@ -160,13 +160,13 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     let logits = desc.logits?;
     let (experts, ctas) =
         FP8_LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
-    let fits = sm90::routes_inside(desc, up, i64::from(experts))
+    let fits = sm90::routes_inside(desc, up, i64::from(experts), up.gated && device.experimental)
         && desc.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
         && down.k <= LAYER_INNER;
-    let kernel = Fp8::RoutedLayerFp8Sm90 { gated: up.gated, experts, ctas };
+    let kernel = Fp8::RoutedLayerFp8Sm90 { gated: up.gated, experts, ctas, plain: logits.plain };
     fits.then(|| Launch {
         variant: Variant::Fp8(kernel),
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.

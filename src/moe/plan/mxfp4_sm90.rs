@@ -93,7 +93,7 @@ const LEAST_STAGES: i64 = 3;
 pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
     let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
-    let fits = sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS)
+    let fits = sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS, false)
         && desc.tokens <= LAYER_TOKENS
         && MXFP4_LAYER_TILE.stages_beside(bytes(up), bytes(down)) >= LEAST_STAGES;
     let variant = MXFP4_LAYER_TILE.variant(up.gated);

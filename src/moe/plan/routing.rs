@@ -42,7 +42,7 @@ pub const MAX_TOP_K: u32 = 32;
 
 impl Logits {
     /// Experts that a lane holds. Groups are aligned to lanes: the next power of two of their number divides the warp.
-    fn per_lane(self) -> Option<u32> {
+    pub fn per_lane(self) -> Option<u32> {
         if self.experts == 0
             || self.experts > MAX_EXPERTS
             || self.groups == 0

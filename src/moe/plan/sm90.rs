@@ -141,16 +141,20 @@ pub const ROUTED_WORKSPACES: usize = 256;
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
 pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    let fits = routes_inside(desc, up, ROUTED_EXPERTS)
+    let fits = routes_inside(desc, up, ROUTED_EXPERTS, false)
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
     fits.then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
 }
 
-/// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh.
-pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc, most_experts: i64) -> bool {
-    let serves = |l: Logits| l.plain && i64::from(l.experts) <= most_experts && up.experts <= i64::from(l.experts);
+/// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh. `any`: its kernel
+/// knows bias and groups.
+pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc, most_experts: i64, any: bool) -> bool {
+    let serves = |l: Logits| {
+        let lanes = l.plain || any && l.per_lane().is_some_and(|own| i64::from(own) * 32 <= most_experts);
+        lanes && i64::from(l.experts) <= most_experts && up.experts <= i64::from(l.experts)
+    };
     desc.routes_inside && desc.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
 }
 
