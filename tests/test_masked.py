@@ -239,6 +239,30 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
     assert same_bits(back[places], expected) and bool((back[~places] == 0).all())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["rows", "columns", "packed"])
+def test_quantised_rows_with_their_experts(device: str, form: str, rng: torch.Generator) -> None:
+    """m_indices and x_scale: rows in any order, as with counts."""
+    shape, rows = Shape("fp8", 5, 1, 640, 256), 37
+    weights = make("fp8_block", shape, device, rng)
+    counts = some_counts(5, rows // 5, rng)
+    owner = torch.arange(5).repeat_interleave(counts)
+    x = torch.randn((len(owner), 640), generator=rng).bfloat16().to(device)
+    codes, plain = quantize.per_token_group_quant_fp8(x, 128)
+    powers = torch.randint(118, 123, plain.shape, generator=rng, dtype=torch.int32)
+    scales = plain
+    if form == "packed":
+        plain = (powers << 23).view(torch.float32).to(device)
+        room = torch.nn.functional.pad(powers, (0, 3)).view(len(owner), 2, 4)
+        scales = sum(room[..., i] << 8 * i for i in range(4)).to(torch.int32).T.contiguous().T.to(device)
+    wanted = oxmoe.moe_contiguous(codes, weights, counts.to(device), x_scale=plain)
+    order = torch.randperm(len(owner), generator=rng)
+    there = order.to(device)
+    mixed_scales = scales[there] if form == "rows" else scales[there].T.contiguous().T
+    mixed = oxmoe.moe_contiguous(codes[there], weights, m_indices=owner[order].int().to(device), x_scale=mixed_scales)
+    assert same_bits(mixed, wanted[there])
+
+
 # What is refused
 
 

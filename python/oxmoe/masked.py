@@ -74,13 +74,13 @@ def moe_contiguous(
 
     counts int32 [El]: the first counts[0] rows are expert 0's, each next expert's begin at the next multiple of
     alignment; other rows of out are not written. Or m_indices int32 [M]: every row's expert, in any order; rows with
-    -1 become 0, and workspace is that of `moe` with one expert a token (no x_scale).
+    -1 become 0, and workspace is that of `moe` with one expert a token.
     """
     if (counts is None) == (m_indices is None):
         raise ValueError("counts and m_indices: expected one of the two")
+    if x_scale is not None:
+        x_scale = _row_major(x_scale, x.shape[-1])
     if m_indices is None:
-        if x_scale is not None:
-            x_scale = _row_major(x_scale, x.shape[-1])
         return rows_in_order(
             x,
             weights,
@@ -91,11 +91,9 @@ def moe_contiguous(
             out=out,
             workspace=workspace,
         )
-    if x_scale is not None:
-        raise NotImplementedError("x_scale with m_indices; supported: x_scale with counts")
     if m_indices.ndim != 1:
         raise ValueError(f"m_indices: expected [M], got shape {tuple(m_indices.shape)}")
     import torch
 
     ones = torch.ones((m_indices.shape[0], 1), device=m_indices.device)
-    return moe(x, weights, ones, m_indices[:, None], out=out, workspace=workspace)
+    return moe(x, weights, ones, m_indices[:, None], x_scale=x_scale, out=out, workspace=workspace)
