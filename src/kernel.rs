@@ -6,6 +6,7 @@ use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
     MmMxfp8Params, PackMxfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params,
     QuantizeRowsParams, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams,
+    TileRowsParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, Variant};
@@ -87,6 +88,7 @@ pub enum Args<'a> {
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
     QuantizeNvfp4(&'a QuantizeNvfp4Params),
     QuantizeRows(&'a QuantizeRowsParams),
+    TileRows(&'a TileRowsParams),
     AllReduce(&'a AllReduceParams),
     QuantizeFp8(&'a QuantizeFp8Params),
     ExpandScales(&'a ExpandScalesParams),
@@ -119,6 +121,7 @@ impl Args<'_> {
             Args::QuantizeMxfp4(p) => [address(p), none, none],
             Args::QuantizeNvfp4(p) => [address(p), none, none],
             Args::QuantizeRows(p) => [address(p), none, none],
+            Args::TileRows(p) => [address(p), none, none],
             Args::AllReduce(p) => [address(p), none, none],
             Args::QuantizeFp8(p) => [address(p), none, none],
             Args::ExpandScales(p) => [address(p), none, none],
@@ -157,12 +160,20 @@ impl Args<'_> {
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
                 | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize)
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
+                | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles))
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
                 | (Args::AllReduce(_), Variant::AllReduce(_))
                 | (
                     Args::QuantizeFp8(_),
-                    Variant::Fp8(Fp8::RowsToE4m3 | Fp8::TilesToE4m3 | Fp8::WholeRowsToE4m3 | Fp8::PeakOfRows)
+                    Variant::Fp8(
+                        Fp8::RowsToE4m3
+                            | Fp8::TilesToE4m3
+                            | Fp8::WholeRowsToE4m3
+                            | Fp8::PeakOfRows
+                            | Fp8::WholeRowsOfTiles
+                            | Fp8::PeakOfTiles
+                    )
                 )
                 | (Args::ExpandScales(_), Variant::Fp8(Fp8::ExpandScales))
                 | (Args::QuantizeMxfp8(_), Variant::Dense(Dense::QuantizeMxfp8 | Dense::DequantizeMxfp8))

@@ -5,6 +5,7 @@ pub mod allreduce;
 pub mod common;
 pub mod moe;
 pub mod quant;
+pub mod tiles;
 
 pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Workspaces};
 pub use common::ffi::{Dtype, Tile, W13Layout};
@@ -16,3 +17,4 @@ pub use quant::ffi::{
     ExpandScalesParams, Fp8Scaling, LayoutMxfp4Params, MmMxfp8Params, Mxfp4Layout, PackMxfp4Params, QuantizeFp8Params,
     QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, ScaleBytesParams, ScaleView,
 };
+pub use tiles::ffi::TileRowsParams;

@@ -116,6 +116,8 @@ pub enum Variant {
     },
     /// Rows of bf16 to e4m3.
     QuantizeRowsE4m3,
+    /// The same of a schedule's rows.
+    QuantizeTilesE4m3,
     /// MXFP4 weights to the packed form, at load: every expert's shift, then codes and scales; and back.
     Mxfp4Peak,
     Mxfp4Pack,
@@ -189,7 +191,8 @@ pub fn all() -> Vec<Variant> {
         rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
         rows.push(Variant::Place { chosen: plain });
     }
-    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::Schedule, Variant::QuantizeRowsE4m3]);
+    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::Schedule]);
+    rows.extend([Variant::QuantizeRowsE4m3, Variant::QuantizeTilesE4m3]);
     rows.extend(CONVERSIONS);
     rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
     rows.extend(fp8::all().into_iter().map(Variant::Fp8));
@@ -250,6 +253,7 @@ impl Variant {
             }
             Variant::RoutedLayerMxfp4Sm90 { .. } => self.unit(),
             Variant::QuantizeRowsE4m3 => "quantize_rows_e4m3".into(),
+            Variant::QuantizeTilesE4m3 => "quantize_tiles_e4m3".into(),
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
                 element.name(),
@@ -303,6 +307,7 @@ impl Variant {
                 format!("oxmoe::RoutedLayerMxfp4Sm90<{gated}, {}, {}, {}>", tile.warps, tile.blocks, tile.stages)
             }
             Variant::QuantizeRowsE4m3 => "oxmoe::QuantizeRowsE4m3".into(),
+            Variant::QuantizeTilesE4m3 => "oxmoe::QuantizeTilesE4m3".into(),
             Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
                 "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
                 element.device_type()
@@ -343,6 +348,7 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
             Variant::RoutedLayerMxfp4Sm90 { .. } => "moe/routed_layer_mxfp4_sm90.cuh",
             Variant::QuantizeRowsE4m3 => "quant/quantize_rows_e4m3.cuh",
+            Variant::QuantizeTilesE4m3 => "quant/quantize_tiles_e4m3.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",
@@ -404,6 +410,7 @@ impl Variant {
             }
             Variant::Nvfp4Quantize => ("const __grid_constant__ oxmoe::QuantizeNvfp4Params p", "p"),
             Variant::QuantizeRowsE4m3 => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
+            Variant::QuantizeTilesE4m3 => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
         }
     }
@@ -436,7 +443,7 @@ impl Variant {
             Variant::Dense(kernel) => kernel.runs_on(arch),
             Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
             Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
-            Variant::QuantizeRowsE4m3 => arch == "90a",
+            Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3 => arch == "90a",
             _ => true,
         }
     }
@@ -536,7 +543,8 @@ impl Variant {
             Variant::LayerSm90 { .. } => 256,
             Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.threads(),
             Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
-            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3 => 128,
+            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
+            Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3 => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
             Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Nvfp4Quantize => {
                 256
@@ -566,7 +574,8 @@ impl Variant {
             (.., Variant::Mxfp8(kernel)) => kernel.ctas(),
             (.., Variant::Dense(kernel)) => kernel.ctas(),
             (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. } | Variant::QuantizeRowsE4m3) => 8,
+            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
+            (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => 8,
             (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
             (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
             (.., Variant::AllReduce(kernel)) => kernel.ctas_per_multiprocessor(),
@@ -587,7 +596,7 @@ impl Variant {
             (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Mxfp8(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Combine { .. } | Variant::Ragged | Variant::Schedule | Variant::AllReduce(_)) => Some(0),
-            (.., Variant::QuantizeRowsE4m3) => Some(0),
+            (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => Some(0),
             (.., Variant::Dense(kernel)) => Some(kernel.shared_bytes()),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,

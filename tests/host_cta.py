@@ -42,6 +42,7 @@ PRELUDE = r"""
 using std::max;
 using std::min;
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -80,6 +81,7 @@ static uint32_t to_f16(float x) {  // of what f16 holds
 struct __nv_bfloat16 { uint16_t bits; };
 struct __half { uint16_t bits; };
 struct __half2 { uint32_t bits; };
+struct __nv_bfloat162 { uint32_t bits; };
 static float __bfloat162float(__nv_bfloat16 x) { return from_bf16(x.bits); }
 static float __half2float(__half x) { return from_f16(x.bits); }
 static __nv_bfloat16 __float2bfloat16_rn(float x) { return {uint16_t(to_bf16(x))}; }
@@ -88,6 +90,9 @@ static float2 __half22float2(__half2 x) { return {from_f16(x.bits & 0xFFFF), fro
 static float __uint_as_float(uint32_t bits) { return float_of(bits); }
 static uint32_t __float_as_uint(float x) { return bits_of(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1 / a; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static uint32_t __funnelshift_l(uint32_t low, uint32_t high, int n) {
     return uint32_t((uint64_t(high) << 32 | low) << (n & 31) >> 32);
@@ -101,6 +106,18 @@ static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
     return result;
 }
+static uint32_t larger_bf16(uint32_t a, uint32_t b) { return to_bf16(fmaxf(from_bf16(a), from_bf16(b))); }
+static uint32_t larger_f16(uint32_t a, uint32_t b) { return to_f16(fmaxf(from_f16(a), from_f16(b))); }
+static __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return {larger_bf16(a.bits & 0xFFFF, b.bits & 0xFFFF) | larger_bf16(a.bits >> 16, b.bits >> 16) << 16};
+}
+static __half2 __hmax2(__half2 a, __half2 b) {
+    return {larger_f16(a.bits & 0xFFFF, b.bits & 0xFFFF) | larger_f16(a.bits >> 16, b.bits >> 16) << 16};
+}
+template <typename Number>
+static Number __ldcs(const Number* from) { return *from; }
+template <typename Number>
+static Number atomicMax(Number* at, Number value) { return std::exchange(*at, max(*at, value)); }
 template <typename Number>
 static Number atomicMin(Number* at, Number value) { return std::exchange(*at, min(*at, value)); }
 static void __trap() { REQUIRE(!"trap"); }
@@ -189,9 +206,11 @@ static const uint32_t (*exchange(const Words& words))[8] {
     warps[warp].meet(32);
     return exchanged[warp][parity];
 }
-static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
+template <typename Number>
+static Number __shfl_xor_sync(uint32_t, Number value, int lanes) {
     const uint32_t lane = threadIdx.x % 32;
-    return exchange(value)[lane ^ lanes][0];
+    memcpy(&value, &exchange(value)[lane ^ lanes][0], sizeof value);
+    return value;
 }
 static uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     const auto all = exchange(value);
@@ -389,7 +408,9 @@ class HostCtas:
         for path in (ROOT / "csrc").glob("*/*.cuh"):
             copy = folder / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(without_asm(path.read_text()))
+            # Threads take turns, CTAs too: what a CTA shares is of the process.
+            text = re.sub(r"(?<!extern )__shared__", "static", without_asm(path.read_text()))
+            copy.write_text(text)
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)

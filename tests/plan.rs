@@ -108,11 +108,15 @@ fn gemms(plan: &MoePlan) -> Vec<Launch> {
     }
 }
 
+/// Formats whose rows in expert order run on GPUs where plans take kernels that are not measured yet.
+fn unmeasured(format: Format) -> bool {
+    matches!(format, Format::Mxfp4A8 | Format::Mxfp8) || format.is_fp8_tensor()
+}
+
 /// Every layer that is served without routing, with rows expected and room for them.
 fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
-    let layers = layers_on(device)
-        .map(|(layer, _)| layer)
-        .filter(|layer| ![Format::Mxfp4A8, Format::Mxfp8].contains(&layer.format) && !layer.format.is_fp8_tensor());
+    let layers =
+        layers_on(device).map(|(layer, _)| layer).filter(|layer| device.experimental || !unmeasured(layer.format));
     layers.flat_map(|layer| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
             let rows = most * layer.experts;
@@ -137,10 +141,62 @@ fn masked_plans_fit() {
             assert_eq!(w.counters.bytes, 16);
             let asked = plan.launches();
             assert!(asked.iter().all(|l| l.grid > 0 && l.shared_bytes <= device.shared_bytes), "{asked:?}");
+            let loaded: HashSet<Variant> = plan::reachable(&device, &desc.layer).into_iter().collect();
+            for l in &asked {
+                assert!(
+                    loaded.contains(&l.variant) && l.variant.runs_on(device.arch.image()),
+                    "{desc:?} on {device:?}: {l}"
+                );
+            }
+            // Codes of x, then of GEMM1's output.
+            let widest = desc.layer.hidden.max(desc.layer.intermediate);
+            let codes = if desc.layer.format == Format::Mxfp4A8 { plan::e4m3_columns(widest) } else { 0 };
+            assert_eq!(w.hidden_e4m3.bytes, desc.rows as usize * codes);
             // What is expected chooses the tile alone.
             let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
             assert!(other.tile_tokens != plan.tile_tokens || other == plan, "{desc:?} on {device:?}");
         }
+    }
+}
+
+#[test]
+fn masked_plans_of_unmeasured_kernels_are_refused() {
+    for device in devices().filter(|device| !device.experimental) {
+        for (layer, _) in layers_on(&device).filter(|(layer, _)| unmeasured(layer.format)) {
+            let desc = MaskedDesc { layer, rows: 64, expected: 4, quantizes_x: true };
+            let error = MaskedPlan::new(&desc, &device).err().map(|e| e.to_string()).unwrap_or_default();
+            let name = layer.format.spec().name;
+            assert!(error.starts_with(&format!("moe_masked of {name} experts on CUDA")), "{error}");
+        }
+    }
+}
+
+#[test]
+fn masked_plans_quantise_what_gemm1_does_not() {
+    let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
+    let names = |format: Format, expected| {
+        let layer = LayerDesc {
+            experts: 32,
+            hidden: 7168,
+            intermediate: 2048,
+            gated: true,
+            dtype: format.spec().compute,
+            format,
+        };
+        let plan = masked_plan(&MaskedDesc { layer, rows: 32 * 1024, expected, quantizes_x: true }, &device);
+        assert!(plan.launches().iter().all(|l| l.grid <= 8 * device.multiprocessors), "{plan:?}");
+        plan.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
+    };
+    for expected in [10, 102, 1024] {
+        let tiles = ["quantize_fp8_tiles"].as_slice();
+        let after = if expected == 10 { tiles } else { &[] };
+        assert_eq!(names(Format::Fp8Block, expected), [tiles, after]);
+        assert_eq!(names(Format::Fp8TensorStatic, expected), [tiles; 2]);
+        assert_eq!(names(Format::Fp8TensorToken, expected), [["quantize_fp8_tile_rows"]; 2]);
+        assert_eq!(names(Format::Fp8Tensor, expected), [["quantize_fp8_tile_peak", "quantize_fp8_tiles"]; 2]);
+        assert_eq!(names(Format::Mxfp4A8, expected), [["quantize_tiles_e4m3"]; 2]);
+        assert_eq!(names(Format::Mxfp8, expected), [["round_tiles_mxfp8"].as_slice(), &[]]);
+        assert_eq!(names(Format::Mxfp4, expected), [[""; 0]; 2]);
     }
 }
 

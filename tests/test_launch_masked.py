@@ -18,11 +18,22 @@ LAYERS = [
 # (rows there is room for, rows that are expected) of an expert.
 ROOMS = [(1, 1), (128, 1), (128, 40), (128, 128), (2048, 16), (2048, 2048)]
 FORMATS = ["bf16", "f16", "mxfp4", "fp8_block"]
+FP8_TENSOR = ["fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"]
+EXPERIMENTAL = ["mxfp8", "mxfp4-a8", *FP8_TENSOR]
 KERNELS = {
     "bf16": "grouped_gemm_sm90_bf16",
     "f16": "grouped_gemm_sm90_f16",
     "mxfp4": "grouped_gemm_mxfp4_sm90",
-    "fp8_block": "grouped_gemm_fp8_",
+    "mxfp4-a8": "grouped_gemm_mxfp4_e4m3_sm90",
+    "mxfp8": "grouped_gemm_mxfp8_sm90",
+    **dict.fromkeys(["fp8_block", *FP8_TENSOR], "grouped_gemm_fp8_"),
+}
+# What makes rows of e4m3, and Fp8Scaling.
+FP8_QUANTISERS: dict[str, tuple[list[str], int]] = {
+    "fp8_block": (["quantize_fp8_tiles"], 0),
+    "fp8_tensor": (["quantize_fp8_tile_peak", "quantize_fp8_tiles"], 2),
+    "fp8_tensor-token": (["quantize_fp8_tile_rows"], 1),
+    "fp8_tensor-static": (["quantize_fp8_tiles"], 3),
 }
 
 
@@ -31,12 +42,12 @@ pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["numbers", "codes"])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS + EXPERIMENTAL)
 def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path, tmp_path: Path) -> None:
-    if quantised and format != "fp8_block":
-        pytest.skip("codes come to fp8_block experts")
+    if quantised and format not in FP8_QUANTISERS:
+        pytest.skip("codes come to fp8 experts")
     arguments = {**layer, "format": format, "rooms": ROOMS, "quantised": quantised}
-    result = execute(driver, tmp_path, "expert_order_calls", arguments)
+    result = execute(driver, tmp_path, "expert_order_calls", arguments, experimental=format in EXPERIMENTAL)
     experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
     tiles: dict[tuple[bool, int, int], int] = {}
     for call in result["calls"]:
@@ -49,8 +60,7 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         assert (schedule["kernel"], schedule["grid"][0], s.row_counts) == ("schedule", 1, given["counts"])
         assert (s.experts, s.rows, s.rows_each) == (experts, experts * m, m if call["masked"] else 0)
         assert s.alignment == (1 if call["masked"] else 128)
-        quantisers = [launch for launch in between if launch["kernel"] == "quantize_fp8_tiles"]
-        (up,) = [launch for launch in between if launch not in quantisers]
+        (up,) = [launch for launch in between if launch["kernel"].startswith("grouped_gemm")]
         p, q = parameters_of(up)[-1], parameters_of(down)[-1]
         assert up["kernel"].startswith(KERNELS[format]) and down["kernel"].startswith(KERNELS[format])
         # Places are rows, nothing is gathered, and the schedule's tiles are the kernels'.
@@ -62,19 +72,27 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
             f"t{tile}" in launch["kernel"] or "wide" in launch["kernel"] or "stationary" in launch["kernel"]
             for launch in (up, down)
         ), (tile, up["kernel"], down["kernel"])
-        pairs = 2 if format == "fp8_block" else 1  # two e4m3 take the place of a bf16 number
+        # Two e4m3 take the place of a bf16 number.
+        pairs = 2 if format in FP8_QUANTISERS or format == "mxfp4-a8" else 1
         assert (p.rows, q.rows) == (2 * intermediate, hidden)
         assert (p.k, q.k) == (hidden // pairs, intermediate // pairs)
         assert q.schedule_is_older and q.out == given["out"] and q.out_scales == 0
-        if format == "fp8_block":
-            check_fp8(call, between, (p, q), quantised, layer, up["kernel"])
+        more: list[tuple[int, int]] = []
+        if format in FP8_QUANTISERS:
+            check_fp8(call, between, (p, q), format, quantised, (s, layer, result["addresses"]))
+        elif format == "mxfp8":
+            check_rounded(call, between, (p, q), (s, layer))
+        elif format == "mxfp4-a8":
+            more = check_rows(call, between, (p, q), (s, layer), experts * m)
         else:
-            assert not quantisers and p.x == given["x"] and p.out == q.x and not p.schedule_is_older
-        weights = result["packed"] if format == "mxfp4" else [[result["addresses"][name]] for name in ("w13", "w2")]
+            assert between == [up] and p.x == given["x"] and p.out == q.x and not p.schedule_is_older
+        packed = format.startswith("mxfp")
+        weights = result["packed"] if packed else [[result["addresses"][name]] for name in ("w13", "w2")]
         assert [p.weights, q.weights] == [codes for codes, *_ in weights]
         # What is written lies in the workspace, apart from one another.
         hidden_bytes = experts * m * intermediate * (1 if p.out_scales else 2)
-        ranges = sorted([(s.tiles, 16), (s.tile_count, 4), (s.counters, 4 * s.counter_count), (p.out, hidden_bytes)])
+        counters = (s.counters, 4 * s.counter_count)
+        ranges = sorted([(s.tiles, 16), (s.tile_count, 4), counters, (p.out, hidden_bytes), *more])
         assert all(base <= start and start + length <= base + size for start, length in ranges)
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
         tiles[call["masked"], m, call["expected"]] = tile
@@ -87,37 +105,94 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
 
 
 def check_fp8(
-    call: dict[str, Any], between: list[Any], gemms: tuple[Any, Any], quantised: bool, layer: dict[str, int], up: str
+    call: dict[str, Any],
+    between: list[Any],
+    gemms: tuple[Any, Any],
+    format: str,
+    quantised: bool,
+    given: tuple[Any, dict[str, int], dict[str, int]],
 ) -> None:
     """Rows of tiles are quantised, x unless it came as codes, GEMM1's output unless GEMM1 does it."""
-    (p, q), given = gemms, call["addresses"]
-    names = [launch["kernel"] for launch in between]
-    inside = "wide" in up
-    assert names == ["quantize_fp8_tiles"] * (not quantised) + [up] + ["quantize_fp8_tiles"] * (not inside)
+    (p, q), (schedule, layer, weights) = gemms, given
+    names, addresses = [launch["kernel"] for launch in between], call["addresses"]
+    (up,) = [name for name in names if name.startswith("grouped_gemm")]
+    (quantisers, scaling), inside = FP8_QUANTISERS[format], format == "fp8_block" and "wide" in up
+    assert names == quantisers * (not quantised) + [up] + quantisers * (not inside)
+    place = names.index(up)
+
+    def check(launches: list[Any], sides: tuple[int, int, int], columns: int, number: int) -> None:
+        for launch in launches:
+            (rows,) = parameters_of(launch)
+            assert (rows.x, rows.codes, rows.scales) == sides
+            assert (rows.tiles, rows.tile_count, rows.tile_rows) == (
+                schedule.tiles,
+                schedule.tile_count,
+                schedule.tile_tokens,
+            )
+            assert (rows.columns, rows.group, rows.scaling) == (columns, 128, scaling)
+            if format == "fp8_tensor-static":
+                assert rows.given == weights[("a13_scale", "a2_scale")[number]]
+            else:
+                # Zeroed by the schedule, a word for each.
+                assert rows.given == schedule.counters + 4 * (2 + number) and schedule.counter_count == 4
+
     if quantised:
-        assert (p.x, p.x_scales) == (given["x"], given["x_scale"]) and not p.schedule_is_older
+        assert (p.x, p.x_scales) == (addresses["x"], addresses["x_scale"]) and not p.schedule_is_older
     else:
-        (of_x,) = parameters_of(between[0])
-        assert (of_x.x, of_x.codes, of_x.scales) == (given["x"], p.x, p.x_scales) and p.schedule_is_older
-        assert (of_x.tiles, of_x.tile_count, of_x.columns) == (p.tiles, p.tile_count, layer["hidden"])
+        check(between[:place], (addresses["x"], p.x, p.x_scales), layer["hidden"], 0)
+        assert p.schedule_is_older
     if inside:
         assert (p.out, p.out_scales) == (q.x, q.x_scales)
     else:
-        (of_hidden,) = parameters_of(between[-1])
-        assert p.out_scales == 0 and (of_hidden.x, of_hidden.codes, of_hidden.scales) == (p.out, q.x, q.x_scales)
-        assert (of_hidden.tiles, of_hidden.columns) == (p.tiles, layer["intermediate"])
+        assert p.out_scales == 0
+        check(between[place + 1 :], (p.out, q.x, q.x_scales), layer["intermediate"], 1)
+
+
+def check_tiles(rows: Any, schedule: Any, columns: int) -> Any:
+    """A launch's rows, which are those of the schedule's tiles."""
+    assert (rows.rows.tiles, rows.rows.tile_count) == (schedule.tiles, schedule.tile_count)
+    assert (rows.rows.columns, rows.tile_rows) == (columns, schedule.tile_tokens)
+    return rows.rows
+
+
+def check_rounded(
+    call: dict[str, Any], between: list[Any], gemms: tuple[Any, Any], given: tuple[Any, dict[str, int]]
+) -> None:
+    """Rounded rows of x lie where GEMM2 writes; GEMM1 rounds its output itself."""
+    (p, q), (schedule, layer) = gemms, given
+    of_x, _ = between
+    assert of_x["kernel"] == "round_tiles_mxfp8"
+    rows = check_tiles(*parameters_of(of_x), schedule, layer["hidden"])
+    assert (rows.x, rows.out) == (call["addresses"]["x"], p.x) and p.x == call["addresses"]["out"]
+    assert p.schedule_is_older and p.out == q.x
+
+
+def check_rows(
+    call: dict[str, Any], between: list[Any], gemms: tuple[Any, Any], given: tuple[Any, dict[str, int]], room: int
+) -> list[tuple[int, int]]:
+    """Codes of x, then of GEMM1's output, lie in one range, with a scale a row. Returns their ranges."""
+    (p, q), (schedule, layer) = gemms, given
+    of_x, _, of_hidden = between
+    assert of_x["kernel"] == of_hidden["kernel"] == "quantize_tiles_e4m3"
+    x = check_tiles(*parameters_of(of_x), schedule, layer["hidden"])
+    hidden = check_tiles(*parameters_of(of_hidden), schedule, layer["intermediate"])
+    assert (x.x, x.out, x.scales, x.out_columns) == (call["addresses"]["x"], p.x, p.row_scales, 2 * p.k)
+    assert (hidden.x, hidden.out, hidden.scales, hidden.out_columns) == (p.out, q.x, q.row_scales, 2 * q.k)
+    assert p.schedule_is_older and p.x == q.x and p.row_scales == q.row_scales
+    return [(p.x, room * max(x.out_columns, hidden.out_columns)), (p.row_scales, 4 * room)]
 
 
 def test_no_rows(driver: Path, tmp_path: Path) -> None:
     """m = 0 asks nothing of the driver."""
-    for format in FORMATS:
-        result = execute(driver, tmp_path, "expert_order_calls", {**LAYERS[1], "format": format, "rooms": [(0, None)]})
+    for format in FORMATS + EXPERIMENTAL:
+        arguments = {**LAYERS[1], "format": format, "rooms": [(0, None)]}
+        result = execute(driver, tmp_path, "expert_order_calls", arguments, experimental=format in EXPERIMENTAL)
         assert all(call["returned"] and not launches(call["records"]) for call in result["calls"])
 
 
 def test_what_is_refused(driver: Path, tmp_path: Path) -> None:
-    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": ["mxfp8", "mxfp4-a8", "fp8_tensor"]})
-    for format in ("mxfp8", "mxfp4-a8", "fp8_tensor"):
+    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": EXPERIMENTAL})
+    for format in EXPERIMENTAL:
         assert errors[format].startswith(f"NotImplementedError: moe_masked of {format} experts on CUDA")
     assert errors["right"] is None
     assert errors["alignment"].startswith("ValueError: x: must start at a multiple of 16 bytes")

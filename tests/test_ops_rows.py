@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oxmoe
-from cases import GPT_OSS, Shape, make_layer, make_routing, tie_free_logits
-from fp8_cases import make_fp8
+from cases import EXPERIMENTAL_GPU, GPT_OSS, Shape, make_layer, make_routing, tie_free_logits
+from fp8_cases import make_fp8, make_fp8_tensor
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
 from op_checks import fakes_are_real, opcheck, tensors
@@ -25,8 +25,9 @@ ops = torch.ops.oxmoe
 # Formats that operators take as bare tensors on this device; packed ones are refused on CUDA.
 FORMATS = pytest.mark.parametrize(
     ("device", "format"),
-    [("cpu", name) for name in ("bf16", "gpt-oss", "fp8_block", "mxfp4", "mxfp8")]
-    + [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("bf16", "gpt-oss", "fp8_block")],
+    [("cpu", name) for name in ("bf16", "gpt-oss", "fp8_block", "fp8_tensor-token", "mxfp4", "mxfp8")]
+    + [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("bf16", "gpt-oss", "fp8_block")]
+    + [pytest.param("cuda", "fp8_tensor-token", marks=EXPERIMENTAL_GPU)],
 )
 
 
@@ -41,6 +42,8 @@ def compiled(program: Callable[..., Any], *tensors: Tensor) -> Any:
 def experts(format: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
     if format == "fp8_block":
         return make_fp8(SHAPE, device, rng).weights()
+    if format == "fp8_tensor-token":
+        return make_fp8_tensor(SHAPE, device, rng, mode="token").weights()
     if format == "mxfp8":
         return make_mxfp8(SHAPE, device, rng).weights()
     if format == "mxfp4":

@@ -59,6 +59,17 @@ struct QuantizeFp8Rows {
         // NOTE: all threads stay until the last exchange.
         const bool inside = row < rows;
         const uint4* x = reinterpret_cast<const uint4*>(p.x) + row * vectors;
+        quantize(p, x, row, inside, threads, thread, vectors, groups, peaks, [&](float amax) {
+            if (one && thread == 0) *p.given = amax;
+        });
+    }
+
+    // One row for each `threads` threads, of which this is one, or where not `inside` none; all threads of the CTA are here.
+    // Threads inside end with `done` of the row's largest magnitude. `peaks`: of a number a warp, that no call just before has
+    // used.
+    template <typename F>
+    static __device__ __forceinline__ void quantize(const QuantizeFp8Params& p, const uint4* x, int64_t row, bool inside,
+                                                    int threads, int thread, int vectors, int groups, float* peaks, F done) {
         uint4 held[kHeld] = {};
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
@@ -90,7 +101,7 @@ struct QuantizeFp8Rows {
         for (int v = thread + kHeld * threads; v < vectors; v += threads) codes[v] = Fp8Vectors::codes(x[v], scale.inverse);
         float* scales = reinterpret_cast<float*>(p.scales) + row * p.row_stride;
         for (int group = thread; group < groups; group += threads) scales[group * p.group_stride] = scale.scale;
-        if (one && thread == 0) *p.given = amax;
+        done(amax);
     }
 };
 
@@ -117,6 +128,11 @@ struct QuantizeFp8Peak {
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) Fp8Vectors::grow(peak, words[i]);
         }
+        raise(p, peak, peaks);
+    }
+
+    // Raises `given` to what the threads of a CTA have found. `peaks`: of a number a warp.
+    static __device__ __forceinline__ void raise(const QuantizeFp8Params& p, uint32_t peak, float* peaks) {
         float amax = Fp8Vectors::of(peak);
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, distance));

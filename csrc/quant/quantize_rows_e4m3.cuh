@@ -32,29 +32,33 @@ struct QuantizeRowsE4m3 {
         }
         const int vectors = p.columns / 8, out_vectors = p.out_columns / 8;
         int turn = 0;
-        for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
-            const uint4* x = reinterpret_cast<const uint4*>(p.x) + size_t(row) * vectors;
-            uint2* out = reinterpret_cast<uint2*>(p.out) + size_t(row) * out_vectors;
-            uint4 held[kHeld] = {};
+        for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) quantize(p, row, vectors, out_vectors, peaks[turn]);
+    }
+
+    // One row, by all threads. `peaks`: of a number a warp, that the call just before has not used.
+    static __device__ __forceinline__ void quantize(const QuantizeRowsParams& p, int row, int vectors, int out_vectors,
+                                                    uint32_t* peaks) {
+        const uint4* x = reinterpret_cast<const uint4*>(p.x) + size_t(row) * vectors;
+        uint2* out = reinterpret_cast<uint2*>(p.out) + size_t(row) * out_vectors;
+        uint4 held[kHeld] = {};
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) {
-                const int v = threadIdx.x + i * kThreads;
-                if (v < vectors) held[i] = x[v];
-            }
-            uint32_t peak = 0;
+        for (int i = 0; i < kHeld; ++i) {
+            const int v = threadIdx.x + i * kThreads;
+            if (v < vectors) held[i] = x[v];
+        }
+        uint32_t peak = 0;
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) peak = __vmaxu2(peak, magnitudes(held[i]));
-            for (int v = threadIdx.x + kHeld * kThreads; v < vectors; v += kThreads) peak = __vmaxu2(peak, magnitudes(x[v]));
-            const float scale = scale_of(peak, peaks[turn]), inverse = __frcp_rn(scale);
-            if (threadIdx.x == 0) p.scales[row] = scale;
+        for (int i = 0; i < kHeld; ++i) peak = __vmaxu2(peak, magnitudes(held[i]));
+        for (int v = threadIdx.x + kHeld * kThreads; v < vectors; v += kThreads) peak = __vmaxu2(peak, magnitudes(x[v]));
+        const float scale = scale_of(peak, peaks), inverse = __frcp_rn(scale);
+        if (threadIdx.x == 0) p.scales[row] = scale;
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) {
-                const int v = threadIdx.x + i * kThreads;
-                if (v < out_vectors) out[v] = quantized(held[i], inverse);
-            }
-            for (int v = threadIdx.x + kHeld * kThreads; v < out_vectors; v += kThreads) {
-                out[v] = quantized(v < vectors ? x[v] : uint4{}, inverse);
-            }
+        for (int i = 0; i < kHeld; ++i) {
+            const int v = threadIdx.x + i * kThreads;
+            if (v < out_vectors) out[v] = quantized(held[i], inverse);
+        }
+        for (int v = threadIdx.x + kHeld * kThreads; v < out_vectors; v += kThreads) {
+            out[v] = quantized(v < vectors ? x[v] : uint4{}, inverse);
         }
     }
 

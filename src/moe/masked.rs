@@ -2,7 +2,7 @@
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
-use super::plan::{self, MoeWorkspace};
+use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
 use super::{elem, fp8, grouped_gemm, nvfp4};
@@ -10,8 +10,8 @@ use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
-use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams};
+use crate::kernel::{Args, Launch, Stream};
+use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams, TileRowsParams};
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::quant::Format;
@@ -24,8 +24,8 @@ struct Stages {
     schedule: ScheduleParams,
     /// x, unless it came as codes, and GEMM1's output.
     quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params)>,
-    /// Of formats whose activations are rounded, on CPUs: how, of x and of GEMM1's output.
-    round: Option<(Rounding, [QuantizeRowsParams; 2])>,
+    /// Of other formats whose activations are rounded: how on CPUs, and rows of x and of GEMM1's output.
+    round: Option<(Rounding, [TileRowsParams; 2])>,
     nvfp4: Option<[cpu::RoundNvfp4; 2]>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
@@ -100,24 +100,33 @@ impl Stages {
             _ => None,
         };
         let round = rounding.map(|rounding| {
-            // Rounded numbers of x lie where GEMM2 writes once GEMM1 has read them.
-            let of_x = QuantizeRowsParams {
-                x: up.x,
-                out: out.data,
-                scales: ws.row_scales.at(base),
-                rows: division.rows as i32,
-                columns: up.k,
-                out_columns: up.k,
-                tiles,
-                tile_count,
-            };
-            let hidden = ws.hidden.at(base);
-            let of_hidden = QuantizeRowsParams { x: down.x, out: hidden, columns: down.k, out_columns: down.k, ..of_x };
-            up.x = of_x.out;
-            if layer.desc.format == Format::Mxfp4A8 {
-                (up.row_scales, down.row_scales) = (of_x.scales, of_x.scales);
-            }
-            (rounding, [of_x, of_hidden])
+            let e4m3 = layer.desc.format == Format::Mxfp4A8;
+            // Packed weights take codes, rows of which are padded to whole blocks; others the numbers, which lie where GEMM2 writes once
+            // GEMM1 has read them.
+            let packed = e4m3 && layer.up.packed.is_some();
+            let codes = ws.hidden_e4m3.at(base);
+            let rows = [(&mut up, out.data), (&mut down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+                let rows = QuantizeRowsParams {
+                    x: gemm.x,
+                    out: if packed { codes } else { numbers },
+                    scales: ws.row_scales.at(base),
+                    rows: division.rows as i32,
+                    columns: gemm.k,
+                    out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
+                    tiles,
+                    tile_count,
+                };
+                gemm.x = rows.out;
+                if e4m3 {
+                    gemm.row_scales = rows.scales;
+                }
+                if packed {
+                    // The kernel counts pairs of columns.
+                    gemm.k = rows.out_columns / 2;
+                }
+                TileRowsParams { rows, tile_rows: tile_tokens }
+            });
+            (rounding, rows)
         });
         Stages { schedule, quantize, round, nvfp4, up, down }
     }
@@ -125,21 +134,24 @@ impl Stages {
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer) -> Result<()> {
         stream.launch("moe_masked: schedule", &plan.schedule, Args::Schedule(&self.schedule))?;
         let [of_x, of_hidden] = plan.quantize;
+        let quantize = |op, launches: [Option<Launch>; 2], args: Option<Args<'_>>| {
+            let Some(args) = args else { return Ok(()) };
+            launches.into_iter().flatten().try_for_each(|launch| stream.launch(op, &launch, args))
+        };
+        let [x, hidden] = match (&self.quantize, &self.round) {
+            (Some((x, hidden)), _) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
+            (None, Some((_, [x, hidden]))) => [x, hidden].map(|rows| Some(Args::TileRows(rows))),
+            (None, None) => [None; 2],
+        };
         let mut up = self.up;
-        if let Some((x, hidden)) = &self.quantize {
-            if let (Some(x), Some(launch)) = (x, of_x) {
-                stream.launch("moe_masked: quantisation of x", &launch, Args::QuantizeFp8(x))?;
-                // It stands between the schedule and GEMM1.
-                up.schedule_is_older = true;
-            }
-            if of_hidden.is_none() {
-                (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
-            }
+        quantize("moe_masked: quantisation of x", of_x, x)?;
+        // What quantises x stands between the schedule and GEMM1.
+        up.schedule_is_older = of_x.iter().any(Option::is_some);
+        if let (Some((_, hidden)), [None, None]) = (&self.quantize, of_hidden) {
+            (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
         }
         grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, &layer.up_maps, &up)?;
-        if let (Some((_, hidden)), Some(launch)) = (&self.quantize, of_hidden) {
-            stream.launch("moe_masked: quantisation of GEMM1's output", &launch, Args::QuantizeFp8(hidden))?;
-        }
+        quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
         grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan.down, &layer.down_maps, &self.down)
     }
 
@@ -152,7 +164,7 @@ impl Stages {
                 cpu::quantize_fp8(x);
             }
             if let Some((rounding, [x, _])) = &self.round {
-                rounding(x);
+                rounding(&x.rows);
             }
             if let Some([x, _]) = &self.nvfp4 {
                 cpu::round_to_nvfp4(x);
@@ -162,7 +174,7 @@ impl Stages {
                 cpu::quantize_fp8(hidden);
             }
             if let Some((rounding, [_, hidden])) = &self.round {
-                rounding(hidden);
+                rounding(&hidden.rows);
             }
             if let Some([_, hidden]) = &self.nvfp4 {
                 cpu::round_to_nvfp4(hidden);

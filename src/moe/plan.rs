@@ -425,6 +425,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     };
     let mut all = gemms;
     all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
+    all.extend(masked::variants(device, layer.format));
     all.extend(routing::variants());
     all
 }

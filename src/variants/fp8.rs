@@ -5,13 +5,28 @@ use super::{any_name, gated_name};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fp8 {
     /// wgmma + TMA, weights as A. `tokens`: largest token tile (wgmma N); 64 weight rows for each of `consumers` warpgroups.
-    GroupedGemmFp8Sm90 { gated: bool, tokens: u32, consumers: u32, stages: u32 },
+    GroupedGemmFp8Sm90 {
+        gated: bool,
+        tokens: u32,
+        consumers: u32,
+        stages: u32,
+    },
     /// The same for many tokens, which are A: 128 of them, and 256 weight rows.
-    GroupedGemmFp8WideSm90 { gated: bool, stages: u32 },
+    GroupedGemmFp8WideSm90 {
+        gated: bool,
+        stages: u32,
+    },
     /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
-    GroupedGemmFp8StationarySm90 { blocks: u32 },
+    GroupedGemmFp8StationarySm90 {
+        blocks: u32,
+    },
     /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit. `plain`: as `Select`'s.
-    RoutedLayerFp8Sm90 { gated: bool, experts: u32, ctas: u32, plain: bool },
+    RoutedLayerFp8Sm90 {
+        gated: bool,
+        experts: u32,
+        ctas: u32,
+        plain: bool,
+    },
     /// Rows to e4m3 with a scale for each group of columns.
     RowsToE4m3,
     /// The same of a schedule's rows.
@@ -20,6 +35,9 @@ pub enum Fp8 {
     WholeRowsToE4m3,
     /// The largest magnitude of all rows.
     PeakOfRows,
+    /// Both of a schedule's rows.
+    WholeRowsOfTiles,
+    PeakOfTiles,
     /// A caller's scales in the order that GEMMs read.
     ExpandScales,
 }
@@ -72,7 +90,7 @@ pub fn all() -> Vec<Fp8> {
     gemms
         .chain([true, false].into_iter().flat_map(layers))
         .chain(stationary())
-        .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, ExpandScales])
+        .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, WholeRowsOfTiles, PeakOfTiles, ExpandScales])
         .collect()
 }
 
@@ -82,9 +100,9 @@ pub fn stationary() -> impl Iterator<Item = Fp8> {
 
 /// Routers with bias or groups have gated layers.
 pub fn layers(gated: bool) -> impl Iterator<Item = Fp8> {
-    let kernels = FP8_LAYERS.into_iter().flat_map(move |(experts, ctas)| {
-        [true, false].map(|plain| RoutedLayerFp8Sm90 { gated, experts, ctas, plain })
-    });
+    let kernels = FP8_LAYERS
+        .into_iter()
+        .flat_map(move |(experts, ctas)| [true, false].map(|plain| RoutedLayerFp8Sm90 { gated, experts, ctas, plain }));
     kernels.filter(move |kernel| gated || matches!(kernel, RoutedLayerFp8Sm90 { plain: true, .. }))
 }
 
@@ -105,6 +123,8 @@ impl Fp8 {
             TilesToE4m3 => "quantize_fp8_tiles".into(),
             WholeRowsToE4m3 => "quantize_fp8_rows".into(),
             PeakOfRows => "quantize_fp8_peak".into(),
+            WholeRowsOfTiles => "quantize_fp8_tile_rows".into(),
+            PeakOfTiles => "quantize_fp8_tile_peak".into(),
             ExpandScales => "expand_scales".into(),
         }
     }
@@ -123,6 +143,8 @@ impl Fp8 {
             TilesToE4m3 => "oxmoe::QuantizeFp8Tiles".into(),
             WholeRowsToE4m3 => "oxmoe::QuantizeFp8Rows".into(),
             PeakOfRows => "oxmoe::QuantizeFp8Peak".into(),
+            WholeRowsOfTiles => "oxmoe::QuantizeFp8TileRows".into(),
+            PeakOfTiles => "oxmoe::QuantizeFp8TilePeak".into(),
             ExpandScales => "oxmoe::ExpandScales".into(),
         }
     }
@@ -136,13 +158,14 @@ impl Fp8 {
             RowsToE4m3 => "quant/quantize_fp8.cuh",
             TilesToE4m3 => "quant/quantize_fp8_tiles.cuh",
             WholeRowsToE4m3 | PeakOfRows => "quant/quantize_fp8_rows.cuh",
+            WholeRowsOfTiles | PeakOfTiles => "quant/quantize_fp8_tile_rows.cuh",
             ExpandScales => "quant/expand_scales.cuh",
         }
     }
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows => {
+            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => {
                 ("const __grid_constant__ oxmoe::QuantizeFp8Params p", "p")
             }
             ExpandScales => ("const __grid_constant__ oxmoe::ExpandScalesParams p", "p"),
@@ -166,7 +189,8 @@ impl Fp8 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
-            RoutedLayerFp8Sm90 { .. } | RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 256,
+            RoutedLayerFp8Sm90 { .. } | ExpandScales => 256,
+            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => 256,
         }
     }
 
@@ -185,6 +209,7 @@ impl Fp8 {
             // All that its CTAs can have.
             RoutedLayerFp8Sm90 { ctas, .. } => 228 * 1024 / ctas - 1024,
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 0,
+            WholeRowsOfTiles | PeakOfTiles => 0,
         };
         bytes.next_multiple_of(128)
     }
@@ -199,6 +224,7 @@ impl Fp8 {
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
             RoutedLayerFp8Sm90 { ctas, .. } => ctas,
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,
+            WholeRowsOfTiles | PeakOfTiles => 6,
         }
     }
 }

@@ -14,6 +14,8 @@ pub enum Mxfp8 {
     },
     /// Rows of bf16 to the numbers of MXFP8.
     RoundRows,
+    /// The same of a schedule's rows.
+    RoundTiles,
     /// MXFP8 weights to the packed form, at load.
     Peak,
     Pack,
@@ -47,7 +49,7 @@ impl Mxfp8Tile {
 
 pub fn all() -> Vec<Mxfp8> {
     let gemms = MXFP8_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
-    gemms.chain([RoundRows, Peak, Pack]).collect()
+    gemms.chain([RoundRows, RoundTiles, Peak, Pack]).collect()
 }
 
 impl Mxfp8 {
@@ -58,6 +60,7 @@ impl Mxfp8 {
                 format!("grouped_gemm_mxfp8_sm90_{form}_t{tokens}_c{consumers}_s{stages}_b{blocks}")
             }
             RoundRows => "round_rows_mxfp8".into(),
+            RoundTiles => "round_tiles_mxfp8".into(),
             Peak => "mxfp8_peak".into(),
             Pack => "mxfp8_pack".into(),
         }
@@ -69,6 +72,7 @@ impl Mxfp8 {
                 format!("oxmoe::GroupedGemmMxfp8Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
             }
             RoundRows => "oxmoe::RoundRowsMxfp8".into(),
+            RoundTiles => "oxmoe::RoundTilesMxfp8".into(),
             Peak => "oxmoe::Mxfp8Peak".into(),
             Pack => "oxmoe::Mxfp8Pack".into(),
         }
@@ -78,6 +82,7 @@ impl Mxfp8 {
         match self {
             Gemm { .. } => "moe/grouped_gemm_mxfp8_sm90.cuh",
             RoundRows => "quant/round_rows_mxfp8.cuh",
+            RoundTiles => "quant/round_tiles_mxfp8.cuh",
             Peak | Pack => "quant/pack_mxfp8.cuh",
         }
     }
@@ -86,6 +91,7 @@ impl Mxfp8 {
         match self {
             Gemm { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoundRows => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
+            RoundTiles => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Peak | Pack => ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p"),
         }
     }
@@ -106,7 +112,7 @@ impl Mxfp8 {
     pub fn threads(&self) -> u32 {
         match *self {
             Gemm { consumers, .. } => 128 * (1 + consumers),
-            RoundRows => 256,
+            RoundRows | RoundTiles => 256,
             Peak => 1024,
             Pack => 128 * PACK_BLOCKS,
         }
@@ -124,7 +130,7 @@ impl Mxfp8 {
                 let by_registers = if tokens <= 32 { 768 / self.threads() } else { 1 };
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            RoundRows => 8,
+            RoundRows | RoundTiles => 8,
             Peak => 1,
             Pack => 2,
         }

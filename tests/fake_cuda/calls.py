@@ -336,8 +336,12 @@ def expert_order_weights(format, experts, hidden, intermediate):
     for name, (_, height, width) in shapes.items():
         scale = (height, width // 32) if format == "mxfp8" else (height // 128, width // 128)
         kind = "uint8" if format == "mxfp8" else "float32"
-        tensors[f"{name}_scale"] = Tensor((experts, *(() if format == "fp8_tensor" else scale)), kind)
-    return getattr(oxmoe.ExpertWeights, format)(**tensors), tensors
+        tensors[f"{name}_scale"] = Tensor((experts, *(() if format.startswith("fp8_tensor") else scale)), kind)
+    name, _, mode = format.partition("-")
+    options = {"per_token": True} if mode == "token" else {}
+    if mode == "static":
+        tensors |= {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")}
+    return getattr(oxmoe.ExpertWeights, name)(**tensors, **options), tensors
 
 
 def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=False):

@@ -24,6 +24,7 @@ SIGNATURES = {
     "grouped_gemm_mxfp4_sm90": ("GroupedGemmParams",),
     "grouped_gemm_mxfp8_sm90": ("GroupedGemmParams",),
     "round_rows_mxfp8": ("QuantizeRowsParams",),
+    "round_tiles_mxfp8": ("TileRowsParams",),
     "mxfp8": ("PackMxfp4Params",),
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
@@ -32,6 +33,7 @@ SIGNATURES = {
     "expand_scales": ("ExpandScalesParams",),
     "grouped_gemm_mxfp4_e4m3_sm90": ("GroupedGemmParams",),
     "quantize_rows_e4m3": ("QuantizeRowsParams",),
+    "quantize_tiles_e4m3": ("TileRowsParams",),
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
@@ -60,7 +62,7 @@ SIGNATURES = {
 def parameter_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of src/params/ as C lays them out."""
     folder = Path(__file__).parents[2] / "src" / "params"
-    text = "".join((folder / f"{name}.rs").read_text() for name in ("common", "allreduce", "moe", "quant"))
+    text = "".join((folder / f"{name}.rs").read_text() for name in ("common", "allreduce", "moe", "quant", "tiles"))
     types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
     types |= {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64}
     types |= dict.fromkeys(re.findall(r"enum (\w+) \{", text), ctypes.c_int32)

@@ -21,7 +21,8 @@ from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, 
 
 # Formats of weights as the other benches name them, tokens in bf16, but for fp8-block: those in e4m3, as DeepEP sends
 # them for it. fp8-block-bf16 takes bf16 ones.
-FORMATS = ("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8-block", "fp8-block-bf16", "mxfp8")
+FP8_TENSOR = ("fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
+FORMATS = ("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8-block", "fp8-block-bf16", "mxfp8", *FP8_TENSOR)
 ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
 FILL_ROOM = 1024  # m of a share
 CHECKED = 8192  # rows of a call, about
@@ -89,7 +90,7 @@ def floor_us(layer: Layer, counts: Sequence[int], format_name: str, weight_bits:
     active = sum(count > 0 for count in counts)
     row_bytes = layer.hidden * (3 if format_name == "fp8-block" else 4)
     moved = active * of_expert * weight_bits / 8 + rows * row_bytes
-    fp8 = format_name.startswith("fp8-block") or format_name == "mxfp4-a8"
+    fp8 = format_name.startswith("fp8-") or format_name == "mxfp4-a8"
     flops = FP8_MATRIX_FLOPS_PER_SECOND if fp8 else MATRIX_FLOPS_PER_SECOND
     return max(moved / MEMORY_BYTES_PER_SECOND, 2 * rows * of_expert / flops) * 1e6
 
@@ -216,11 +217,11 @@ class SglangDeepGemm(DeepGemmMasked):
 PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (DeepGemmMasked, SglangDeepGemm)}
 
 
-def checked(rows: Rows) -> tuple[Tensor, Tensor]:
-    """(expert, place) of valid rows, of many every third, fifth and so on."""
+def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
+    """(expert, place) of valid rows; unless `every` is asked for, of many every third, fifth and so on."""
     valid = torch.arange(rows.x.shape[1], device=rows.x.device)[None, :] < rows.counts[:, None]
     experts, places = valid.nonzero(as_tuple=True)
-    step = -(-len(experts) // CHECKED) | 1
+    step = 1 if every else -(-len(experts) // CHECKED) | 1
     return experts[::step], places[::step]
 
 
@@ -267,6 +268,7 @@ class _Bench:
             self.protocol.layers,
             mxfp4=format_name.startswith("mxfp4"),
             fp8_block=format_name.startswith("fp8-block"),
+            fp8_tensor=layers.activations(format_name),
             mxfp8=format_name == "mxfp8",
             activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
         )
@@ -297,7 +299,8 @@ class _Bench:
         given: list[Rows],
         floor: float | None,
     ) -> None:
-        where, places = f"{name} {format_name} {case}", checked(given[0])
+        # One scale for all rows is that of all rows.
+        where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8-tensor")
         truth = expected(LAYERS[name], weights[0], given[0].x[places], places[0])
         calls: dict[str, list[Callable[[], Tensor]]] = {}
         for backend in backends:

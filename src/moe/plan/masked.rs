@@ -1,17 +1,18 @@
 //! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
 
 use super::{
-    element, fp8_sm90, max_tiles, mxfp4_sm90, portable, sm90, Counters, GemmDesc, Kernels, MoeWorkspace,
-    MIN_TILE_TOKENS,
+    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, portable, sm90, Counters, GemmDesc, Kernels,
+    MoeWorkspace, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
-use crate::params::{Dtype, Tile};
+use crate::params::{Dtype, Fp8Scaling, Tile};
 use crate::quant::fp8::GROUP;
-use crate::quant::Format;
+use crate::quant::{fp8_ops, Format};
 use crate::variants::fp8::Fp8;
+use crate::variants::mxfp8::Mxfp8;
 use crate::variants::Variant;
 use crate::workspace::Layout;
 
@@ -36,8 +37,8 @@ pub struct MaskedPlan {
     pub tile_tokens: i32,
     pub max_tiles: i32,
     pub schedule: Launch,
-    /// Of fp8: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself.
-    pub quantize: [Option<Launch>; 2],
+    /// Of e4m3 and MXFP8 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
+    pub quantize: [[Option<Launch>; 2]; 2],
     pub up: Launch,
     pub down: Launch,
 }
@@ -46,7 +47,8 @@ impl MaskedPlan {
     pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
         let MaskedDesc { layer, rows: slots, .. } = desc;
         layer.require_cuda(device)?;
-        if layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8) {
+        let unmeasured = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
+        if unmeasured && !device.experimental {
             return Err(Error::Unsupported(format!(
                 "moe_masked of {} experts on CUDA, where quantising x would read rows beyond the mask; supported there: bf16, f16, mxfp4, fp8_block",
                 layer.format.spec().name
@@ -71,38 +73,26 @@ impl MaskedPlan {
             Kernels::Hopper => sm90::tile_tokens(&few_up, &few_down, device),
             Kernels::HopperMxfp4 => mxfp4_sm90::tile_tokens(&few_up),
             Kernels::HopperFp8 => fp8_sm90::tile_tokens(&few_up),
-            Kernels::HopperMxfp8 | Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
+            Kernels::HopperMxfp8 => mxfp8_sm90::tile_tokens(&few_up),
+            Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
         };
         let [up, down] = [up, down].map(|gemm| match kernels {
             Kernels::Hopper => sm90::gemm(&gemm, tile_tokens, device),
             Kernels::HopperMxfp4 => mxfp4_sm90::gemm(&gemm, tile_tokens, device),
             Kernels::HopperFp8 => fp8_sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::HopperMxfp8 | Kernels::Portable => portable::gemm(&gemm, tile_tokens, device),
+            Kernels::HopperMxfp8 => mxfp8_sm90::gemm(&gemm, tile_tokens, device),
+            Kernels::Portable => portable::gemm(&gemm, tile_tokens, device),
         });
         let max_tiles = max_tiles(*slots, experts, tile_tokens);
-        let quantize = |columns: i64| {
-            let variant = Variant::Fp8(Fp8::TilesToE4m3);
-            let units = i64::from(max_tiles) * (i64::from(tile_tokens) * columns / GROUP as i64).max(64) / 64;
-            let most = device.multiprocessors * variant.ctas_per_multiprocessor();
-            Launch {
-                variant,
-                grid: units.clamp(1, most.into()) as u32,
-                block: variant.threads(),
-                cluster: 1,
-                shared_bytes: 0,
-            }
-        };
-        let fp8 = kernels == Kernels::HopperFp8;
-        let after = fp8 && !fp8_sm90::quantises_inside(layer.format, tile_tokens);
+        let room = Room { tiles: max_tiles.into(), tile_tokens: tile_tokens.into(), device };
+        let [of_x, of_hidden] = [layer.hidden, layer.intermediate].map(|columns| room.quantise(layer.format, columns));
+        let inside = layer.format == Format::Mxfp8 || fp8_sm90::quantises_inside(layer.format, tile_tokens);
         let variant = Variant::Schedule;
         Ok(MaskedPlan {
             tile_tokens,
             max_tiles,
             schedule: Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 },
-            quantize: [
-                (fp8 && desc.quantizes_x).then(|| quantize(layer.hidden)),
-                after.then(|| quantize(layer.intermediate)),
-            ],
+            quantize: [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
             up,
             down,
         })
@@ -111,7 +101,65 @@ impl MaskedPlan {
     /// All launches in their order.
     pub fn launches(&self) -> Vec<Launch> {
         let [x, hidden] = self.quantize;
-        [Some(self.schedule), x, Some(self.up), hidden, Some(self.down)].into_iter().flatten().collect()
+        let gemms = [Some(self.up)].into_iter().chain(hidden).chain([Some(self.down)]);
+        [Some(self.schedule)].into_iter().chain(x).chain(gemms).flatten().collect()
+    }
+}
+
+/// Threads of the kernels that quantise several rows at a time, and the vectors of 8 numbers that each takes at a time of
+/// csrc/quant/round_tiles_mxfp8.cuh and of the peak in quantize_fp8_tile_rows.cuh.
+const CTA_THREADS: i64 = 256;
+const ROUND_VECTORS: i64 = 2;
+const PEAK_VECTORS: i64 = 4;
+
+/// What a schedule may name, at most.
+struct Room<'a> {
+    tiles: i64,
+    tile_tokens: i64,
+    device: &'a Device,
+}
+
+impl Room<'_> {
+    /// The launches that quantise rows of so many columns, none for formats whose activations stay as they are.
+    fn quantise(&self, format: Format, columns: i64) -> [Option<Launch>; 2] {
+        let vectors = self.tile_tokens * columns / 8;
+        let fp8 = |kernel, parts, each| Some(self.launch(Variant::Fp8(kernel), parts, each));
+        let groups = || fp8(Fp8::TilesToE4m3, vectors * 8 / GROUP as i64, 64);
+        match format {
+            Format::Mxfp8 => {
+                [None, Some(self.launch(Variant::Mxfp8(Mxfp8::RoundTiles), vectors, ROUND_VECTORS * CTA_THREADS))]
+            }
+            Format::Mxfp4A8 => [None, Some(self.launch(Variant::QuantizeTilesE4m3, self.tile_tokens, 1))],
+            _ if !format.is_fp8() => [None; 2],
+            _ => match fp8_sm90::scaling(format) {
+                Fp8Scaling::Rows => {
+                    let rows = CTA_THREADS / i64::from(fp8_ops::row_threads(columns as i32));
+                    [None, fp8(Fp8::WholeRowsOfTiles, self.tile_tokens, rows)]
+                }
+                Fp8Scaling::Peak => [fp8(Fp8::PeakOfTiles, vectors, PEAK_VECTORS * CTA_THREADS), groups()],
+                _ => [None, groups()],
+            },
+        }
+    }
+
+    /// CTAs that take `each` of a tile's `parts` at a time and go on where there are more than the GPU holds.
+    fn launch(&self, variant: Variant, parts: i64, each: i64) -> Launch {
+        let most = self.device.multiprocessors * variant.ctas_per_multiprocessor();
+        let units = self.tiles * parts.max(each) / each;
+        let grid = units.clamp(1, most.into()) as u32;
+        Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    }
+}
+
+/// The variants of `Room::quantise` that no call of `moe` has.
+pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
+    match format {
+        _ if !device.experimental => vec![],
+        Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles)],
+        Format::Mxfp4A8 => vec![Variant::QuantizeTilesE4m3],
+        Format::Fp8Tensor => vec![Variant::Fp8(Fp8::PeakOfTiles)],
+        Format::Fp8TensorToken => vec![Variant::Fp8(Fp8::WholeRowsOfTiles)],
+        _ => vec![],
     }
 }
 
@@ -135,6 +183,11 @@ pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
         x_scales: add("x_scales", fp8(layer.hidden, GROUP / 4)),
         hidden_codes: add("hidden_codes", fp8(layer.intermediate, 1)),
         hidden_scales: add("hidden_scales", fp8(layer.intermediate, GROUP / 4)),
+        // x, and once GEMM1 has read that, its output.
+        hidden_e4m3: add(
+            "hidden_e4m3",
+            of(Format::Mxfp4A8, slots * e4m3_columns(layer.hidden.max(layer.intermediate))),
+        ),
         row_scales: add("row_scales", of(Format::Mxfp4A8, slots * 4)),
         ..MoeWorkspace::default()
     };
