@@ -161,7 +161,8 @@ impl Args<'_> {
                 | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize)
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
                 | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles))
-                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. }))
+                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
+                | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
                 | (Args::AllReduce(_), Variant::AllReduce(_))
                 | (

@@ -26,7 +26,10 @@ pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
 #[allow(unused_imports)] // as above
 pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 use mxfp8::Mxfp8;
-pub use portable::{PortableTile, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
+#[allow(unused_imports)] // as above
+pub use portable::{
+    PortableForm, PortableTile, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES, PORTABLE_TILES,
+};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -513,10 +516,10 @@ impl Variant {
     fn portable_tile(&self) -> Option<PortableTile> {
         match *self {
             Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. } => {
-                Some(PortableTile { packed: false, tokens, rows, warps, stages, vector })
+                Some(PortableTile { form: PortableForm::Plain, tokens, rows, warps, stages, vector })
             }
             Variant::GroupedGemmMxfp4Portable { tokens, rows, warps, stages, vector, .. } => {
-                Some(PortableTile { packed: true, tokens, rows, warps, stages, vector })
+                Some(PortableTile { form: PortableForm::Mxfp4, tokens, rows, warps, stages, vector })
             }
             _ => None,
         }

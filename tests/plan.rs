@@ -116,13 +116,18 @@ fn unmeasured(format: Format) -> bool {
 /// Every layer that is served without routing, with rows expected and room for them.
 fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
     let layers =
-        layers_on(device).map(|(layer, _)| layer).filter(|layer| device.experimental || !unmeasured(layer.format));
+        layers_on(device).map(|(layer, _)| layer).filter(|layer| quantises_tiles(device) || !unmeasured(layer.format));
     layers.flat_map(|layer| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
             let rows = most * layer.experts;
             [true, false].map(|quantizes_x| MaskedDesc { layer, rows, expected, quantizes_x })
         })
     })
+}
+
+/// Whether the formats whose kernels are not measured run there.
+fn quantises_tiles(device: &Device) -> bool {
+    device.is_hopper() && device.experimental
 }
 
 fn masked_plan(desc: &MaskedDesc, device: &Device) -> MaskedPlan {
@@ -161,7 +166,7 @@ fn masked_plans_fit() {
 
 #[test]
 fn masked_plans_of_unmeasured_kernels_are_refused() {
-    for device in devices().filter(|device| !device.experimental) {
+    for device in devices().filter(|device| !quantises_tiles(device)) {
         for (layer, _) in layers_on(&device).filter(|(layer, _)| unmeasured(layer.format)) {
             let desc = MaskedDesc { layer, rows: 64, expected: 4, quantizes_x: true };
             let error = MaskedPlan::new(&desc, &device).err().map(|e| e.to_string()).unwrap_or_default();
@@ -265,8 +270,11 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
 
 #[test]
 fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
-    let hopper =
-        |l: &Launch| matches!(l.variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. } | Variant::Fp8(_));
+    let hopper = |l: &Launch| match l.variant {
+        Variant::Fp8(kernel) => !matches!(kernel, Fp8::GroupedGemmFp8Portable { .. }),
+        Variant::Mxfp8(kernel) => !matches!(kernel, Mxfp8::GemmPortable { .. }),
+        variant => matches!(variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. }),
+    };
     for device in devices() {
         for (layer, top_k) in layers_on(&device) {
             let families: HashSet<bool> = TOKENS
@@ -275,6 +283,33 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
                 .flat_map(|plan| gemms(&plan).iter().map(hopper).collect::<Vec<_>>())
                 .collect();
             assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
+        }
+    }
+}
+
+/// e4m3 weights away from Hopper's kernels: refused as ever, but where kernels that are not measured are asked for.
+#[test]
+fn e4m3_on_other_gpus_is_experimental() {
+    for device in devices().filter(|device| !device.is_hopper()) {
+        for (layer, top_k) in layers().filter(|(layer, _)| layer.format.is_fp8() || layer.format == Format::Mxfp8) {
+            let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false };
+            if !device.experimental {
+                let name = layer.format.spec().name;
+                let served = match layer.format {
+                    Format::Mxfp8 => "sm_90, and CPU tensors",
+                    _ => "sm_90 (others run on CPU tensors)",
+                };
+                let error = MoePlan::new(&desc, &device).expect_err("no kernel").to_string();
+                assert_eq!(error, format!("{name} experts on {}; supported: {served}", device.arch));
+                continue;
+            }
+            let plan = plan_of(&desc, &device);
+            assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{plan:?}");
+            // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
+            let [x, hidden] = plan.quantize;
+            assert!(x[1].is_some() && hidden[1].is_some(), "{plan:?}");
+            let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
+            assert_eq!(odd.require_cuda(&device).is_err(), layer.format.is_fp8());
         }
     }
 }
@@ -338,11 +373,13 @@ fn schedule_fits_its_range() {
                 | Variant::GroupedGemmPortable { tokens, .. }
                 | Variant::GroupedGemmMxfp4Sm90 { tokens, .. }
                 | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
-                Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. }) => tokens,
+                Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. } | Fp8::GroupedGemmFp8Portable { tokens, .. }) => {
+                    tokens
+                }
                 Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. } | Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
                     WIDE_TOKENS
                 }
-                Variant::Mxfp8(Mxfp8::Gemm { tokens, .. }) => tokens,
+                Variant::Mxfp8(Mxfp8::Gemm { tokens, .. } | Mxfp8::GemmPortable { tokens, .. }) => tokens,
                 Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,
                 Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. }) => 8,
                 other => panic!("{other:?} is no GEMM"),

@@ -20,6 +20,8 @@ IDENTITY, SWIGLU, RELU2 = 0, 1, 4
 # As tiles of variants/portable.rs: tokens -> (warps, stages).
 PLAIN_TILES = {16: (4, 5), 64: (4, 3), 128: (4, 3)}
 MXFP4_TILES = {16: (4, 6), 64: (4, 4), 128: (4, 2)}
+MXFP8_TILES = {64: (4, 3)}
+FP8_TILES = {16: (4, 2), 64: (4, 2)}
 
 
 def gemms(
@@ -51,12 +53,37 @@ def mxfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return HostCtas(tmp_path_factory.mktemp("mxfp4"), headers, kernels, request.param)
 
 
+@pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
+def mxfp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    kernels = gemms("Mxfp8", MXFP8_TILES) | {"pack": ("Mxfp8Pack", "PackMxfp4Params")}
+    kernels |= {"round_rows": ("RoundRowsMxfp8", "QuantizeRowsParams")}
+    headers = ["moe/grouped_gemm_mxfp8_portable.cuh", "quant/pack_mxfp8.cuh", "quant/round_rows_mxfp8.cuh"]
+    return HostCtas(tmp_path_factory.mktemp("mxfp8"), headers, kernels, request.param)
+
+
+@pytest.fixture(scope="module", params=[800, 890], ids=lambda arch: f"sm_{arch // 10}")
+def fp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    headers = ["moe/grouped_gemm_fp8_portable.cuh"]
+    return HostCtas(tmp_path_factory.mktemp("fp8"), headers, gemms("Fp8", FP8_TILES), request.param)
+
+
 class Gemm:
     """One call, and what it gives: tiles of any size up to `tile`, an expert without any, rows of x in random order."""
 
-    def __init__(self, tile: int, k: int, out: int, gated: bool, rng: torch.Generator, gather: bool = True) -> None:
-        self.tile, self.k, self.out, self.gated, self.rng, self.experts = tile, k, out, gated, rng, 3
-        counts = [tile, 0, int(torch.randint(1, tile, (), generator=rng))] if tile > 16 else [tile + 5, 0, 3]
+    def __init__(
+        self,
+        tile: int,
+        k: int,
+        out: int,
+        gated: bool,
+        rng: torch.Generator,
+        gather: bool = True,
+        counts: list[int] | None = None,
+    ) -> None:
+        self.tile, self.k, self.out, self.gated, self.rng = tile, k, out, gated, rng
+        if counts is None:
+            counts = [tile, 0, int(torch.randint(1, tile, (), generator=rng))] if tile > 16 else [tile + 5, 0, 3]
+        self.experts = len(counts)
         tiles, places = [], 0
         for expert, count in enumerate(counts):
             for first in range(0, count, tile):
@@ -189,3 +216,107 @@ def test_mxfp4(
     dense = quantize.dequantize(codes, scales, torch.float32)[..., :k] * factors[:, None, None]
     operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
     check_dense(gemm, mxfp4, "Mxfp4", layout, kind, dense, vector, **operands)
+
+
+def fp8_operands(gemm: Gemm, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [E, rows, K] in e4m3, and their scales: powers of two."""
+    shape = (gemm.experts, gemm.rows // 128, gemm.k // 128)
+    weights = codes[torch.randint(len(codes), (gemm.experts, gemm.rows, gemm.k), generator=gemm.rng)]
+    return weights, scales[torch.randint(len(scales), shape, generator=gemm.rng)]
+
+
+def fp8_sums(gemm: Gemm, x: Tensor, x_scales: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    """Products of blocks of 128 K, each times the scales of its rows and tokens."""
+    tokens = (x.double().unflatten(1, (-1, 128)) * x_scales.double()[..., None])[gemm.row_of]
+    rows = scales.double().repeat_interleave(128, 1)
+    dense = weights.double().unflatten(2, (-1, 128)) * rows[..., None]
+    return torch.einsum("pgk,prgk->pr", tokens, dense[gemm.expert_of])
+
+
+SMALL_CODES = torch.arange(-8, 9).to(torch.float8_e4m3fn)
+POWERS = torch.exp2(torch.arange(-3.0, 4.0))
+
+
+@pytest.mark.parametrize("size", [(128, 128), (384, 256)], ids=str)
+@pytest.mark.parametrize("layout", ["gate_up", "up_gate"])
+@pytest.mark.parametrize("kind", [IDENTITY, SWIGLU, RELU2])
+@pytest.mark.parametrize("tile", FP8_TILES)
+def test_fp8(tile: int, kind: int, layout: str, size: tuple[int, int], fp8: HostCtas, rng: torch.Generator) -> None:
+    """Whole numbers and scales that are powers of two: the sums are exact."""
+    (k, out), gated = size, kind == SWIGLU
+    if layout == "up_gate" and not gated:
+        pytest.skip("rows without a gate have no order")
+    gemm = Gemm(tile, k, out, gated, rng, gather=kind != IDENTITY)
+    weights, scales = fp8_operands(gemm, SMALL_CODES, POWERS * (2**-7 if gated else 1))
+    x = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.places, k), generator=rng)]
+    x_scales = POWERS[torch.randint(len(POWERS), (gemm.places, k // 128), generator=rng)]
+    bias = torch.randint(-8, 9, (gemm.experts, gemm.rows), generator=rng).float()
+    slot_weights = None if gated else torch.full((2 * gemm.places,), 0.5)
+    result = gemm.call(
+        fp8, "Fp8", x, layout, k=k // 2, bias=bias, activation=kind, weights=weights, block_scales=scales,
+        x_scales=x_scales, slot_weights=0 if slot_weights is None else slot_weights,
+    )  # fmt: skip
+    expected = gemm.finish(fp8_sums(gemm, x, x_scales, weights, scales).float(), bias, slot_weights, layout, kind)
+    close(result, expected, exact=not gated)
+
+
+@pytest.mark.parametrize("counts", [[1], [0, 7, 1], [16, 2]], ids=str)
+@pytest.mark.parametrize("tile", FP8_TILES)
+def test_fp8_of_every_code(tile: int, counts: list[int], fp8: HostCtas, rng: torch.Generator) -> None:
+    """Each code in weights and tokens, under scales of any size; NaN reaches its row and column."""
+    gemm = Gemm(tile, 256, 128, False, rng, counts=counts)
+    every = torch.arange(256, dtype=torch.uint8)
+    numbers = every[every & 0x7F != 0x7F].view(torch.float8_e4m3fn)
+    weights, _ = fp8_operands(gemm, numbers, POWERS)
+    x = numbers[torch.randint(len(numbers), (gemm.places, 256), generator=rng)]
+    x_scales = torch.rand((gemm.places, 2), generator=rng) + 0.01
+    scales = (torch.rand((gemm.experts, 1, 2), generator=rng) + 0.01) * 2.0**-20
+    weights[:, 3] = numbers[torch.arange(256) % len(numbers)]
+    for bits in (0x7F, 0xFF):
+        weights.view(torch.uint8)[-1, 5, int(torch.randint(256, (), generator=rng))] = bits
+        weights.view(torch.uint8)[-1, 100 + bits % 2, int(torch.randint(256, (), generator=rng))] = bits
+    bad = int(gemm.row_of[-1])
+    x.view(torch.uint8)[bad, int(torch.randint(256, (), generator=rng))] = 0xFF
+    result = gemm.call(
+        fp8, "Fp8", x, "gate_up", k=128, bias=0, slot_weights=0, activation=IDENTITY, weights=weights,
+        block_scales=scales, x_scales=x_scales,
+    )  # fmt: skip
+    sums = fp8_sums(gemm, x, x_scales, weights, scales).float()
+    assert bool(sums[gemm.row_of == bad].isnan().all()) and not bool(sums[gemm.row_of != bad][:, :5].isnan().any())
+    close(result, sums, exact=False)
+
+
+@pytest.mark.parametrize("size", [(96, 32), (352, 96), (64, 160)], ids=str)
+@pytest.mark.parametrize("counts", [None, [1], [0, 9, 33]], ids=str)
+@pytest.mark.parametrize(("layout", "kind"), [("interleaved", SWIGLU), ("up_gate", SWIGLU), ("gate_up", IDENTITY)])
+def test_mxfp8(
+    layout: str, kind: int, counts: list[int] | None, size: tuple[int, int], mxfp8: HostCtas, rng: torch.Generator
+) -> None:
+    """Weights through the packer; K and rows that end within a block; a NaN code is its row's."""
+    (k, out), gated = size, kind == SWIGLU
+    gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
+    codes = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.experts, gemm.rows, k), generator=rng)]
+    codes[..., 0] = 0.0019531250  # subnormal
+    codes.view(torch.uint8)[-1, 7, k - 1] = 0x7F
+    scales = torch.randint(126, 129, (gemm.experts, gemm.rows, k // 32), generator=rng, dtype=torch.uint8)
+    scales[-1, 9, -1] = 255
+    packed, packed_scales, factors = pack(mxfp8, gemm, codes, scales, layout, 4096)
+    factors[1:] = 2.0
+    powers = torch.exp2(scales.float() - 127).masked_fill(scales == 255, math.nan)
+    dense = codes.float() * powers.repeat_interleave(32, 2) * factors[:, None, None]
+    operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
+    check_dense(gemm, mxfp8, "Mxfp8", layout, kind, dense, "", **operands)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 352])
+def test_rounding_to_mxfp8(columns: int, mxfp8: HostCtas, rng: torch.Generator) -> None:
+    """In place, as GEMM1's output is rounded; numbers of every size, zeros and what is not finite."""
+    rows = 21
+    sizes = torch.randint(-120, 110, (rows, columns // 32), generator=rng).repeat_interleave(32, 1)
+    x = torch.randn((rows, columns), generator=rng) * torch.exp2(torch.randint(-12, 1, (rows, columns), generator=rng))
+    x = (x * torch.exp2(sizes.float())).bfloat16()
+    x[0], x[1, 3], x[2, 5], x[3, 7] = 0, math.nan, math.inf, -math.inf
+    expected = reference.mxfp8_rows(x)
+    mxfp8.run("round_rows", 2, 1, x=x.data_ptr(), out=x.data_ptr(), rows=rows, columns=columns, out_columns=columns)
+    nan = expected.isnan()
+    assert torch.equal(x.isnan(), nan) and torch.equal(x[~nan], expected[~nan])

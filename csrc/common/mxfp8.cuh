@@ -76,6 +76,7 @@ __device__ __forceinline__ uint4 round_group(const uint4& x) {
     const uint32_t factor = scale == 0 || scale == 254 ? 0 : (127 + shift) * 0x00800080, back = (127 - shift) * 0x00800080;
     const uint32_t least = (scale + shift - 6) * 0x00800080;
     const auto rounded = [&](uint32_t numbers) {
+#if __CUDA_ARCH__ >= 900
         uint32_t sum;
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(numbers) : "r"(numbers), "r"(factor));
         const uint32_t steps = __vmaxu2(numbers & 0x7F807F80, least) + 0x02400240;
@@ -83,6 +84,17 @@ __device__ __forceinline__ uint4 round_group(const uint4& x) {
         asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(steps));
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(back));
         return sum;
+#else
+        // The same of what sm_80 has: sums with -0, products with 1 and -1.
+        const auto fma = [](uint32_t a, uint32_t b, uint32_t c) {
+            uint32_t sum;
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+            return sum;
+        };
+        numbers = fma(numbers, factor, 0x80008000);
+        const uint32_t steps = __vmaxu2(numbers & 0x7F807F80, least) + 0x02400240;
+        return fma(fma(steps, 0xBF80BF80, fma(numbers, 0x3F803F80, steps)), back, 0x80008000);
+#endif
     };
     return make_uint4(rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w));
 }

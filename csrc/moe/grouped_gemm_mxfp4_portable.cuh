@@ -1,107 +1,21 @@
-// Grouped GEMM of packed MXFP4 weights (common/mxfp4.cuh) and bf16 tokens for any GPU from sm_80. portable.cuh has the loop;
-// here, codes and scales of a block come through shared memory as they lie in memory, and each warp decodes its own A fragments
-// in registers: all warps lie along the weight rows, so a weight is decoded once for all tokens of the tile.
-//
-// p.weights are the codes, p.block_scales the scales, both of ceil(rows / 64) x ceil(k / 64) blocks an expert; sums are
-// multiplied by p.expert_scales before the bias. Tokens are zero beyond k, as the codes are: a scale there may be anything
-// finite. Codes do not depend on p.layout, the bias does.
+// grouped_gemm_packed_portable.cuh of MXFP4 weights (common/mxfp4.cuh).
 #pragma once
-#include "../common/mxfp4.cuh"
-#include "portable.cuh"
+#include "grouped_gemm_packed_portable.cuh"
 
 namespace oxmoe {
 
-template <bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
-struct GroupedGemmMxfp4Portable {
-    using Element = __nv_bfloat16;
-    using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, 1, Vector, StraightRows<Gated>>;
-    using Loop = PortableLoop<GroupedGemmMxfp4Portable>;
-
-    // A stage has the codes of its blocks, then their scales.
-    static constexpr int kBlocks = Rows / mxfp4::kBlockRows;
-    static constexpr int kWeightBytes = kBlocks * (mxfp4::kCodeBytes + mxfp4::kScaleBytes);
-    static constexpr int kThreads = Shape::kThreads, kStages = Stages;
+template <int Tokens>
+struct Mxfp4PortableForm {
+    static constexpr int kVectors = 1;
     static constexpr int kFewestGroups = Tokens == 16 ? 1 : 2;  // one group: half of the mma of a decoded weight
-    static constexpr bool kScaled = true;
-    static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
-    static_assert(Shape::kBlockK == mxfp4::kBlockK && mxfp4::kCodeBytes % (16 * kThreads) == 0, "a pass copies of one block");
 
-    static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }
-
-    static __device__ __forceinline__ float scale_of(const GroupedGemmParams& p, int expert) { return p.expert_scales[expert]; }
-
-    struct Weights {
-        static constexpr int kPassBytes = 16 * kThreads;
-        static constexpr int kScaleThreads = mxfp4::kScaleBytes / 16;  // a block's
-
-        // This thread's next 16 bytes: of codes in the unit's first block of rows, of scales in its own.
-        const uint8_t *codes, *scales;
-        int blocks;  // of rows that exist
-
-        __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
-            const int row_blocks = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows, first = row_block * kBlocks;
-            const size_t block = (size_t(tile.expert) * row_blocks + first) * k_blocks(p);
-            blocks = row_blocks - first;
-            codes = p.weights + block * mxfp4::kCodeBytes + threadIdx.x * 16;
-            scales = p.block_scales + (block + threadIdx.x / kScaleThreads * k_blocks(p)) * mxfp4::kScaleBytes +
-                     threadIdx.x % kScaleThreads * 16;
-        }
-
-        __device__ __forceinline__ void copy(const GroupedGemmParams& p, int, uint32_t stage) {
-            const uint32_t to = stage + threadIdx.x * 16;
-#pragma unroll
-            for (int i = 0; i < kBlocks * mxfp4::kCodeBytes / kPassBytes; ++i) {
-                const int block = i * kPassBytes / mxfp4::kCodeBytes, within = i * kPassBytes % mxfp4::kCodeBytes;
-                const size_t distance = block ? size_t(block * mxfp4::kCodeBytes) * k_blocks(p) : 0;
-                sm80::copy_16_async(to + i * kPassBytes, codes + distance + within, block < blocks);
-            }
-            if (threadIdx.x < kBlocks * kScaleThreads)
-                sm80::copy_16_async(to + kBlocks * mxfp4::kCodeBytes, scales, int(threadIdx.x) / kScaleThreads < blocks);
-            codes += mxfp4::kCodeBytes;
-            scales += mxfp4::kScaleBytes;
-        }
-
-        static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
-            return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
-        }
-    };
-
-    // A slice of 16 rows has 16 bytes of codes a lane and a word of scales a quad.
-    struct Addresses {
-        uint32_t codes, scales;
-        typename Shape::TokenAddress tokens;
-
-        // NOTE: kept in registers where issue slots are the bound: computed again for every stage, they were 14 of 220
-        // instructions.
-        __device__ __forceinline__ Addresses()
-            : codes((Shape::first_warp_row() * 2 + Shape::lane()) * 16),
-              scales(kBlocks * mxfp4::kCodeBytes + (Shape::first_warp_row() / 2 + Shape::lane() / 4) * 4) {
-            if (Tokens == 16) sm80::keep(codes), sm80::keep(scales), sm80::keep(tokens.row), sm80::keep(tokens.chunk);
-        }
-    };
-
-    template <int Groups>
-    static __device__ __forceinline__ void multiply(typename Shape::Sums& sums, const Addresses& at, uint32_t stage) {
-        uint32_t codes[Shape::kSlices][4], scales[Shape::kSlices];
-#pragma unroll
-        for (int m = 0; m < Shape::kSlices; ++m) {
-            sm80::load_shared_16(codes[m], stage + at.codes + m * 512);
-            scales[m] = sm80::load_shared_4(stage + at.scales + m * 32);
-        }
-#pragma unroll
-        for (int k = 0; k < Shape::kBlockK / 16; ++k) {
-            uint32_t b[Groups + Groups % 2][2];
-#pragma unroll
-            for (int n = 0; n < Groups; n += 2) at.tokens.load(&b[n], stage + kWeightBytes, n, k);
-#pragma unroll
-            for (int m = 0; m < Shape::kSlices; ++m) {
-                uint32_t a[4];
-                mxfp4::decode(codes[m][k], mxfp4::unpack_scales(scales[m], k / 2), a);
-#pragma unroll
-                for (int n = 0; n < Groups; ++n) sm80::multiply_add<Element>(sums[m][n], a, b[n][0], b[n][1]);
-            }
-        }
+    static __device__ __forceinline__ void decode(const uint32_t (&codes)[4], int step, uint32_t multipliers, uint32_t (&a)[4]) {
+        mxfp4::decode(codes[step], multipliers, a);
     }
 };
+
+template <bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
+struct GroupedGemmMxfp4Portable
+    : GroupedGemmPackedPortable<Mxfp4PortableForm<Tokens>, Gated, Tokens, Rows, Warps, Stages, Vector> {};
 
 }  // namespace oxmoe

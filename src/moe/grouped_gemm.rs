@@ -162,6 +162,10 @@ pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps,
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
             stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
         }
+        Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }) => {
+            // As those below.
+            stream.launch(op, launch, Args::Gemm(&GroupedGemmParams { k: p.k / 2, ..*p }))
+        }
         Variant::Fp8(kernel) => {
             let (row_tiles, consumers) = fp8_shape(kernel);
             // Its kernels count pairs of elements.

@@ -178,6 +178,9 @@ impl Stages {
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
                     quantize.launch_hidden(stream)?;
                 }
+                if let (Some(round), Some(hidden)) = (&self.round, hidden) {
+                    stream.launch("moe: rounding of GEMM1's output", &hidden, Args::QuantizeRows(&round.hidden))?;
+                }
                 if let (Some(quantize), Some(hidden)) = (&self.quantize_rows, hidden) {
                     let args = Args::QuantizeRows(&quantize.hidden);
                     stream.launch("moe: quantisation of GEMM1's output", &hidden, args)?;

@@ -58,7 +58,7 @@ pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_>
     Ok(layer)
 }
 
-/// The roundings of x, before GEMM1, and of its output in place, which GPUs do in GEMM1's epilogue.
+/// The roundings of x, before GEMM1, and of its output in place, which Hopper's kernels do in GEMM1's epilogue.
 #[derive(Clone, Copy)]
 pub struct Round {
     pub x: QuantizeRowsParams,

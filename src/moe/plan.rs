@@ -315,12 +315,15 @@ impl MoePlan {
         };
         let quantize = if one_launch.is_some() {
             [[None; 2]; 2]
-        } else if kernels == Kernels::HopperFp8 {
-            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens)
+        } else if format.is_fp8() {
+            let inside = kernels == Kernels::HopperFp8 && fp8_sm90::quantises_inside(format, tile_tokens);
+            fp8_sm90::quantize(layer, (desc.tokens, slots), inside)
         } else if format == Format::Mxfp4A8 {
             [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
         } else if format == Format::Mxfp8 {
-            [[None, Some(mxfp8_sm90::round(desc.tokens * layer.hidden, device))], [None, None]]
+            // The portable GEMM1 has no groups of 32 outputs in a warp.
+            let after = (kernels == Kernels::Portable).then(|| mxfp8_sm90::round(slots * layer.intermediate, device));
+            [[None, Some(mxfp8_sm90::round(desc.tokens * layer.hidden, device))], [None, after]]
         } else {
             [[None; 2]; 2]
         };

@@ -1,6 +1,6 @@
 //! Kernels of e4m3 with block scales.
 
-use super::{any_name, gated_name};
+use super::{any_name, gated_name, PortableForm, PortableTile, FP8_PORTABLE_TILES};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fp8 {
@@ -26,6 +26,14 @@ pub enum Fp8 {
         experts: u32,
         ctas: u32,
         plain: bool,
+    },
+    /// mma.sync + cp.async, any GPU from sm_80.
+    GroupedGemmFp8Portable {
+        gated: bool,
+        tokens: u32,
+        rows: u32,
+        warps: u32,
+        stages: u32,
     },
     /// Rows to e4m3 with a scale for each group of columns.
     RowsToE4m3,
@@ -90,8 +98,17 @@ pub fn all() -> Vec<Fp8> {
     gemms
         .chain([true, false].into_iter().flat_map(layers))
         .chain(stationary())
+        .chain(portable())
         .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, WholeRowsOfTiles, PeakOfTiles, ExpandScales])
         .collect()
+}
+
+fn portable() -> impl Iterator<Item = Fp8> {
+    let kernel = |tile: &PortableTile, gated| {
+        let PortableTile { tokens, rows, warps, stages, .. } = *tile;
+        GroupedGemmFp8Portable { gated, tokens, rows, warps, stages }
+    };
+    FP8_PORTABLE_TILES.iter().flat_map(move |tile| [true, false].map(|gated| kernel(tile, gated)))
 }
 
 pub fn stationary() -> impl Iterator<Item = Fp8> {
@@ -119,6 +136,9 @@ impl Fp8 {
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}{}", gated_name(gated), any_name(plain))
             }
+            GroupedGemmFp8Portable { gated, tokens, rows, warps, stages } => {
+                format!("grouped_gemm_fp8_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}", gated_name(gated))
+            }
             RowsToE4m3 => "quantize_fp8".into(),
             TilesToE4m3 => "quantize_fp8_tiles".into(),
             WholeRowsToE4m3 => "quantize_fp8_rows".into(),
@@ -139,6 +159,9 @@ impl Fp8 {
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}, {plain}>")
             }
+            GroupedGemmFp8Portable { gated, tokens, rows, warps, stages } => {
+                format!("oxmoe::GroupedGemmFp8Portable<{gated}, {tokens}, {rows}, {warps}, {stages}>")
+            }
             RowsToE4m3 => "oxmoe::QuantizeFp8".into(),
             TilesToE4m3 => "oxmoe::QuantizeFp8Tiles".into(),
             WholeRowsToE4m3 => "oxmoe::QuantizeFp8Rows".into(),
@@ -155,6 +178,7 @@ impl Fp8 {
             GroupedGemmFp8WideSm90 { .. } => "moe/grouped_gemm_fp8_wide_sm90.cuh",
             GroupedGemmFp8StationarySm90 { .. } => "moe/grouped_gemm_fp8_stationary_sm90.cuh",
             RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
+            GroupedGemmFp8Portable { .. } => "moe/grouped_gemm_fp8_portable.cuh",
             RowsToE4m3 => "quant/quantize_fp8.cuh",
             TilesToE4m3 => "quant/quantize_fp8_tiles.cuh",
             WholeRowsToE4m3 | PeakOfRows => "quant/quantize_fp8_rows.cuh",
@@ -169,6 +193,7 @@ impl Fp8 {
                 ("const __grid_constant__ oxmoe::QuantizeFp8Params p", "p")
             }
             ExpandScales => ("const __grid_constant__ oxmoe::ExpandScalesParams p", "p"),
+            GroupedGemmFp8Portable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoutedLayerFp8Sm90 { .. } => (
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
                 "up_weights, down_weights, p",
@@ -181,14 +206,32 @@ impl Fp8 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        let anywhere = matches!(self, RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales);
-        anywhere || arch == "90a"
+        let sm90 = matches!(
+            self,
+            GroupedGemmFp8Sm90 { .. }
+                | GroupedGemmFp8WideSm90 { .. }
+                | GroupedGemmFp8StationarySm90 { .. }
+                | RoutedLayerFp8Sm90 { .. }
+                | WholeRowsOfTiles
+                | PeakOfTiles
+        );
+        !sm90 || arch == "90a"
+    }
+
+    fn portable_tile(&self) -> Option<PortableTile> {
+        match *self {
+            GroupedGemmFp8Portable { tokens, rows, warps, stages, .. } => {
+                Some(PortableTile { form: PortableForm::Fp8, tokens, rows, warps, stages, vector: 8 })
+            }
+            _ => None,
+        }
     }
 
     pub fn threads(&self) -> u32 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
+            GroupedGemmFp8Portable { warps, .. } => 32 * warps,
             RoutedLayerFp8Sm90 { .. } | ExpandScales => 256,
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => 256,
         }
@@ -208,6 +251,7 @@ impl Fp8 {
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
             // All that its CTAs can have.
             RoutedLayerFp8Sm90 { ctas, .. } => 228 * 1024 / ctas - 1024,
+            GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(0, PortableTile::shared_bytes),
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 0,
             WholeRowsOfTiles | PeakOfTiles => 0,
         };
@@ -223,6 +267,7 @@ impl Fp8 {
             }
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
             RoutedLayerFp8Sm90 { ctas, .. } => ctas,
+            GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,
             WholeRowsOfTiles | PeakOfTiles => 6,
         }

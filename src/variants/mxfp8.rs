@@ -1,6 +1,6 @@
 //! Kernels of packed MXFP8 weights.
 
-use super::{gated_name, Mxfp4Sm90Tile, PACK_BLOCKS};
+use super::{gated_name, Mxfp4Sm90Tile, PortableForm, PortableTile, MXFP8_PORTABLE_TILES, PACK_BLOCKS};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mxfp8 {
@@ -11,6 +11,14 @@ pub enum Mxfp8 {
         consumers: u32,
         stages: u32,
         blocks: u32,
+    },
+    /// mma.sync + cp.async, any GPU from sm_80.
+    GemmPortable {
+        gated: bool,
+        tokens: u32,
+        rows: u32,
+        warps: u32,
+        stages: u32,
     },
     /// Rows of bf16 to the numbers of MXFP8.
     RoundRows,
@@ -49,7 +57,12 @@ impl Mxfp8Tile {
 
 pub fn all() -> Vec<Mxfp8> {
     let gemms = MXFP8_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
-    gemms.chain([RoundRows, RoundTiles, Peak, Pack]).collect()
+    let portable = |tile: &PortableTile, gated| {
+        let PortableTile { tokens, rows, warps, stages, .. } = *tile;
+        GemmPortable { gated, tokens, rows, warps, stages }
+    };
+    let portable = MXFP8_PORTABLE_TILES.iter().flat_map(|tile| [true, false].map(|gated| portable(tile, gated)));
+    gemms.chain(portable).chain([RoundRows, RoundTiles, Peak, Pack]).collect()
 }
 
 impl Mxfp8 {
@@ -58,6 +71,9 @@ impl Mxfp8 {
             Gemm { gated, tokens, consumers, stages, blocks } => {
                 let form = gated_name(gated);
                 format!("grouped_gemm_mxfp8_sm90_{form}_t{tokens}_c{consumers}_s{stages}_b{blocks}")
+            }
+            GemmPortable { gated, tokens, rows, warps, stages } => {
+                format!("grouped_gemm_mxfp8_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}", gated_name(gated))
             }
             RoundRows => "round_rows_mxfp8".into(),
             RoundTiles => "round_tiles_mxfp8".into(),
@@ -71,6 +87,9 @@ impl Mxfp8 {
             Gemm { gated, tokens, consumers, stages, blocks } => {
                 format!("oxmoe::GroupedGemmMxfp8Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
             }
+            GemmPortable { gated, tokens, rows, warps, stages } => {
+                format!("oxmoe::GroupedGemmMxfp8Portable<{gated}, {tokens}, {rows}, {warps}, {stages}>")
+            }
             RoundRows => "oxmoe::RoundRowsMxfp8".into(),
             RoundTiles => "oxmoe::RoundTilesMxfp8".into(),
             Peak => "oxmoe::Mxfp8Peak".into(),
@@ -81,6 +100,7 @@ impl Mxfp8 {
     pub fn header(&self) -> &'static str {
         match self {
             Gemm { .. } => "moe/grouped_gemm_mxfp8_sm90.cuh",
+            GemmPortable { .. } => "moe/grouped_gemm_mxfp8_portable.cuh",
             RoundRows => "quant/round_rows_mxfp8.cuh",
             RoundTiles => "quant/round_tiles_mxfp8.cuh",
             Peak | Pack => "quant/pack_mxfp8.cuh",
@@ -89,7 +109,7 @@ impl Mxfp8 {
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            Gemm { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Gemm { .. } | GemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoundRows => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
             RoundTiles => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Peak | Pack => ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p"),
@@ -106,12 +126,22 @@ impl Mxfp8 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        arch == "90a"
+        !matches!(self, Gemm { .. } | RoundTiles) || arch == "90a"
+    }
+
+    fn portable_tile(&self) -> Option<PortableTile> {
+        match *self {
+            GemmPortable { tokens, rows, warps, stages, .. } => {
+                Some(PortableTile { form: PortableForm::Mxfp8, tokens, rows, warps, stages, vector: 8 })
+            }
+            _ => None,
+        }
     }
 
     pub fn threads(&self) -> u32 {
         match *self {
             Gemm { consumers, .. } => 128 * (1 + consumers),
+            GemmPortable { warps, .. } => 32 * warps,
             RoundRows | RoundTiles => 256,
             Peak => 1024,
             Pack => 128 * PACK_BLOCKS,
@@ -120,6 +150,9 @@ impl Mxfp8 {
 
     /// As of MXFP4, with twice the bytes of codes.
     pub fn shared_bytes(&self) -> u32 {
+        if let Some(tile) = self.portable_tile() {
+            return tile.shared_bytes();
+        }
         let Gemm { gated, tokens, consumers, stages, blocks } = *self else { return 0 };
         Mxfp4Sm90Tile { e4m3: false, tokens, consumers, stages, blocks }.shared_bytes_with(4096, gated)
     }
@@ -130,7 +163,10 @@ impl Mxfp8 {
                 let by_registers = if tokens <= 32 { 768 / self.threads() } else { 1 };
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            RoundRows | RoundTiles => 8,
+            GemmPortable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
+            // Threads that sm_86, 89 and 120 have.
+            RoundRows => 6,
+            RoundTiles => 8,
             Peak => 1,
             Pack => 2,
         }

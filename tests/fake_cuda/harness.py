@@ -23,6 +23,8 @@ SIGNATURES = {
     "grouped_gemm_mxfp4_portable": ("GroupedGemmParams",),
     "grouped_gemm_mxfp4_sm90": ("GroupedGemmParams",),
     "grouped_gemm_mxfp8_sm90": ("GroupedGemmParams",),
+    "grouped_gemm_mxfp8_portable": ("GroupedGemmParams",),
+    "grouped_gemm_fp8_portable": ("GroupedGemmParams",),
     "round_rows_mxfp8": ("QuantizeRowsParams",),
     "round_tiles_mxfp8": ("TileRowsParams",),
     "mxfp8": ("PackMxfp4Params",),

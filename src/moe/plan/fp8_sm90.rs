@@ -12,10 +12,10 @@ use crate::quant::{fp8_ops, Format};
 use crate::variants::fp8::{self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, WIDE_TOKENS};
 use crate::variants::Variant;
 
-/// An error where no kernel takes the layer.
+/// An error where no kernel takes the layer. Other GPUs have the portable one, which is not measured yet.
 pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
     let (group, name) = (GROUP as i64, layer.format.spec().name);
-    if !device.is_hopper() {
+    if !device.is_hopper() && !device.experimental {
         return Err(Error::Unsupported(format!(
             "{name} experts on {}; supported: sm_90 (others run on CPU tensors)",
             device.arch
@@ -32,7 +32,7 @@ pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
 
 /// Whether the layer is served by these kernels.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
-    layer.format.is_fp8() && require(device, layer).is_ok()
+    layer.format.is_fp8() && device.is_hopper() && require(device, layer).is_ok()
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better.
@@ -85,10 +85,10 @@ pub fn quantises_inside(format: Format, tile_tokens: i32) -> bool {
     format == Format::Fp8Block && tile_tokens == WIDE_TOKENS as i32
 }
 
-/// The launches that quantise x and GEMM1's output.
-pub fn quantize(layer: &LayerDesc, (tokens, slots): (i64, i64), tile_tokens: i32) -> [[Option<Launch>; 2]; 2] {
+/// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.
+pub fn quantize(layer: &LayerDesc, (tokens, slots): (i64, i64), inside: bool) -> [[Option<Launch>; 2]; 2] {
     let scaling = scaling(layer.format);
-    let after = match quantises_inside(layer.format, tile_tokens) {
+    let after = match inside {
         true => [None, None],
         false => fp8_ops::plan(scaling, slots, layer.intermediate),
     };
@@ -177,10 +177,14 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     })
 }
 
+/// What gives the GEMMs their e4m3.
+pub fn quantisers() -> [Variant; 5] {
+    [Fp8::RowsToE4m3, Fp8::TilesToE4m3, Fp8::WholeRowsToE4m3, Fp8::PeakOfRows, Fp8::ExpandScales].map(Variant::Fp8)
+}
+
 pub fn variants(gated: bool) -> Vec<Variant> {
     let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    let quantisers = [Fp8::RowsToE4m3, Fp8::TilesToE4m3, Fp8::WholeRowsToE4m3, Fp8::PeakOfRows, Fp8::ExpandScales];
-    gemms.chain(fp8::layers(gated)).chain(fp8::stationary()).chain(quantisers).map(Variant::Fp8).collect()
+    gemms.chain(fp8::layers(gated)).chain(fp8::stationary()).map(Variant::Fp8).chain(quantisers()).collect()
 }
 
 #[cfg(test)]

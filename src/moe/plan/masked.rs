@@ -48,7 +48,7 @@ impl MaskedPlan {
         let MaskedDesc { layer, rows: slots, .. } = desc;
         layer.require_cuda(device)?;
         let unmeasured = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
-        if unmeasured && !device.experimental {
+        if unmeasured && !(device.is_hopper() && device.experimental) {
             return Err(Error::Unsupported(format!(
                 "moe_masked of {} experts on CUDA, where quantising x would read rows beyond the mask; supported there: bf16, f16, mxfp4, fp8_block",
                 layer.format.spec().name
@@ -86,7 +86,10 @@ impl MaskedPlan {
         let max_tiles = max_tiles(*slots, experts, tile_tokens);
         let room = Room { tiles: max_tiles.into(), tile_tokens: tile_tokens.into(), device };
         let [of_x, of_hidden] = [layer.hidden, layer.intermediate].map(|columns| room.quantise(layer.format, columns));
-        let inside = layer.format == Format::Mxfp8 || fp8_sm90::quantises_inside(layer.format, tile_tokens);
+        let inside = match kernels {
+            Kernels::HopperFp8 => fp8_sm90::quantises_inside(layer.format, tile_tokens),
+            _ => layer.format == Format::Mxfp8,
+        };
         let variant = Variant::Schedule;
         Ok(MaskedPlan {
             tile_tokens,
@@ -154,7 +157,7 @@ impl Room<'_> {
 /// The variants of `Room::quantise` that no call of `moe` has.
 pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
     match format {
-        _ if !device.experimental => vec![],
+        _ if !(device.is_hopper() && device.experimental) => vec![],
         Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles)],
         Format::Mxfp4A8 => vec![Variant::QuantizeTilesE4m3],
         Format::Fp8Tensor => vec![Variant::Fp8(Fp8::PeakOfTiles)],

@@ -1,10 +1,13 @@
 //! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
-use super::{max_tiles, GemmDesc};
+use super::{fp8_sm90, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::Format;
-use crate::variants::{Element, PortableTile, Variant, MXFP4_PORTABLE_TILES, PORTABLE_TILES};
+use crate::variants::{
+    mxfp8::Mxfp8, Element, PortableTile, Variant, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES,
+    PORTABLE_TILES,
+};
 
 /// The kernels walk their work in a fixed stride: the grid is what is resident at once.
 const PERSISTENT: bool = true;
@@ -46,11 +49,12 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
 }
 
 /// The tiles of a format, by tokens.
-fn all_tiles(format: Format) -> [PortableTile; 4] {
-    if format == Format::Mxfp4 {
-        MXFP4_PORTABLE_TILES
-    } else {
-        PORTABLE_TILES
+fn all_tiles(format: Format) -> &'static [PortableTile] {
+    match format {
+        Format::Mxfp4 => &MXFP4_PORTABLE_TILES,
+        Format::Mxfp8 => &MXFP8_PORTABLE_TILES,
+        _ if format.is_fp8() => &FP8_PORTABLE_TILES,
+        _ => &PORTABLE_TILES,
     }
 }
 
@@ -59,7 +63,8 @@ fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Portab
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
     let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
     all_tiles(gemm.format)
-        .into_iter()
+        .iter()
+        .copied()
         .filter(move |t| t.vector == vector && t.warps >= warps && t.shared_bytes() <= device.shared_bytes)
 }
 
@@ -120,7 +125,12 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 }
 
 pub fn variants(element: Element, format: Format) -> Vec<Variant> {
-    all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated))).collect()
+    let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated)));
+    match format {
+        Format::Mxfp8 => gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect(),
+        _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
+        _ => gemms.collect(),
+    }
 }
 
 #[cfg(test)]
@@ -135,8 +145,8 @@ mod tests {
         (up, GemmDesc { gated: false, rows: hidden, k: intermediate, ..up })
     }
 
-    fn mxfp4((up, down): (GemmDesc, GemmDesc)) -> (GemmDesc, GemmDesc) {
-        (GemmDesc { format: Format::Mxfp4, ..up }, GemmDesc { format: Format::Mxfp4, ..down })
+    fn of(format: Format, (up, down): (GemmDesc, GemmDesc)) -> (GemmDesc, GemmDesc) {
+        (GemmDesc { format, ..up }, GemmDesc { format, ..down })
     }
 
     #[test]
@@ -166,8 +176,11 @@ mod tests {
             assert!(t.shared_bytes() <= 99 * 1024, "{t:?}");
             assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
         }
-        // Two CTAs of every MXFP4 tile fit where a multiprocessor has 100 KiB.
-        for t in MXFP4_PORTABLE_TILES {
+        for t in [FP8_PORTABLE_TILES.as_slice(), &MXFP8_PORTABLE_TILES].concat() {
+            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        }
+        // Two CTAs of every tile of narrow weights fit where a multiprocessor has 100 KiB.
+        for t in [MXFP4_PORTABLE_TILES.as_slice(), &FP8_PORTABLE_TILES, &MXFP8_PORTABLE_TILES].concat() {
             assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
         for arch in ARCHS {
@@ -186,9 +199,25 @@ mod tests {
             }
         }
         for (tokens, tile) in [(1, 16), (128, 16), (256, 64), (1024, 64), (4096, 128)] {
-            let (up, down) = mxfp4(layer(tokens, 8, 128, 2048, 768));
+            let (up, down) = of(Format::Mxfp4, layer(tokens, 8, 128, 2048, 768));
             for arch in ARCHS {
                 assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch(arch))), tile, "{tokens} tokens on {arch}");
+            }
+        }
+    }
+
+    /// Tiles of e4m3 end at 64 tokens; the one of MXFP8 is as wide and takes every schedule.
+    #[test]
+    fn tiles_of_e4m3() {
+        for format in [Format::Fp8Block, Format::Mxfp8] {
+            for (tokens, tile) in [(1, 16), (128, 16), (256, 64), (1024, 64), (4096, 64)] {
+                let (up, down) = of(format, layer(tokens, 8, 128, 2048, 768));
+                for arch in ARCHS {
+                    let device = Device::typical(Arch(arch));
+                    assert_eq!(tile_tokens(&up, &down, &device), tile, "{tokens} tokens on {arch}");
+                    let width = super::tile(&up, tile as u32, &device).tokens;
+                    assert_eq!(width, if format == Format::Mxfp8 { 64 } else { tile as u32 });
+                }
             }
         }
     }
@@ -216,9 +245,9 @@ mod tests {
     fn grids_are_resident_and_cover_small_work() {
         for arch in ARCHS {
             let device = Device::typical(Arch(arch));
-            for (tokens, form) in [0, 1, 7, 64, 4096].into_iter().flat_map(|tokens| [(tokens, false), (tokens, true)]) {
-                let plain = layer(tokens, 8, 128, 2048, 768);
-                let (up, down) = if form { mxfp4(plain) } else { plain };
+            let formats = [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block];
+            for (tokens, format) in [0, 1, 7, 64, 4096].into_iter().flat_map(|t| formats.map(|format| (t, format))) {
+                let (up, down) = of(format, layer(tokens, 8, 128, 2048, 768));
                 let tile = tile_tokens(&up, &down, &device);
                 for g in [up, down] {
                     let launch = gemm(&g, tile, &device);
@@ -235,9 +264,12 @@ mod tests {
     #[test]
     fn every_variant_is_chosen_somewhere() {
         let device = Device::typical(Arch::SM120);
-        for format in [Format::Bf16, Format::Mxfp4] {
-            let mut chosen = Vec::new();
-            for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, 511)] {
+        for format in [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block] {
+            let mut chosen = if format.is_fp8() { fp8_sm90::quantisers().to_vec() } else { Vec::new() };
+            chosen.push(Variant::Mxfp8(Mxfp8::RoundRows));
+            // What is left over at the end of a row is a matter of 16-bit tokens.
+            let last = if matches!(format, Format::Bf16 | Format::Mxfp4) { 511 } else { 512 };
+            for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, last)] {
                 let up = GemmDesc { format, ..layer(tokens, 8, 128, hidden, 768).0 };
                 let down = GemmDesc { gated: false, rows: hidden, ..up };
                 let tile = tile_tokens(&up, &down, &device);

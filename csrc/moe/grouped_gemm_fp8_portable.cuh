@@ -1,0 +1,121 @@
+// Grouped GEMM of e4m3 weights and tokens with block scales, bf16 out, for any GPU from sm_80:
+//   out[place] = activation(sum over blocks of 128 K: weight_scale token_scale (w . x of the block) + bias[expert(place)])
+//
+// GroupedGemmPortable's frame: 128 e4m3 are a row of the swizzle as 64 bf16 are. `p.k` counts pairs of elements, so that copies,
+// addresses and the loop serve as they are. Codes go through shared memory as they lie in memory; a matrix load gives a lane
+// four neighbouring K of a row, which become its four elements of an mma of f16: K is in another order there, in both operands
+// the same. A stage is a block of 128 K with its scales: its product is added to the sums times those of its rows and tokens.
+//
+// Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), no interleaved rows, 16-byte aligned x and weights.
+#pragma once
+#include "../common/e4m3_f16.cuh"
+#include "grouped_gemm_portable.cuh"
+
+namespace oxmoe {
+
+template <bool Gated, int Tokens, int Rows, int Warps, int Stages>
+struct GroupedGemmFp8Portable {
+    using Base = GroupedGemmPortable<__nv_bfloat16, Gated, Tokens, Rows, Warps, Stages, 8>;
+    using Shape = typename Base::Shape;
+    using Loop = PortableLoop<GroupedGemmFp8Portable>;
+    using Addresses = typename Base::Addresses;
+    static_assert(Shape::kTokenWarps == 1, "a weight is decoded once for all tokens of the tile");
+
+    // A stage has the codes of weights, the scales of tokens and those of gate and up rows (the same one twice where there is no
+    // gate).
+    static constexpr int kScaleRows = 128;
+    static constexpr int kTokenScales = Base::kWeightBytes, kRowScales = kTokenScales + Tokens * 4;
+    static constexpr int kWeightBytes = (kRowScales + 8 + 127) / 128 * 128;
+    static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 1;
+    static constexpr bool kScaled = false;
+    static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
+    static_assert(Tokens + 2 <= kThreads && Tokens % 2 == 0, "a thread copies one scale, a lane loads two");
+    static_assert(Shape::kUnitColumns <= kScaleRows, "the rows of a unit share a scale, or two");
+
+    static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }
+
+    struct Weights {
+        typename Base::Weights codes;
+        const float* scale;  // the next one of this thread's: a token's, then a row block's
+        bool real;
+
+        __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
+            codes.open(p, tile, row_block);
+            const int token = threadIdx.x, blocks = k_blocks(p);
+            if (token < Tokens) {
+                real = token < tile.count;
+                const int place = tile.first + token;
+                const int row = !real ? 0 : p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+                scale = p.x_scales + int64_t(row) * blocks;
+            } else {
+                real = token < Tokens + 2;
+                const int row = Shape::weight_row(p, row_block * Shape::kUnitColumns, token > Tokens) / kScaleRows;
+                const int row_blocks = p.rows / kScaleRows;
+                scale = reinterpret_cast<const float*>(p.block_scales) +
+                        (int64_t(tile.expert) * row_blocks + (real ? row : 0)) * blocks;
+            }
+        }
+
+        __device__ __forceinline__ void copy(const GroupedGemmParams& p, int first_k, uint32_t stage) {
+            codes.copy(p, first_k, stage);
+            if (threadIdx.x < Tokens + 2) copy_4_async(stage + kTokenScales + threadIdx.x * 4, scale, real);
+            ++scale;
+        }
+
+        static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return p.k / Shape::kBlockK; }
+    };
+
+    template <int Groups>
+    static __device__ __forceinline__ void multiply(typename Shape::Sums& sums, const Addresses& at, uint32_t stage) {
+        float product[Shape::kSlices][Groups][4] = {};
+#pragma unroll
+        for (int k = 0; k < Shape::kBlockK / 16; ++k) {  // 32 bytes of a row: two mma
+            uint32_t a[Shape::kSlices][4], b[Groups + Groups % 2][2];
+#pragma unroll
+            for (int n = 0; n < Groups; n += 2) at.tokens.load(&b[n], stage + kWeightBytes, n, k);
+#pragma unroll
+            for (int m = 0; m < Shape::kSlices; ++m)
+                sm80::load_matrix_4(a[m], stage + at.row + m * 16 * Shape::kRowBytes + (at.chunk ^ k * 32));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t tokens[Groups][2];
+#pragma unroll
+                for (int n = 0; n < Groups; ++n) e4m3_f16::expand(b[n][half], tokens[n][0], tokens[n][1]);
+#pragma unroll
+                for (int m = 0; m < Shape::kSlices; ++m) {
+                    uint32_t rows[4];
+                    e4m3_f16::expand(a[m][2 * half], rows[0], rows[2]);
+                    e4m3_f16::expand(a[m][2 * half + 1], rows[1], rows[3]);
+#pragma unroll
+                    for (int n = 0; n < Groups; ++n) sm80::multiply_add<__half>(product[m][n], rows, tokens[n][0], tokens[n][1]);
+                }
+            }
+        }
+        float2 row = load_2(stage + kRowScales);  // of fragment rows g, g + 8
+        row.x *= e4m3_f16::kFactor, row.y *= e4m3_f16::kFactor;
+#pragma unroll
+        for (int n = 0; n < Groups; ++n) {
+            const float2 token = load_2(stage + kTokenScales + (n * 8 + Shape::lane() % 4 * 2) * 4);
+            const float scales[4] = {__fmul_rn(token.x, row.x), __fmul_rn(token.y, row.x), __fmul_rn(token.x, row.y),
+                                     __fmul_rn(token.y, row.y)};
+#pragma unroll
+            for (int m = 0; m < Shape::kSlices; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[m][n][i] = __fmaf_rn(product[m][n][i], scales[i], sums[m][n][i]);
+        }
+    }
+
+private:
+    // 4 bytes, or zeros.
+    static __device__ __forceinline__ void copy_4_async(uint32_t to, const void* from, bool real) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(real ? 4 : 0) : "memory");
+    }
+
+    static __device__ __forceinline__ float2 load_2(uint32_t from) {
+        float2 pair;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
+        return pair;
+    }
+};
+
+}  // namespace oxmoe

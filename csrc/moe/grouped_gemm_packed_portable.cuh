@@ -1,0 +1,123 @@
+// Grouped GEMM of packed weights of 4 or 8 bits with a scale for each 32 of a row, and bf16 tokens, for any GPU from sm_80.
+// portable.cuh has the loop; here, codes and scales of a block come through shared memory as they lie in memory, and each warp
+// decodes its own A fragments in registers: all warps lie along the weight rows, so a weight is decoded once for all tokens of
+// the tile.
+//
+// p.weights are the codes, p.block_scales the scales, both of ceil(rows / 64) x ceil(k / 64) blocks an expert; sums are
+// multiplied by p.expert_scales before the bias. Tokens are zero beyond k, as the codes are: a scale there may be anything
+// finite. Codes do not depend on p.layout, the bias does.
+//
+// `Form` has kVectors, of 16 bytes a thread has of a block's codes, one for every 2048 bytes and part of its k16 steps, and
+//   decode(vector, step of the block, multipliers of common/mxfp4.cuh, a)
+#pragma once
+#include "../common/mxfp4.cuh"
+#include "portable.cuh"
+
+namespace oxmoe {
+
+template <typename Form, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
+struct GroupedGemmPackedPortable {
+    using Element = __nv_bfloat16;
+    using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, 1, Vector, StraightRows<Gated>>;
+    using Loop = PortableLoop<GroupedGemmPackedPortable>;
+
+    // A stage has the codes of its blocks, then their scales.
+    static constexpr int kVectorBytes = 2048, kCodeBytes = Form::kVectors * kVectorBytes;
+    static constexpr int kBlocks = Rows / mxfp4::kBlockRows;
+    static constexpr int kWeightBytes = kBlocks * (kCodeBytes + mxfp4::kScaleBytes);
+    static constexpr int kThreads = Shape::kThreads, kStages = Stages;
+    static constexpr int kFewestGroups = Form::kFewestGroups;
+    static constexpr bool kScaled = true;
+    static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
+    static_assert(Shape::kBlockK == mxfp4::kBlockK && kCodeBytes % (16 * kThreads) == 0, "a pass copies of one block");
+
+    static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }
+
+    static __device__ __forceinline__ float scale_of(const GroupedGemmParams& p, int expert) { return p.expert_scales[expert]; }
+
+    struct Weights {
+        static constexpr int kPassBytes = 16 * kThreads;
+        static constexpr int kScaleThreads = mxfp4::kScaleBytes / 16;  // a block's
+
+        // This thread's next 16 bytes: of codes in the unit's first block of rows, of scales in its own.
+        const uint8_t *codes, *scales;
+        int blocks;  // of rows that exist
+
+        __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
+            const int row_blocks = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows, first = row_block * kBlocks;
+            const size_t block = (size_t(tile.expert) * row_blocks + first) * k_blocks(p);
+            blocks = row_blocks - first;
+            codes = p.weights + block * kCodeBytes + threadIdx.x * 16;
+            scales = p.block_scales + (block + threadIdx.x / kScaleThreads * k_blocks(p)) * mxfp4::kScaleBytes +
+                     threadIdx.x % kScaleThreads * 16;
+        }
+
+        __device__ __forceinline__ void copy(const GroupedGemmParams& p, int, uint32_t stage) {
+            const uint32_t to = stage + threadIdx.x * 16;
+#pragma unroll
+            for (int i = 0; i < kBlocks * kCodeBytes / kPassBytes; ++i) {
+                const int block = i * kPassBytes / kCodeBytes, within = i * kPassBytes % kCodeBytes;
+                const size_t distance = block ? size_t(block * kCodeBytes) * k_blocks(p) : 0;
+                sm80::copy_16_async(to + i * kPassBytes, codes + distance + within, block < blocks);
+            }
+            if (threadIdx.x < kBlocks * kScaleThreads)
+                sm80::copy_16_async(to + kBlocks * kCodeBytes, scales, int(threadIdx.x) / kScaleThreads < blocks);
+            codes += kCodeBytes;
+            scales += mxfp4::kScaleBytes;
+        }
+
+        static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
+            return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
+        }
+    };
+
+    // A slice of 16 rows has 16 bytes of codes a lane and vector, and a word of scales a quad.
+    struct Addresses {
+        uint32_t codes, scales;
+        typename Shape::TokenAddress tokens;
+
+        // NOTE: kept in registers where issue slots are the bound: computed again for every stage, they were 14 of 220
+        // instructions.
+        __device__ __forceinline__ Addresses()
+            : codes((first_row() * 2 + Shape::lane()) * 16),
+              scales(kBlocks * kCodeBytes + (Shape::first_warp_row() / 2 + Shape::lane() / 4) * 4) {
+            if (Tokens == 16) sm80::keep(codes), sm80::keep(scales), sm80::keep(tokens.row), sm80::keep(tokens.chunk);
+        }
+
+        // Of 32 bytes each: those of a vector, then those of the next.
+        static __device__ __forceinline__ int first_row() {
+            const int row = Shape::first_warp_row();
+            return Form::kVectors == 1 ? row : row / mxfp4::kBlockRows * (kCodeBytes / 32) + row % mxfp4::kBlockRows;
+        }
+    };
+
+    template <int Groups>
+    static __device__ __forceinline__ void multiply(typename Shape::Sums& sums, const Addresses& at, uint32_t stage) {
+        constexpr int kSteps = Shape::kBlockK / 16 / Form::kVectors;
+        uint32_t scales[Shape::kSlices];
+#pragma unroll
+        for (int vector = 0; vector < Form::kVectors; ++vector) {
+            uint32_t codes[Shape::kSlices][4];
+#pragma unroll
+            for (int m = 0; m < Shape::kSlices; ++m) {
+                sm80::load_shared_16(codes[m], stage + at.codes + vector * kVectorBytes + m * 512);
+                if (vector == 0) scales[m] = sm80::load_shared_4(stage + at.scales + m * 32);
+            }
+#pragma unroll
+            for (int k = vector * kSteps; k < (vector + 1) * kSteps; ++k) {
+                uint32_t b[Groups + Groups % 2][2];
+#pragma unroll
+                for (int n = 0; n < Groups; n += 2) at.tokens.load(&b[n], stage + kWeightBytes, n, k);
+#pragma unroll
+                for (int m = 0; m < Shape::kSlices; ++m) {
+                    uint32_t a[4];
+                    Form::decode(codes[m], k, mxfp4::unpack_scales(scales[m], k / 2), a);
+#pragma unroll
+                    for (int n = 0; n < Groups; ++n) sm80::multiply_add<Element>(sums[m][n], a, b[n][0], b[n][1]);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace oxmoe
