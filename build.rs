@@ -34,7 +34,8 @@ fn main() {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let bridges = ["allreduce", "common", "moe", "quant", "tiles"].map(|name| format!("src/params/{name}.rs"));
+    let bridges = ["allreduce", "common", "down_combine", "moe", "quant", "tiles"];
+    let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 
     let archs = env::var("OXMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());

@@ -1,5 +1,6 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
+mod down_combine;
 pub mod explain;
 mod fp8;
 mod fp8_tensor;
@@ -185,7 +186,13 @@ impl Stages {
                     let args = Args::QuantizeRows(&quantize.hidden);
                     stream.launch("moe: quantisation of GEMM1's output", &hidden, args)?;
                 }
-                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
+                match plan.panels {
+                    Some(panels) => {
+                        let stages = (self.down, self.combine);
+                        down_combine::launch(stream, (down, panels), layer, &self.route, stages)?;
+                    }
+                    None => grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?,
+                }
             }
             Experts::Fused(launch) => {
                 let stages = (self.up, self.down, self.combine);

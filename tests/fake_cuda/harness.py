@@ -31,6 +31,7 @@ SIGNATURES = {
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_stationary_sm90": (128, "GroupedGemmParams"),
+    "down_combine_fp8_sm90": (128, "DownCombineParams"),
     "quantize_fp8": ("QuantizeFp8Params",),
     "expand_scales": ("ExpandScalesParams",),
     "grouped_gemm_mxfp4_e4m3_sm90": ("GroupedGemmParams",),
@@ -64,7 +65,10 @@ SIGNATURES = {
 def parameter_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of src/params/ as C lays them out."""
     folder = Path(__file__).parents[2] / "src" / "params"
-    text = "".join((folder / f"{name}.rs").read_text() for name in ("common", "allreduce", "moe", "quant", "tiles"))
+    # Structs of common.rs and moe.rs are the others' fields.
+    first = ["common", "moe"]
+    names = first + sorted({path.stem for path in folder.glob("*.rs")} - set(first))
+    text = "".join((folder / f"{name}.rs").read_text() for name in names)
     types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
     types |= {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64}
     types |= dict.fromkeys(re.findall(r"enum (\w+) \{", text), ctypes.c_int32)
