@@ -34,7 +34,7 @@ fn main() {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let bridges = ["allreduce", "common", "down_combine", "moe", "quant", "tiles"];
+    let bridges = ["allreduce", "common", "down_combine", "moe", "nvfp4", "quant", "tiles"];
     let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 
@@ -210,7 +210,7 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
     let mut text = String::from(
-        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, dense::Dense::*, fp8::Fp8::*, mxfp8::Mxfp8::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
+        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, dense::Dense::*, fp8::Fp8::*, mxfp8::Mxfp8::*, nvfp4::Nvfp4::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
     );
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));

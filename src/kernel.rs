@@ -4,12 +4,12 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, DownCombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams,
-    LayoutMxfp4Params, MmMxfp8Params, PackMxfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params,
-    QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RouteParams, RoutedLayerParams, ScaleBytesParams,
-    ScheduleParams, SelectParams, TileRowsParams,
+    LayoutMxfp4Params, MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params,
+    QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams,
+    RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tma::TensorMap;
-use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, Variant};
+use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
 use std::sync::OnceLock;
@@ -84,6 +84,8 @@ pub enum Args<'a> {
     DownCombine(&'a TensorMap, &'a DownCombineParams),
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
+    PackNvfp4(&'a PackNvfp4Params),
+    RoundNvfp4(&'a RoundNvfp4Params),
     ScaleBytes(&'a ScaleBytesParams),
     LayoutMxfp4(&'a LayoutMxfp4Params),
     QuantizeMxfp4(&'a QuantizeMxfp4Params),
@@ -118,6 +120,8 @@ impl Args<'_> {
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
+            Args::PackNvfp4(p) => [address(p), none, none],
+            Args::RoundNvfp4(p) => [address(p), none, none],
             Args::ScaleBytes(p) => [address(p), none, none],
             Args::LayoutMxfp4(p) => [address(p), none, none],
             Args::QuantizeMxfp4(p) => [address(p), none, none],
@@ -167,6 +171,9 @@ impl Args<'_> {
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
                 | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
+                | (Args::Gemm(_), Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. }))
+                | (Args::PackNvfp4(_), Variant::Nvfp4(Nvfp4::PackNvfp4Weights))
+                | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows))
                 | (Args::AllReduce(_), Variant::AllReduce(_))
                 | (
                     Args::QuantizeFp8(_),

@@ -5,6 +5,7 @@ pub mod allreduce;
 pub mod common;
 pub mod down_combine;
 pub mod moe;
+pub mod nvfp4;
 pub mod quant;
 pub mod tiles;
 
@@ -15,6 +16,7 @@ pub use moe::ffi::{
     Activation, ActivationKind, CombineParams, GroupScore, GroupedGemmParams, LayerParams, RaggedParams, RouteParams,
     RoutedLayerParams, ScheduleParams, Scoring, SelectParams,
 };
+pub use nvfp4::ffi::{PackNvfp4Params, RoundNvfp4Params};
 pub use quant::ffi::{
     ExpandScalesParams, Fp8Scaling, LayoutMxfp4Params, MmMxfp8Params, Mxfp4Layout, PackMxfp4Params, QuantizeFp8Params,
     QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, ScaleBytesParams, ScaleView,

@@ -14,8 +14,12 @@ mod layer;
 mod mxfp4;
 #[path = "variants/mxfp8.rs"]
 pub mod mxfp8;
+#[path = "variants/nvfp4.rs"]
+pub mod nvfp4;
 #[path = "variants/portable.rs"]
 mod portable;
+#[path = "variants/sm90.rs"]
+mod sm90;
 
 pub use allreduce::AllReduce;
 use dense::Dense;
@@ -26,10 +30,14 @@ pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
 #[allow(unused_imports)] // as above
 pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
 use mxfp8::Mxfp8;
+use nvfp4::Nvfp4;
 #[allow(unused_imports)] // as above
 pub use portable::{
     PortableForm, PortableTile, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES, PORTABLE_TILES,
 };
+use sm90::{sm90_ctas, sm90_shared_bytes};
+#[allow(unused_imports)] // as above
+pub use sm90::{Sm90Tile, SM90_TILES};
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,6 +148,7 @@ pub enum Variant {
     AllReduce(AllReduce),
     Fp8(Fp8),
     Mxfp8(Mxfp8),
+    Nvfp4(Nvfp4),
     Dense(Dense),
 }
 
@@ -200,6 +209,7 @@ pub fn all() -> Vec<Variant> {
     rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
     rows.extend(fp8::all().into_iter().map(Variant::Fp8));
     rows.extend(mxfp8::all().into_iter().map(Variant::Mxfp8));
+    rows.extend(nvfp4::all().into_iter().map(Variant::Nvfp4));
     rows.extend(dense::all().into_iter().map(Variant::Dense));
     rows
 }
@@ -244,6 +254,7 @@ impl Variant {
         match *self {
             Variant::Fp8(kernel) => kernel.symbol(),
             Variant::Mxfp8(kernel) => kernel.symbol(),
+            Variant::Nvfp4(kernel) => kernel.symbol(),
             Variant::Dense(kernel) => kernel.symbol(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
@@ -293,6 +304,7 @@ impl Variant {
         match *self {
             Variant::Fp8(kernel) => kernel.device_type(),
             Variant::Mxfp8(kernel) => kernel.device_type(),
+            Variant::Nvfp4(kernel) => kernel.device_type(),
             Variant::Dense(kernel) => kernel.device_type(),
             Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
                 "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
@@ -343,6 +355,7 @@ impl Variant {
         match self {
             Variant::Fp8(kernel) => kernel.header(),
             Variant::Mxfp8(kernel) => kernel.header(),
+            Variant::Nvfp4(kernel) => kernel.header(),
             Variant::Dense(kernel) => kernel.header(),
             Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
             Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
@@ -375,6 +388,7 @@ impl Variant {
         match self {
             Variant::Fp8(kernel) => kernel.signature(),
             Variant::Mxfp8(kernel) => kernel.signature(),
+            Variant::Nvfp4(kernel) => kernel.signature(),
             Variant::Dense(kernel) => kernel.signature(),
             Variant::GroupedGemmSm90 { .. } => (
                 "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
@@ -434,6 +448,7 @@ impl Variant {
             }
             Variant::AllReduce(kernel) => kernel.unit(),
             Variant::Mxfp8(kernel) => kernel.unit(),
+            Variant::Nvfp4(kernel) => kernel.unit(),
             _ => header.into(),
         }
     }
@@ -443,6 +458,7 @@ impl Variant {
         match self {
             Variant::Fp8(kernel) => kernel.runs_on(arch),
             Variant::Mxfp8(kernel) => kernel.runs_on(arch),
+            Variant::Nvfp4(kernel) => kernel.runs_on(arch),
             Variant::Dense(kernel) => kernel.runs_on(arch),
             Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
             Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
@@ -454,54 +470,6 @@ impl Variant {
 
 /// Experts a lane of a top-k warp can hold.
 pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
-
-/// Tile of the Hopper kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sm90Tile {
-    pub tokens: u32,
-    pub row_tiles: u32,
-    pub consumers: u32,
-    pub stages: u32,
-}
-
-impl Sm90Tile {
-    pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let Sm90Tile { tokens, row_tiles, consumers, stages } = self;
-        Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages }
-    }
-}
-
-/// By tokens; each serves every narrower tile at its own width too. The second of 64 tokens is alone on its multiprocessor.
-pub const SM90_TILES: [Sm90Tile; 5] = [
-    Sm90Tile { tokens: 16, row_tiles: 1, consumers: 2, stages: 5 },
-    Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 4 },
-    Sm90Tile { tokens: 64, row_tiles: 1, consumers: 2, stages: 8 },
-    Sm90Tile { tokens: 128, row_tiles: 1, consumers: 2, stages: 6 },
-    Sm90Tile { tokens: 192, row_tiles: 2, consumers: 2, stages: 4 },
-];
-
-/// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer; pairs of row tiles stage none), row offsets and work
-/// units (two of each), barriers.
-fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
-    let stage = t.tokens * 128 + t.row_tiles * t.consumers * 8192;
-    let staging = match (t.row_tiles, gated) {
-        (2, _) => 16,
-        (_, true) => 2 * t.consumers * t.tokens.min(64) * 64,
-        (_, false) => 2 * t.consumers * t.tokens.min(32) * 128,
-    };
-    let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
-    (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
-}
-
-/// CTAs of the Hopper kernel on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
-fn sm90_ctas(gated: bool, t: Sm90Tile) -> u32 {
-    let by_registers = match t.tokens * t.row_tiles {
-        128.. => 1,
-        33.. => 768 / (128 * (1 + t.consumers)),
-        _ => 1152 / (128 * (1 + t.consumers)),
-    };
-    (228 * 1024 / (sm90_shared_bytes(gated, t) + 1024)).min(by_registers)
-}
 
 impl Variant {
     fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
@@ -539,6 +507,7 @@ impl Variant {
         match *self {
             Variant::Fp8(kernel) => kernel.threads(),
             Variant::Mxfp8(kernel) => kernel.threads(),
+            Variant::Nvfp4(kernel) => kernel.threads(),
             Variant::Dense(kernel) => kernel.threads(),
             Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
                 128 * (1 + consumers)
@@ -575,6 +544,7 @@ impl Variant {
             (_, Some(tile), _) => tile.ctas(),
             (.., Variant::Fp8(kernel)) => kernel.ctas(),
             (.., Variant::Mxfp8(kernel)) => kernel.ctas(),
+            (.., Variant::Nvfp4(kernel)) => kernel.ctas(),
             (.., Variant::Dense(kernel)) => kernel.ctas(),
             (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
             (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
@@ -598,6 +568,7 @@ impl Variant {
             (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
             (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Mxfp8(kernel)) => Some(kernel.shared_bytes()),
+            (.., Variant::Nvfp4(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Combine { .. } | Variant::Ragged | Variant::Schedule | Variant::AllReduce(_)) => Some(0),
             (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => Some(0),
             (.., Variant::Dense(kernel)) => Some(kernel.shared_bytes()),

@@ -314,6 +314,8 @@ static void mov_b32_and_cvt_rn_f16x2_e4m3x2_and_cvt_rn_f16x2_e4m3x2(uint32_t& fi
 static void mov_b32_and_mov_b32_and_mov_b32(uint32_t& low, uint32_t& high, uint32_t word) {
     low = (word & 0xFFFF) * 0x10001, high = (word >> 16) * 0x10001;
 }
+// Of the only table that is used, 0xEA.
+static void lop3_b32(uint32_t& r, uint32_t a, uint32_t b, uint32_t c) { r = (a & b) | c; }
 static void prmt_b32(uint32_t& r, uint32_t a, uint32_t b, uint32_t selector) { r = __byte_perm(a, b, selector); }
 template <typename Function>
 static uint32_t halves(Function function, uint32_t a, uint32_t b, uint32_t c = 0) {

@@ -10,6 +10,7 @@ use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
 use _oxmoe::variants::fp8::{Fp8, WIDE_TOKENS};
 use _oxmoe::variants::mxfp8::Mxfp8;
+use _oxmoe::variants::nvfp4::Nvfp4;
 use _oxmoe::variants::{self, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
@@ -39,7 +40,7 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
 
 const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
-const FORMATS: [Format; 9] = [
+const FORMATS: [Format; 11] = [
     Format::Bf16,
     Format::F16,
     Format::Mxfp4,
@@ -49,6 +50,8 @@ const FORMATS: [Format; 9] = [
     Format::Fp8Tensor,
     Format::Fp8TensorToken,
     Format::Fp8TensorStatic,
+    Format::Nvfp4,
+    Format::Nvfp4A4,
 ];
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
@@ -59,6 +62,7 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
             match format {
                 _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
                 Format::Mxfp8 => whole(hidden, 32) && whole(intermediate, 32),
+                _ if format.is_nvfp4() => whole(hidden, 16) && whole(intermediate, 16),
                 _ => whole(intermediate, format.spec().block),
             }
         };
@@ -222,6 +226,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::CONVERSIONS);
     chosen.extend([Mxfp8::Peak, Mxfp8::Pack].map(Variant::Mxfp8));
+    chosen.insert(Variant::Nvfp4(Nvfp4::PackNvfp4Weights));
     // For scales of tokens that a caller quantised.
     chosen.insert(Variant::Fp8(Fp8::ExpandScales));
     chosen.extend(variants::dense::all().into_iter().map(Variant::Dense));
@@ -386,6 +391,7 @@ fn schedule_fits_its_range() {
                     | Fp8::DownCombineFp8Sm90,
                 ) => WIDE_TOKENS,
                 Variant::Mxfp8(Mxfp8::Gemm { tokens, .. } | Mxfp8::GemmPortable { tokens, .. }) => tokens,
+                Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { tokens, .. }) => tokens,
                 Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,
                 Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. }) => 8,
                 other => panic!("{other:?} is no GEMM"),
@@ -477,5 +483,21 @@ fn kernels_ask_for_no_more_threads_than_an_sm_has() {
         // Of sm_86, 89 and 120 1536, which ptxas holds launch bounds to.
         let most = if variant.runs_on("80") { 1536 } else { 2048 };
         assert!(variant.threads() * variant.ctas_per_multiprocessor() <= most, "{}", variant.symbol());
+    }
+}
+
+#[test]
+fn nvfp4_has_kernels_on_hopper_where_unmeasured_ones_are_on() {
+    let layer =
+        |format| LayerDesc { experts: 32, hidden: 7168, intermediate: 2048, gated: true, dtype: Dtype::Bf16, format };
+    for device in devices() {
+        for format in [Format::Nvfp4, Format::Nvfp4A4] {
+            let served = layer(format).require_cuda(&device);
+            assert_eq!(served.is_ok(), device.experimental && device.is_hopper(), "{device:?}");
+            let Err(error) = served else { continue };
+            let expected =
+                if device.experimental { "experts on sm_" } else { "experts on CUDA; supported there: bf16" };
+            assert!(error.to_string().contains(expected), "{error}");
+        }
     }
 }

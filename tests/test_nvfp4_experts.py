@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -331,6 +332,8 @@ def test_what_is_refused(rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_cuda_is_refused_by_name(rng: torch.Generator) -> None:
+    if os.environ.get("OXMOE_EXPERIMENTAL") == "1":
+        pytest.skip("tests/test_nvfp4_gpu.py")
     layer = make(SHAPES[0], rng)
     with pytest.raises(NotImplementedError, match="nvfp4 experts on cuda"):
         dataclasses.replace(layer, w13=layer.w13.cuda(), w2=layer.w2.cuda()).weights()

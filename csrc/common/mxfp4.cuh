@@ -97,6 +97,7 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scales, uint32_t 
 struct Form {
     static constexpr int kCodeBytes = mxfp4::kCodeBytes, kScaleBytes = mxfp4::kScaleBytes;  // of a block
     static constexpr int kThreadCodes = 16, kQuadScales = 4;  // bytes between a thread's codes and the next's, a quad's scales
+    static constexpr bool kFactorsOfHalves = false;           // a gated expert's gate and up rows have factors of their own
 
     // Widths of the widest tile, down from its tokens, that registers allow.
     static constexpr int kWidestSpan = 80;

@@ -103,6 +103,7 @@ __device__ __forceinline__ uint4 round_group(const uint4& x) {
 struct Form {
     static constexpr int kCodeBytes = mxfp8::kCodeBytes, kScaleBytes = mxfp8::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 4;
+    static constexpr bool kFactorsOfHalves = false;
     static constexpr int kWidestSpan = 64;
 
     struct Codes {

@@ -1,8 +1,8 @@
 // Grouped GEMM for Hopper with packed weights and bf16 tokens: out[place] = activation(weights[expert(place)] x[row(place)]
-// + bias[expert(place)]). Exact where weights are bf16 numbers, such as e2m1 or e4m3 times a power of two.
+// + bias[expert(place)]). Exact where weights are bf16 numbers, such as e2m1 or e4m3 times a power of two, or e2m1 times e4m3.
 //
-// `Form` is what the weights are packed as: blocks of 64 rows x 64 K, four warps each; see mxfp4::Form and mxfp8::Form. A thread
-// reads its part of a block and decodes it into the A fragments of four k16 steps.
+// `Form` is what the weights are packed as: blocks of 64 rows x 64 K, four warps each; see mxfp4::Form, mxfp8::Form, nvfp4::Form.
+// A thread reads its part of a block and decodes it into the A fragments of four k16 steps.
 //
 // Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's. Weights come as they lie in memory, MXFP4's 4.25 bits
 // each, and are decoded in registers, 52 instructions for 64 x 64 of them and warp, of 75 in all; memory's rate leaves about 125
@@ -35,7 +35,8 @@ struct GroupedGemmPackedSm90 {
     static constexpr int kWidthStep = Pipeline::kWidthStep, kSteps = Pipeline::kSteps;  // of 16 K
     // With more wide widths ptxas runs out of registers (C7512).
     static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - Form::kWidestSpan : kWidthStep;
-    static constexpr int kGroups = 4 / Form::kGroupSteps;  // of a block's K, with a scale each
+    static constexpr int kGroups = 4 / Form::kGroupSteps;                     // of a block's K, with a scale each
+    static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // an expert's
     static constexpr bool kMmaSync = MaxTokens <= 32;
     static constexpr int kReaders = kMmaSync ? 4 : 128;  // arrivals of a warpgroup that free a stage
 
@@ -87,13 +88,20 @@ private:
             }
             typename Base::Biases bias;
             Base::template load_biases<true>(work, p, bias);
-            const float scale = p.expert_scales[work.expert];
+            const float scale = p.expert_scales[kFactors * work.expert];
+            [[maybe_unused]] float up_scale;
+            if constexpr (kFactors == 2) up_scale = p.expert_scales[2 * work.expert + 1];
             float sums[1][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
             multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
 #pragma unroll
-            for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= scale;
+            for (int i = 0; i < MaxTokens / 2; ++i) {
+                if constexpr (kFactors == 2)
+                    sums[0][i] *= i % 4 < 2 ? scale : up_scale;
+                else
+                    sums[0][i] *= scale;
+            }
             const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
             if (!Gated || activated)
                 Base::template store<true, Form>(work, sums, p, shared, staging);

@@ -218,7 +218,8 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
     ) -> ExpertWeights:
-        """NVFP4 experts, on CPU tensors; H and I are multiples of 16. NotImplementedError on CUDA.
+        """NVFP4 experts, on CPU tensors; H and I are multiples of 16. NotImplementedError on CUDA, but for sm_90 with
+        OXMOE_EXPERIMENTAL=1 (docs/experimental.md): in bf16, packed once into new tensors.
 
         An element is its e2m1 code times the e4m3 scale of its 16 neighbours along the row, which every dtype holds
         exactly; products are summed in fp32, and a global scale multiplies the sums (before bias and activation).
@@ -243,8 +244,8 @@ class ExpertWeights:
     w2_scale: Tensor | None
     a13_scale: Tensor | None  # fp8_tensor with scales of activations, else None
     a2_scale: Tensor | None
-    # MXFP4 and MXFP8 on CUDA, else None: (codes, scales, expert_scales), MXFP4's as oxmoe.quantize.mxfp4_pack gives
-    # them of the columns up to hidden_size, or (in_place) the given codes and scales with the same bytes.
+    # MXFP4, MXFP8 and NVFP4 on CUDA, else None: (codes, scales, expert_scales), MXFP4's as oxmoe.quantize.mxfp4_pack
+    # gives them of the columns up to hidden_size, or (in_place) the given codes and scales with the same bytes.
     w13_packed: tuple[Tensor, Tensor, Tensor] | None
     w2_packed: tuple[Tensor, Tensor, Tensor] | None
     layout: str
@@ -254,8 +255,9 @@ class ExpertWeights:
     limit: float | Tensor | None
     clamp: str
 
-    # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block", "mxfp8", "nvfp4", "fp8_tensor",
-    # "fp8_tensor-token" (with per_token), "fp8_tensor-static" (with a13_scale and a2_scale)
+    # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block", "mxfp8", "nvfp4",
+    # "nvfp4-a4" (on CUDA, with an input_global_scale), "fp8_tensor", "fp8_tensor-token" (with per_token),
+    # "fp8_tensor-static" (with a13_scale and a2_scale)
     format: str
     dtype: str  # of x and the output: "bf16", "f16", "f32"
     num_experts: int  # El

@@ -49,7 +49,7 @@ def _mode(quant_mode: str) -> str:
 
 
 class CuteDslMoEWrapper:
-    """flashinfer's class of this name (0.6.11 and 0.7.2) over ExpertWeights.nvfp4, on what those run on: CPU tensors.
+    """flashinfer's class of this name (0.6.11 and 0.7.2) over ExpertWeights.nvfp4, on what those run on.
 
     num_experts, top_k, hidden_size H, intermediate_size N: of the layer; this rank holds num_local_experts (default:
     all) from local_expert_offset on, and the output is their part of the sum.

@@ -14,6 +14,7 @@ from torch import Tensor
 from oxmoe import _oxmoe
 from oxmoe.dispatch import quantize_nvfp4
 from oxmoe.masked import moe_masked
+from oxmoe.prepared import Cache
 from oxmoe.tracing import tracing
 
 __all__ = [
@@ -204,6 +205,8 @@ def scaled_fp4_grouped_quantize(
 
 # The layer
 
+cache = Cache()  # of flashinfer_cutedsl_moe_masked: experts on CUDA, which are packed
+
 
 def flashinfer_cutedsl_moe_masked(
     hidden_states: tuple[Tensor, Tensor | None],
@@ -221,13 +224,17 @@ def flashinfer_cutedsl_moe_masked(
     down_start_event: Any = None,
     activation: str = "silu",
 ) -> Tensor:
-    """SGLang's function of this name, on CPU tensors: W4A4 experts on DeepEP's masked layout. bf16 [El, m, K].
+    """SGLang's function of this name, on what ExpertWeights.nvfp4 runs on: W4A4 experts on DeepEP's masked layout. bf16
+    [El, m, K].
 
     hidden_states: (x bf16 [El, m, K], None), quantised with input_global_scale fp32 [El], or (codes uint8 of logical
     shape [m, K / 2, El], scales [32, 4, m tiles, 4, k tiles, El]) as scaled_fp4_grouped_quantize gives them. w1 uint8
     [El, 2N, K / 2] is [gate; up] (activation "relu2": [El, N, K / 2]), w2 [El, K, N / 2]; their scales are swizzled,
     [El, M', G'] or as a view in MMA layout; alphas and a2_global_scale fp32 [El]; masked_m int32 [El]. Rows beyond the
     mask are undefined.
+
+    CUDA tensors: the first call with these weights packs them, which a CUDA graph cannot capture, and keeps that copy
+    (`oxmoe.nvfp4.cache`) for as long as they live.
 
     GEMM1's sums go into the activation unrounded, where SGLang's kernels round them to bf16 first. down_sm_count,
     down_signals and down_start_event are refused by name: a combine on another stream waits for signals of finished
@@ -258,16 +265,24 @@ def flashinfer_cutedsl_moe_masked(
         x = x.view(torch.uint8).permute(2, 0, 1).contiguous()
     elif input_global_scale is None:
         raise ValueError("input_global_scale: needed where hidden_states has no scales")
-    weights = _oxmoe.ExpertWeights.nvfp4(
-        w1,
-        w2,
-        w1_blockscale,
-        w2_blockscale,
-        w1_alpha,
-        w2_alpha,
-        input_global_scale=1.0 if input_global_scale is None else input_global_scale,
-        a2_global_scale=a2_global_scale,
-        scale_layout="swizzled",
-        activation=activation,
-    )
+
+    def make() -> _oxmoe.ExpertWeights:
+        return _oxmoe.ExpertWeights.nvfp4(
+            w1,
+            w2,
+            w1_blockscale,
+            w2_blockscale,
+            w1_alpha,
+            w2_alpha,
+            input_global_scale=1.0 if input_global_scale is None else input_global_scale,
+            a2_global_scale=a2_global_scale,
+            scale_layout="swizzled",
+            activation=activation,
+        )
+
+    if w1.is_cuda:
+        numbers = (w1_alpha, w2_alpha, input_global_scale, a2_global_scale)
+        weights = cache.get((w1, w1_blockscale, w2, w2_blockscale), numbers, (activation,), make)
+    else:
+        weights = make()
     return moe_masked(x, weights, masked_m, x_scale=scales)

@@ -286,7 +286,7 @@ def expert_tensors(
     weights: _oxmoe.ExpertWeights,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
     """(w13, w2, b13, b2, options) as operators take experts."""
-    if weights.format == "nvfp4":
+    if weights.format.startswith("nvfp4"):
         raise NotImplementedError("nvfp4 experts in traced code; served there: the other formats")
     if weights.w13 is None or weights.w2 is None:
         raise NotImplementedError(f"packed {weights.format} experts in traced code; {_PACKED_ONLY} and is not traced")

@@ -35,7 +35,7 @@ pub use quantize_fp8::{expand_scales, quantize_fp8};
 pub use quantize_mxfp8::{dequantize_mxfp8, quantize_mxfp8};
 pub use quantize_nvfp4::quantize_nvfp4;
 pub use ragged::ragged;
-pub use round_nvfp4::{round_to_nvfp4, RoundNvfp4};
+pub use round_nvfp4::round_to_nvfp4;
 pub use route::route;
 pub use schedule::schedule;
 pub use select::select;

@@ -5,39 +5,22 @@ use rayon::prelude::*;
 
 use super::narrow::e4m3_value;
 use super::{for_dtype, Element, Shared};
-use crate::params::{Dtype, Tile};
+use crate::params::RoundNvfp4Params;
 use crate::quant::e2m1;
 use crate::quant::nvfp4::{quantize_block, BLOCK};
 
-#[derive(Clone, Copy, Debug)]
-pub struct RoundNvfp4 {
-    /// `[*, columns]` of `dtype`, or with `scales` codes `[*, columns / 2]`.
-    pub x: *const u8,
-    /// e4m3 `[*, columns / 16]`, or null.
-    pub scales: *const u8,
-    /// `[*, columns]` of `dtype`, a row a slot (where places are not mapped: a place); may be x.
-    pub out: *mut u8,
-    pub dtype: Dtype,
-    pub columns: usize,
-    pub tiles: *const Tile,
-    pub tile_count: *const i32,
-    /// As in `GroupedGemmParams`.
-    pub slot_of_place: *const i32,
-    pub row_divisor: i32,
-    /// fp32 `[experts]`: what rows are multiplied by before.
-    pub global_scales: *const f32,
-}
-
+/// Rows of a schedule.
+///
 /// # Safety
 /// The pointers must be valid for these shapes and the rows that the schedule names; where `out` is x, slots are rows of x.
-pub unsafe fn round_to_nvfp4(p: &RoundNvfp4) {
+pub unsafe fn round_to_nvfp4(p: &RoundNvfp4Params) {
     // SAFETY: the caller's contract.
     for_dtype!(p.dtype, T => unsafe { round::<T>(p) })
 }
 
 /// # Safety
 /// As for [`round_to_nvfp4`].
-unsafe fn round<T: Element>(p: &RoundNvfp4) {
+unsafe fn round<T: Element>(p: &RoundNvfp4Params) {
     // SAFETY: a schedule, by the caller's contract.
     let tiles = unsafe {
         match *p.tile_count {
@@ -55,16 +38,17 @@ unsafe fn round<T: Element>(p: &RoundNvfp4) {
         // SAFETY: the caller's contract; a slot's row is written by this task alone.
         unsafe {
             let slot = if p.slot_of_place.is_null() { place } else { *p.slot_of_place.add(place) as usize };
-            let (row, blocks) = (slot / p.row_divisor as usize, p.columns / BLOCK);
-            let out = p.out.cast::<T>().add(slot * p.columns);
+            let columns = p.columns as usize;
+            let (row, blocks) = (slot / p.row_divisor as usize, columns / BLOCK);
+            let out = p.out.cast::<T>().add(slot * columns);
             for block in 0..blocks {
                 let mut codes = [0; BLOCK / 2];
                 let scale = if p.scales.is_null() {
-                    let x = p.x.cast::<T>().add(row * p.columns + block * BLOCK);
+                    let x = p.x.cast::<T>().add(row * columns + block * BLOCK);
                     let values: [f32; BLOCK] = std::array::from_fn(|i| (*x.add(i)).to_f32());
                     quantize_block(&values, *p.global_scales.add(expert), false, &mut codes)
                 } else {
-                    codes = *p.x.add((row * p.columns + block * BLOCK) / 2).cast();
+                    codes = *p.x.add((row * columns + block * BLOCK) / 2).cast();
                     *p.scales.add(row * blocks + block)
                 };
                 let scale = e4m3_value(scale);

@@ -2,7 +2,7 @@
 
 use super::grouped_gemm::WeightMaps;
 use super::per_expert::PerExpert;
-use super::plan::{fp8_sm90, mxfp4_sm90, mxfp8_sm90};
+use super::plan::{fp8_sm90, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90};
 use crate::device::Device;
 use crate::error::Result;
 use crate::params::{Activation, Dtype, W13Layout};
@@ -71,6 +71,9 @@ pub struct LayerDesc {
 impl LayerDesc {
     /// An error where no kernel of this GPU takes the layer.
     pub fn require_cuda(&self, device: &Device) -> Result<()> {
+        if self.format.is_nvfp4() {
+            return nvfp4_sm90::require(device, self);
+        }
         self.format.require_cuda()?;
         if self.format.is_fp8() {
             fp8_sm90::require(device, self)?;
@@ -105,8 +108,11 @@ pub struct Matrix {
     /// Null: no bias.
     pub bias: *const u8,
     pub bias_dtype: Dtype,
-    /// Of fp8 with scales of activations that were made before: the scale of what it multiplies, else null.
+    /// Of fp8 with scales of activations that were made before: the scale of what it multiplies. Of NVFP4 fp32 `[experts]`: what rows that it
+    /// multiplies are multiplied by before they are rounded to NVFP4. Else null.
     pub x_scale: *const f32,
+    /// Of NVFP4 on GPUs: `x_scale` is one number, that of all experts.
+    pub one_x_scale: bool,
     /// Of an expert, padding included.
     pub rows: i64,
     /// Columns that are multiplied.
@@ -129,6 +135,7 @@ impl Matrix {
             bias: bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast_const()),
             bias_dtype: bias.as_ref().and_then(|b| b.elem.dtype()).unwrap_or(dtype),
             x_scale: std::ptr::null(),
+            one_x_scale: false,
             row_scales: std::ptr::null(),
             rows,
             k,

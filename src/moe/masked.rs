@@ -11,7 +11,9 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams, TileRowsParams};
+use crate::params::{
+    GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, ScheduleParams, TileRowsParams,
+};
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::quant::Format;
@@ -26,7 +28,7 @@ struct Stages {
     quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params)>,
     /// Of other formats whose activations are rounded: how on CPUs, and rows of x and of GEMM1's output.
     round: Option<(Rounding, [TileRowsParams; 2])>,
-    nvfp4: Option<[cpu::RoundNvfp4; 2]>,
+    nvfp4: Option<[RoundNvfp4Params; 2]>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
 }
@@ -84,7 +86,7 @@ impl Stages {
         );
         let (tiles, tile_count) = (schedule.tiles.cast_const(), schedule.tile_count.cast_const());
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
-        let nvfp4 = nvfp4::rounding(layer, codes_scales, out.data, (&mut up, &mut down));
+        let nvfp4 = nvfp4::rounding(layer, (codes_scales, None), (out.data, tile_tokens), (&mut up, &mut down));
         let quantize = layer.desc.format.is_fp8().then(|| {
             let of_rows = (division.rows, schedule.counters);
             let [of_x, of_hidden] = fp8::both(layer, (ws, base), of_rows, (&mut up, &mut down));
@@ -138,10 +140,11 @@ impl Stages {
             let Some(args) = args else { return Ok(()) };
             launches.into_iter().flatten().try_for_each(|launch| stream.launch(op, &launch, args))
         };
-        let [x, hidden] = match (&self.quantize, &self.round) {
-            (Some((x, hidden)), _) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
-            (None, Some((_, [x, hidden]))) => [x, hidden].map(|rows| Some(Args::TileRows(rows))),
-            (None, None) => [None; 2],
+        let [x, hidden] = match (&self.quantize, &self.round, &self.nvfp4) {
+            (Some((x, hidden)), ..) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
+            (None, Some((_, rows)), _) => rows.each_ref().map(|rows| Some(Args::TileRows(rows))),
+            (None, None, Some(rows)) => rows.each_ref().map(|rows| Some(Args::RoundNvfp4(rows))),
+            (None, None, None) => [None; 2],
         };
         let mut up = self.up;
         quantize("moe_masked: quantisation of x", of_x, x)?;
@@ -204,7 +207,7 @@ impl<'py> Call<'_, 'py> {
         let dims = |last: Dim| [self.lead.as_slice(), &[last]].concat();
         let x_scale = self.x_scale.map(|scale| TensorRef::borrow("x_scale", scale)).transpose()?;
         if let Some(scale) = &x_scale {
-            if layer.desc.format == Format::Nvfp4 {
+            if layer.desc.format.is_nvfp4() {
                 let blocks = Dim::Is("hidden / 16", layer.desc.hidden / BLOCK as i64);
                 contract.check("x_scale", scale, &dims(blocks), &nvfp4::SCALES)?;
             } else {
@@ -287,7 +290,7 @@ fn check_x(contract: &mut Contract, layer: &Layer, x: &TensorRef, dims: &[Dim], 
     }
     match layer.desc.format {
         format if format.is_fp8() => contract.check("x", x, dims, &[Elem::E4M3]),
-        Format::Nvfp4 if nvfp4::rounds(layer) => {
+        _ if nvfp4::rounds(layer) => {
             let pairs = Dim::Is("hidden / 2", layer.desc.hidden / 2);
             contract.check("x", x, &[&dims[..dims.len() - 1], &[pairs]].concat(), &nvfp4::CODES)
         }

@@ -13,6 +13,7 @@ mod mxfp8;
 mod numbers;
 mod numbers_of;
 pub mod nvfp4;
+mod nvfp4_gpu;
 mod options;
 mod per_expert;
 pub mod plan;
@@ -28,7 +29,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, SelectParams};
+use crate::params::{CombineParams, Dtype, GroupedGemmParams, RoundNvfp4Params, RouteParams, SelectParams};
 use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use numbers::Numbers;
@@ -63,7 +64,7 @@ struct Stages {
     quantize: Option<fp8::Quantize>,
     quantize_rows: Option<mxfp4_a8::Quantize>,
     round: Option<mxfp8::Round>,
-    nvfp4: Option<[cpu::RoundNvfp4; 2]>,
+    nvfp4: Option<[RoundNvfp4Params; 2]>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
     combine: CombineParams,
@@ -150,7 +151,8 @@ impl Stages {
             .then(|| mxfp8::Round::new(desc.tokens, ws.rows.at(base), &route, &mut up, &down));
         // GEMM2 writes to the room of x once GEMM1 has read it.
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
-        let nvfp4 = nvfp4::rounding(layer, codes_scales, ws.rows.at(base), (&mut up, &mut down));
+        let nvfp4 =
+            nvfp4::rounding(layer, (codes_scales, Some(tokens)), (ws.rows.at(base), tile_tokens), (&mut up, &mut down));
         Stages { select, route, quantize, quantize_rows, round, nvfp4, up, down, combine }
     }
 
@@ -175,6 +177,9 @@ impl Stages {
                 if let (Some(round), Some(x)) = (&self.round, x) {
                     stream.launch("moe: rounding of x", &x, Args::QuantizeRows(&round.x))?;
                 }
+                if let (Some([round, _]), Some(x)) = (&self.nvfp4, x) {
+                    stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
+                }
                 grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params)?;
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
                     quantize.launch_hidden(stream)?;
@@ -185,6 +190,9 @@ impl Stages {
                 if let (Some(quantize), Some(hidden)) = (&self.quantize_rows, hidden) {
                     let args = Args::QuantizeRows(&quantize.hidden);
                     stream.launch("moe: quantisation of GEMM1's output", &hidden, args)?;
+                }
+                if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
+                    stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
                 }
                 match plan.panels {
                     Some(panels) => {
@@ -518,7 +526,9 @@ pub fn moe_tensors<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-        if let Some(spec) = format.and_then(quant::by_name).filter(|spec| spec.format.is_packed()) {
+        if let Some(spec) =
+            format.and_then(quant::by_name).filter(|spec| spec.format.is_packed() && !spec.format.is_nvfp4())
+        {
             mxfp4::refuse_bare(w13, spec.format)?;
         }
         let spec = format.and_then(quant::by_name).map(|spec| spec.format);

@@ -47,7 +47,7 @@ impl Numbers {
         if spec.format == Format::Mxfp8 && dtype.is_none_or(|dtype| dtype == "bf16") {
             return Ok(Numbers::Mxfp8 { hidden: hidden_size });
         }
-        if spec.format == Format::Nvfp4 {
+        if spec.format.is_nvfp4() {
             return Err(Error::Unsupported(
                 "nvfp4 experts as bare tensors; supported: oxmoe.moe with an ExpertWeights.nvfp4".into(),
             ));

@@ -1,15 +1,16 @@
-//! NVFP4 experts, on CPUs: their contract, and the activations that are rounded to NVFP4 on their way.
+//! NVFP4 experts: their contract, and the activations that are rounded to NVFP4 on their way.
 
 use super::numbers::Numbers;
 use super::numbers_of::numbers_of;
+use super::nvfp4_gpu::{self, numbers_on_device};
 use super::per_expert::{Given, Scalar};
 use super::weights::{
     check_biases, check_sizes, intermediate_size, Arguments, ExpertWeights, Layer, LayerDesc, Matrix, Operands, Options,
 };
 use crate::contract;
-use crate::cpu::RoundNvfp4;
+use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::params::{Dtype, GroupedGemmParams, W13Layout};
+use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
 use crate::quant::blocks::{self, Blocks};
 use crate::quant::nvfp4::{ScaleLayout, BLOCK};
 use crate::quant::{self, Format};
@@ -27,9 +28,30 @@ pub struct Spec {
     dtype: Dtype,
     layouts: [ScaleLayout; 2],
     /// As `GroupedGemmParams::expert_scales`.
-    factors: [Arc<[f32]>; 2],
+    factors: [Values; 2],
     /// For each expert what rows are multiplied by before they are rounded to NVFP4; None: they are not.
-    activations: Option<[Arc<[f32]>; 2]>,
+    activations: Option<[Values; 2]>,
+}
+
+/// Numbers of experts where a layer reads them.
+#[derive(Clone, Debug)]
+enum Values {
+    Host(Arc<[f32]>),
+    /// In a tensor that the weights keep; one number for all experts.
+    Device(*const f32, bool),
+}
+
+impl Values {
+    fn as_ptr(&self) -> *const f32 {
+        match self {
+            Values::Host(values) => values.as_ptr(),
+            Values::Device(address, _) => *address,
+        }
+    }
+
+    fn is_one_on_device(&self) -> bool {
+        matches!(self, Values::Device(_, true))
+    }
 }
 
 fn layout(name: &str) -> Result<W13Layout> {
@@ -81,64 +103,82 @@ pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_>) -> Res
     check_biases(&mut contract, operands, rows_of_w2, &BIASES)?;
     let [up, down] = [(0, w13, w13_scale, b13, (rows, hidden)), (1, w2, w2_scale, b2, (hidden, intermediate))].map(
         |(i, t, scales, bias, size)| {
-            let own = blocks::Nvfp4 {
-                layout: spec.layouts[i],
-                factors: spec.factors[i].as_ptr(),
-                activations: spec.activations.as_ref().map_or(std::ptr::null(), |both| both[i].as_ptr()),
-            };
+            let own = blocks::Nvfp4 { layout: spec.layouts[i], factors: spec.factors[i].as_ptr() };
+            let activations = spec.activations.as_ref().map(|both| &both[i]);
             Matrix {
+                x_scale: activations.map_or(std::ptr::null(), Values::as_ptr),
+                one_x_scale: activations.is_some_and(Values::is_one_on_device),
                 blocks: Some(Blocks { nvfp4: Some(own), ..Blocks::of_32(scales.data, false, size.1 as usize / BLOCK) }),
                 ..Matrix::new(t, bias, spec.dtype, size)
             }
         },
     );
-    let (experts, dtype, format) = (w13.shape()[0], spec.dtype, Format::Nvfp4);
+    let on_cuda = w13.place != Place::Cpu;
+    let format = if on_cuda && spec.activations.is_some() { Format::Nvfp4A4 } else { Format::Nvfp4 };
+    let (experts, dtype) = (w13.shape()[0], spec.dtype);
     let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
-    let numbers = spec.factors.iter().chain(spec.activations.iter().flatten()).cloned().collect();
+    if let Place::Cuda(ordinal) = w13.place {
+        desc.require_cuda(&gpu(ordinal)?.device)?;
+    }
+    let values = spec.factors.iter().chain(spec.activations.iter().flatten());
+    let numbers = values.filter_map(|values| match values {
+        Values::Host(values) => Some(values.clone()),
+        Values::Device(..) => None,
+    });
+    let numbers = numbers.collect();
     Ok(Layer { numbers, ..Layer::described((desc, w13.place), [up, down], (layout, activation)) })
 }
 
 /// Whether rows of x and of GEMM1's output are rounded to NVFP4.
 pub fn rounds(layer: &Layer) -> bool {
-    layer.up.blocks.and_then(|blocks| blocks.nvfp4).is_some_and(|own| !own.activations.is_null())
+    layer.desc.format.is_nvfp4() && !layer.up.x_scale.is_null()
 }
 
 /// The roundings of x, into `room` [slots, hidden], and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`:
-/// x has codes.
+/// x has codes. `all`: x has so many rows, all of which may be read.
 pub fn rounding(
     layer: &Layer,
-    x_scales: *const u8,
-    room: *mut u8,
+    (x_scales, all): (*const u8, Option<i32>),
+    (room, tile_rows): (*mut u8, i32),
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> Option<[RoundNvfp4; 2]> {
-    let [of_x, of_hidden] = [&layer.up, &layer.down]
-        .map(|m| m.blocks.and_then(|b| b.nvfp4).map_or(std::ptr::null(), |own| own.activations));
-    if of_x.is_null() {
+) -> Option<[RoundNvfp4Params; 2]> {
+    if !rounds(layer) {
         return None;
     }
-    let x = RoundNvfp4 {
+    let mut x = RoundNvfp4Params {
         x: up.x,
         scales: x_scales,
         out: room,
         dtype: layer.desc.dtype,
-        columns: up.k as usize,
+        columns: up.k,
+        rows: 0,
         tiles: up.tiles,
         tile_count: up.tile_count,
+        tile_rows,
         slot_of_place: up.slot_of_place,
         row_divisor: up.row_divisor,
-        global_scales: of_x,
+        global_scales: layer.up.x_scale,
     };
-    (up.x, up.row_divisor) = (room, 1);
-    let hidden = RoundNvfp4 {
+    let hidden = RoundNvfp4Params {
         x: down.x,
         scales: std::ptr::null(),
         out: up.out,
-        columns: down.k as usize,
+        columns: down.k,
         slot_of_place: std::ptr::null(),
         row_divisor: 1,
-        global_scales: of_hidden,
+        global_scales: layer.down.x_scale,
         ..x
     };
+    up.x = room;
+    match all {
+        // The numbers of a row are the same for each of its slots.
+        Some(rows) if layer.place != Place::Cpu && (layer.up.one_x_scale || !x_scales.is_null()) => {
+            (x.rows, x.tiles) = (rows, std::ptr::null());
+        }
+        _ => up.row_divisor = 1,
+    }
+    // It stands between the schedule and GEMM1.
+    up.schedule_is_older = true;
     Some([x, hidden])
 }
 
@@ -196,16 +236,27 @@ pub fn nvfp4_experts<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
-        if let Place::Cuda(_) = up.place {
-            return Err(Error::Unsupported(format!(
-                "nvfp4 experts on {}; supported: CPU tensors (on CUDA bf16, f16, mxfp4 and fp8 experts)",
-                up.place
-            )));
-        }
+        let cuda = match up.place {
+            Place::Cpu => false,
+            // NOTE: only with kernels that are not measured yet.
+            Place::Cuda(ordinal) if gpu(ordinal).is_ok_and(|gpu| gpu.device.experimental) => true,
+            place => {
+                return Err(Error::Unsupported(format!(
+                    "nvfp4 experts on {place}; supported: CPU tensors (on CUDA bf16, f16, mxfp4 and fp8 experts)"
+                )))
+            }
+        };
         let dtype = match quant::by_name(dtype) {
             Some(spec) if spec.block == 1 => spec.compute,
             _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
         };
+        if cuda && dtype != Dtype::Bf16 {
+            return Err(Error::Unsupported(format!(
+                "dtype: {:?} for nvfp4 experts on {}; supported there: \"bf16\" (others run on CPU tensors)",
+                quant::name(dtype),
+                up.place
+            )));
+        }
         let three = |name: &str, t: &TensorRef| match t.shape() {
             &[experts, rows, bytes] => Ok((experts, rows, 2 * bytes / BLOCK as i64)),
             shape => contract!("{name}: expected [experts, rows, columns / 2], got shape {shape:?}"),
@@ -215,12 +266,21 @@ pub fn nvfp4_experts<'py>(
         let parts = if options.gated() { 2 } else { 1 };
         let (w13_scale, up_layout) = scales("w13_scale", w13_scale, (rows, blocks), scale_layout)?;
         let (w2_scale, down_layout) = scales("w2_scale", w2_scale, (w2_rows, w2_blocks), scale_layout)?;
+        let mut tensors = Vec::new();
+        let mut values = |operand, object: &Bound<'py, PyAny>, parts| -> Result<Values> {
+            if !cuda {
+                return Ok(Values::Host(numbers_of(operand, object, experts, parts)?));
+            }
+            let (made, one) = numbers_on_device(operand, object, (w13, &up), experts, parts)?;
+            let address = TensorRef::borrow(operand, &made)?.data.cast_const().cast();
+            tensors.push(made.unbind());
+            Ok(Values::Device(address, one))
+        };
         let activations = match (input_global_scale, a2_global_scale) {
             (None, None) => None,
-            (Some(of_x), Some(of_hidden)) => Some([
-                numbers_of("input_global_scale", of_x, experts, 1)?,
-                numbers_of("a2_global_scale", of_hidden, experts, 1)?,
-            ]),
+            (Some(of_x), Some(of_hidden)) => {
+                Some([values("input_global_scale", of_x, 1)?, values("a2_global_scale", of_hidden, 1)?])
+            }
             (None, _) => contract!("input_global_scale: needed where a2_global_scale is given"),
             (_, None) => contract!("a2_global_scale: needed where input_global_scale is given"),
         };
@@ -228,12 +288,22 @@ pub fn nvfp4_experts<'py>(
             dtype,
             layouts: [up_layout, down_layout],
             factors: [
-                numbers_of("w13_global_scale", w13_global_scale, experts, parts)?,
-                numbers_of("w2_global_scale", w2_global_scale, experts, 1)?,
+                values("w13_global_scale", w13_global_scale, parts)?,
+                values("w2_global_scale", w2_global_scale, 1)?,
             ],
             activations,
         };
+        let arranged = match b13 {
+            Some(bias) if cuda && parts == 2 && nvfp4_gpu::is_in_64s(self::layout(layout)?) => {
+                let whole = TensorRef::borrow("b13", bias)?.shape() == [experts, rows] && rows % 128 == 0;
+                whole.then(|| nvfp4_gpu::bias_in_halves(bias, experts, rows)).transpose()?
+            }
+            _ => None,
+        };
+        let b13 = arranged.as_ref().or(b13);
         let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(&w13_scale), w2_scale: Some(&w2_scale) };
-        ExpertWeights::new(&arguments, Numbers::Nvfp4(spec), options, &given, false)
+        let mut made = ExpertWeights::new(&arguments, Numbers::Nvfp4(spec), options, &given, false)?;
+        made._tensors.extend(tensors);
+        Ok(made)
     })
 }

@@ -6,6 +6,7 @@ pub mod fp8_sm90;
 pub mod masked;
 pub mod mxfp4_sm90;
 pub mod mxfp8_sm90;
+pub mod nvfp4_sm90;
 pub mod portable;
 pub mod routing;
 pub mod sm90;
@@ -217,7 +218,7 @@ pub struct MoePlan {
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub experts: Experts,
-    /// Of e4m3 and MXFP8 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
+    /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
     /// Where GEMM2's launch combines, too.
@@ -241,6 +242,7 @@ enum Kernels {
     HopperMxfp4,
     HopperFp8,
     HopperMxfp8,
+    HopperNvfp4,
     Portable,
 }
 
@@ -257,6 +259,8 @@ impl Kernels {
             Kernels::HopperFp8
         } else if mxfp8_sm90::serves(device, layer) {
             Kernels::HopperMxfp8
+        } else if nvfp4_sm90::serves(device, layer) {
+            Kernels::HopperNvfp4
         } else if layer.format.spec().block == 1
             && plain(layer.gated, rows, hidden)
             && plain(false, hidden, intermediate)
@@ -289,7 +293,11 @@ impl MoePlan {
             Kernels::HopperFp8 if format == Format::Fp8Block => {
                 fp8_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
             }
-            Kernels::HopperMxfp4 | Kernels::HopperMxfp8 | Kernels::HopperFp8 | Kernels::Portable => None,
+            Kernels::HopperMxfp4
+            | Kernels::HopperMxfp8
+            | Kernels::HopperNvfp4
+            | Kernels::HopperFp8
+            | Kernels::Portable => None,
         };
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
@@ -313,6 +321,11 @@ impl MoePlan {
                 let [up, down] = [up, down].map(|gemm| mxfp8_sm90::gemm(&gemm, tile_tokens, device));
                 (tile_tokens, Experts::Gemms { up, down })
             }
+            (None, Kernels::HopperNvfp4) => {
+                let tile_tokens = nvfp4_sm90::tile_tokens(&up);
+                let [up, down] = [up, down].map(|gemm| nvfp4_sm90::gemm(&gemm, tile_tokens, device));
+                (tile_tokens, Experts::Gemms { up, down })
+            }
             (None, Kernels::Portable) => {
                 let tile_tokens = portable::tile_tokens(&up, &down, device);
                 let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
@@ -332,6 +345,8 @@ impl MoePlan {
             fp8_sm90::quantize(layer, (desc.tokens, slots), inside)
         } else if format == Format::Mxfp4A8 {
             [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
+        } else if kernels == Kernels::HopperNvfp4 {
+            nvfp4_sm90::rounds(layer, slots, device).map(|launch| [None, launch])
         } else if format == Format::Mxfp8 {
             // The portable GEMM1 has no groups of 32 outputs in a warp.
             let after = (kernels == Kernels::Portable).then(|| mxfp8_sm90::round(slots * layer.intermediate, device));
@@ -440,6 +455,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
         Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.format, layer.gated),
         Kernels::HopperFp8 => fp8_sm90::variants(layer.gated),
         Kernels::HopperMxfp8 => mxfp8_sm90::variants(layer.gated),
+        Kernels::HopperNvfp4 => nvfp4_sm90::variants(layer),
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;

@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use crate::params::Dtype;
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
-use crate::quant::Format;
 use crate::tensor::{Contract, Dim, Elem, TensorRef};
 use pyo3::prelude::*;
 
@@ -51,7 +50,7 @@ impl Tokens {
             contract.check("x", &x, &dims, &[elem(layer.desc.dtype)])?;
             return Ok(Tokens { x, scale: None });
         };
-        if layer.desc.format == Format::Nvfp4 && nvfp4::rounds(layer) {
+        if nvfp4::rounds(layer) {
             let hidden = layer.desc.hidden;
             let scale = TensorRef::borrow("x_scale", scale)?;
             let of = |name, block| [dims[0], Dim::Is(name, hidden / block)];

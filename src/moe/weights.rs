@@ -6,7 +6,7 @@ use super::mxfp4_a8::is_e4m3;
 use super::numbers::Numbers;
 pub use super::options::{w13_layout, Options};
 use super::per_expert::{Given, Scalar};
-use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4};
+use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4, nvfp4_gpu};
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{guard, Result};
@@ -227,7 +227,10 @@ impl ExpertWeights {
             let gpu = gpu(ordinal)?;
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
             if layer.desc.format.is_packed() {
-                packed = Some(mxfp4::pack(&mut layer, arguments, &operands, in_place)?);
+                packed = Some(match layer.desc.format.is_nvfp4() {
+                    true => nvfp4_gpu::pack(&mut layer, arguments, &operands)?,
+                    false => mxfp4::pack(&mut layer, arguments, &operands, in_place)?,
+                });
             }
         } else if in_place {
             contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);

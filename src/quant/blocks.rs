@@ -25,8 +25,6 @@ pub struct Nvfp4 {
     pub layout: ScaleLayout,
     /// As `GroupedGemmParams::expert_scales`.
     pub factors: *const f32,
-    /// fp32 `[experts]`: what rows are multiplied by before they are rounded to NVFP4. Null: they are not.
-    pub activations: *const f32,
 }
 
 impl Blocks {

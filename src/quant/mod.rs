@@ -17,6 +17,7 @@ pub mod packed_e4m3;
 pub mod packed_ops;
 pub mod row_ops;
 
+use crate::device::is_set;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
 
@@ -41,13 +42,16 @@ pub enum Format {
     Fp8TensorToken,
     /// The same with scales of activations that were made before.
     Fp8TensorStatic,
+    /// Nvfp4 on GPUs whose activations are rounded to NVFP4 too.
+    Nvfp4A4,
 }
 
 /// What a format's weights are made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
     pub format: Format,
-    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `fp8_tensor-token`, `-static`: fp8_tensor
+    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `nvfp4-a4`: nvfp4 with an
+    /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
     /// with per_token or with scales), and on the command line.
     pub name: &'static str,
     /// Type that activations have and products are taken in; where weights allow others, the default.
@@ -62,7 +66,7 @@ pub struct QuantSpec {
     pub cuda: bool,
 }
 
-pub const FORMATS: [QuantSpec; 11] = [
+pub const FORMATS: [QuantSpec; 12] = [
     QuantSpec {
         format: Format::Bf16,
         name: "bf16",
@@ -126,19 +130,17 @@ pub const FORMATS: [QuantSpec; 11] = [
         speed: 1.0,
         cuda: true,
     },
-    QuantSpec {
-        format: Format::Nvfp4,
-        name: "nvfp4",
-        compute: Dtype::Bf16,
-        bits_per_weight: 4.5,
-        block: nvfp4::BLOCK as i64,
-        speed: 1.0,
-        cuda: false,
-    },
+    nvfp4(Format::Nvfp4, "nvfp4"),
     fp8_tensor(Format::Fp8Tensor, "fp8_tensor"),
     fp8_tensor(Format::Fp8TensorToken, "fp8_tensor-token"),
     fp8_tensor(Format::Fp8TensorStatic, "fp8_tensor-static"),
+    nvfp4(Format::Nvfp4A4, "nvfp4-a4"),
 ];
+
+const fn nvfp4(format: Format, name: &'static str) -> QuantSpec {
+    let (bits_per_weight, block) = (4.5, nvfp4::BLOCK as i64);
+    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.0, cuda: false }
+}
 
 const fn fp8_tensor(format: Format, name: &'static str) -> QuantSpec {
     let (bits_per_weight, block) = (8.0, fp8::GROUP as i64);
@@ -157,7 +159,12 @@ impl Format {
 
     /// Whether GPUs read them in a form of their own, made at load.
     pub fn is_packed(self) -> bool {
-        self.is_mxfp4() || self == Format::Mxfp8
+        self.is_mxfp4() || self == Format::Mxfp8 || self.is_nvfp4()
+    }
+
+    /// Whether weights are NVFP4, whatever multiplies them.
+    pub fn is_nvfp4(self) -> bool {
+        matches!(self, Format::Nvfp4 | Format::Nvfp4A4)
     }
 
     /// Whether weights are e4m3 codes with fp32 scales of blocks, which activations share.
@@ -193,13 +200,19 @@ impl Format {
     }
 }
 
+/// Those that have a name here: what only kernels serve that are not measured yet has one where those are switched on.
+pub fn named() -> impl Iterator<Item = &'static QuantSpec> {
+    let experimental = is_set("OXMOE_EXPERIMENTAL");
+    FORMATS.iter().filter(move |f| f.format != Format::Nvfp4A4 || experimental)
+}
+
 pub fn by_name(name: &str) -> Option<&'static QuantSpec> {
-    FORMATS.iter().find(|f| f.name == name)
+    named().find(|f| f.name == name)
 }
 
 /// The error for a name that is none.
 pub fn unknown(name: &str) -> Error {
-    let known: Vec<&str> = FORMATS.iter().map(|f| f.name).collect();
+    let known: Vec<&str> = named().map(|f| f.name).collect();
     Error::Unsupported(format!("format {name:?}; supported: {}", known.join(", ")))
 }
 

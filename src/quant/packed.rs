@@ -1,11 +1,12 @@
-//! The packed forms of MXFP4 and MXFP8 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh): their sizes, MXFP4's bits, and
-//! the launches that make them.
+//! The packed forms of MXFP4, MXFP8 and NVFP4 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh, nvfp4_packed.cuh): their
+//! sizes, MXFP4's bits, and the launches that make them.
 
 use crate::contract;
 use crate::error::Result;
 use crate::kernel::{Args, Launch, Stream};
-use crate::params::{PackMxfp4Params, ScaleBytesParams};
+use crate::params::{PackMxfp4Params, PackNvfp4Params, ScaleBytesParams};
 use crate::variants::mxfp8::Mxfp8;
+use crate::variants::nvfp4::Nvfp4;
 use crate::variants::{Variant, PACK_BLOCKS};
 
 /// Rows and columns of a block, and its bytes of codes (MXFP4's) and of scales.
@@ -19,22 +20,40 @@ pub const SCALE_BYTES: usize = 128;
 pub enum Form {
     Mxfp4,
     Mxfp8,
+    Nvfp4,
 }
 
 impl Form {
     /// Bytes of a block's codes.
     pub fn code_bytes(self) -> usize {
         match self {
-            Form::Mxfp4 => CODE_BYTES,
+            Form::Mxfp4 | Form::Nvfp4 => CODE_BYTES,
             Form::Mxfp8 => 2 * CODE_BYTES,
         }
     }
 
-    /// What finds every expert's factor, and what packs.
-    fn kernels(self) -> [Variant; 2] {
+    /// Bytes of a block's scales.
+    pub fn scale_bytes(self) -> usize {
         match self {
-            Form::Mxfp4 => [Variant::Mxfp4Peak, Variant::Mxfp4Pack],
-            Form::Mxfp8 => [Mxfp8::Peak, Mxfp8::Pack].map(Variant::Mxfp8),
+            Form::Mxfp4 | Form::Mxfp8 => SCALE_BYTES,
+            Form::Nvfp4 => 2 * SCALE_BYTES,
+        }
+    }
+
+    /// What finds every expert's factor, where it is not given.
+    fn peak(self) -> Option<Variant> {
+        match self {
+            Form::Mxfp4 => Some(Variant::Mxfp4Peak),
+            Form::Mxfp8 => Some(Variant::Mxfp8(Mxfp8::Peak)),
+            Form::Nvfp4 => None,
+        }
+    }
+
+    fn pack(self) -> Variant {
+        match self {
+            Form::Mxfp4 => Variant::Mxfp4Pack,
+            Form::Mxfp8 => Variant::Mxfp8(Mxfp8::Pack),
+            Form::Nvfp4 => Variant::Nvfp4(Nvfp4::PackNvfp4Weights),
         }
     }
 }
@@ -45,7 +64,7 @@ pub struct Packed {
     pub form: Form,
     pub codes: *const u8,
     pub scales: *const u8,
-    /// fp32 [experts]: powers of two that multiply an expert's sums.
+    /// fp32 [experts] (of NVFP4's w13 [experts, 2]): what multiplies an expert's sums.
     pub expert_scales: *const f32,
 }
 
@@ -80,7 +99,7 @@ impl Extent {
     }
 
     pub fn scale_bytes(self) -> usize {
-        self.blocks() * SCALE_BYTES
+        self.blocks() * self.form.scale_bytes()
     }
 
     pub fn codes_shape(self) -> [i64; 4] {
@@ -88,7 +107,7 @@ impl Extent {
     }
 
     pub fn scales_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), SCALE_BYTES as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.scale_bytes() as i64]
     }
 }
 
@@ -170,26 +189,32 @@ pub(super) fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64,
     stream.launch(op, &launch, args)
 }
 
-fn pack_ctas(p: &PackMxfp4Params) -> i64 {
-    let extent = Extent::of(Form::Mxfp4, p);
+fn pack_ctas(extent: Extent) -> i64 {
     let parts = (extent.k_blocks() + i64::from(PACK_BLOCKS) - 1) / i64::from(PACK_BLOCKS);
     extent.experts * extent.row_tiles() * parts
 }
 
 /// Every expert's factor.
 pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    let [peak, _] = form.kernels();
-    launch(stream, op, peak, p.experts.into(), Args::PackMxfp4(p))
+    match form.peak() {
+        Some(peak) => launch(stream, op, peak, p.experts.into(), Args::PackMxfp4(p)),
+        None => Ok(()),
+    }
 }
 
 /// Codes and scales, after the factors.
 pub fn launch_pack(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    let [_, pack] = form.kernels();
-    launch(stream, op, pack, pack_ctas(p), Args::PackMxfp4(p))
+    launch(stream, op, form.pack(), pack_ctas(Extent::of(form, p)), Args::PackMxfp4(p))
+}
+
+pub fn launch_pack_nvfp4(stream: &Stream<'_>, op: &str, p: &PackNvfp4Params) -> Result<()> {
+    let form = Form::Nvfp4;
+    let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
+    launch(stream, op, form.pack(), pack_ctas(extent), Args::PackNvfp4(p))
 }
 
 pub fn launch_unpack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::Mxfp4Unpack, pack_ctas(p), Args::PackMxfp4(p))
+    launch(stream, op, Variant::Mxfp4Unpack, pack_ctas(Extent::of(Form::Mxfp4, p)), Args::PackMxfp4(p))
 }
 
 pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -> Result<()> {

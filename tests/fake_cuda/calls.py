@@ -301,6 +301,68 @@ def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
 
+def nvfp4_operands(experts, hidden, intermediate, gated=True, swizzled=False):
+    """Codes and scales of NVFP4 experts by name."""
+    tensors = {}
+    for name, (rows, columns) in {
+        "w13": (intermediate * (2 if gated else 1), hidden),
+        "w2": (hidden, intermediate),
+    }.items():
+        held = (-(-rows // 128) * 128, -(-columns // 64) * 4) if swizzled else (rows, columns // 16)
+        tensors[name] = Tensor((experts, rows, columns // 2), "uint8")
+        tensors[f"{name}_scale"] = Tensor((experts, *held), "float8_e4m3fn")
+    return tensors
+
+
+def nvfp4_roundings(experts, mode):
+    """The numbers that activations are rounded with."""
+    each = mode == "each"
+    x = Tensor((experts,), "float32") if each else 2.0
+    return {} if mode == "a16" else {"input_global_scale": x, "a2_global_scale": Tensor((1,), "float32")}
+
+
+def nvfp4_calls(top_k, tokens, experts, hidden, intermediate, mode, gated=True, swizzled=False):
+    """NVFP4 experts at each token count: plan as text, addresses, what they were packed into, records. mode: "a16";
+    activations are rounded with "one" number or that of "each" expert; tokens are "codes"."""
+    tensors = nvfp4_operands(experts, hidden, intermediate, gated, swizzled)
+    options = {} if gated else {"activation": "relu2"}
+    numbers = {"w13_global_scale": Tensor((experts, 2) if gated else (experts,), "float32"), "w2_global_scale": 0.25}
+    weights = oxmoe.ExpertWeights.nvfp4(**tensors, **numbers, **nvfp4_roundings(experts, mode), **options)
+    packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
+    load, calls = records(), []
+    for count in tokens:
+        out = Tensor((count, hidden))
+        x, scale = Tensor((count, hidden)), None
+        if mode == "codes":
+            x, scale = Tensor((count, hidden // 2), "uint8"), Tensor((count, hidden // 16), "float8_e4m3fn")
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, x_scale=scale, out=out, workspace=workspace)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format, gated=gated)
+        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        given["scale"] = 0 if scale is None else scale.address
+        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "packed": packed, "load": load, "calls": calls, "format": weights.format}
+
+
+def refused_nvfp4():
+    """What NVFP4 experts raise on a GPU."""
+    tensors = nvfp4_operands(4, 128, 64)
+    numbers = {"w13_global_scale": 1.0, "w2_global_scale": 1.0}
+    make = oxmoe.ExpertWeights.nvfp4
+    errors = {
+        "right": attempt(make, **tensors, **numbers),
+        "f16": attempt(make, **tensors, **numbers, dtype="f16"),
+        "shape": attempt(make, **tensors, **{**numbers, "w13_global_scale": Tensor((4, 3), "float32")}),
+        "device": attempt(make, **tensors, **{**numbers, "w2_global_scale": Tensor((4,), "float32", device=1)}),
+        "dtype": attempt(make, **tensors, **{**numbers, "w2_global_scale": Tensor((4,), "float16")}),
+        "explain": attempt(oxmoe.explain, 4, 2, 128, 64, 5, format="nvfp4"),
+        "explain-a4": attempt(oxmoe.explain, 4, 2, 128, 64, 5, format="nvfp4-a4"),
+    }
+    return errors
+
+
 def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode):
     """Experts of e4m3 with one scale a matrix; and, if a mode is "given", with tokens that are e4m3."""
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
@@ -331,6 +393,11 @@ def expert_order_weights(format, experts, hidden, intermediate):
     if format.startswith("mxfp4"):
         options = {"activation_dtype": "float8_e4m3fn"} if format == "mxfp4-a8" else {}
         return make_packed(experts, hidden, intermediate, **options)
+    if format.startswith("nvfp4"):
+        tensors = nvfp4_operands(experts, hidden, intermediate)
+        roundings = nvfp4_roundings(experts, "each" if format == "nvfp4-a4" else "a16")
+        made = oxmoe.ExpertWeights.nvfp4(**tensors, w13_global_scale=1.0, w2_global_scale=1.0, **roundings)
+        return made, tensors
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
     for name, (_, height, width) in shapes.items():

@@ -128,6 +128,9 @@ class Tensor:
         self.value = value
         return self
 
+    def copy_(self, other):
+        return self
+
     def item(self):
         return self.value
 

@@ -34,6 +34,8 @@ FORMATS = {
     "mxfp4-a8": (torch.bfloat16, 4.25),
     "fp8-block": (torch.bfloat16, 8.0),
     "mxfp8": (torch.bfloat16, 8.25),
+    "nvfp4": (torch.bfloat16, 4.5),
+    "nvfp4-a4": (torch.bfloat16, 4.5),
     "fp8-tensor": (torch.bfloat16, 8.0),
     "fp8-tensor-token": (torch.bfloat16, 8.0),
     "fp8-tensor-static": (torch.bfloat16, 8.0),
@@ -167,6 +169,7 @@ class _Bench:
             mxfp4=format_name.startswith("mxfp4"),
             fp8_block=format_name == "fp8-block",
             mxfp8=format_name == "mxfp8",
+            nvfp4=format_name if format_name.startswith("nvfp4") else None,
             fp8_tensor=layers.activations(format_name),
             activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Mxfp8, Shape, Weights
+from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
 from oxmoe.fused_experts import expert_weights
 
 
@@ -53,7 +53,7 @@ class Backend(ABC):
 class Oxmoe(Backend):
     name = "oxmoe"
     formats = (
-        *("bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8"),
+        *("bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4"),
         *("fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static"),
     )
 
@@ -75,6 +75,12 @@ class Oxmoe(Backend):
             return oxmoe.ExpertWeights.fp8_tensor(*operands, per_token=scales == "token", **given, **options)
         if isinstance(w13, Fp8Block):
             return oxmoe.ExpertWeights.fp8_block(w13.codes, w2.codes, w13.scales, w2.scales, **options)
+        if isinstance(w13, Nvfp4):
+            rounding = item.activation_rounding
+            given = {} if rounding is None else {"input_global_scale": rounding, "a2_global_scale": rounding}
+            operands = w13.codes, w2.codes, w13.scales, w2.scales
+            factors = (matrix.factor / (rounding or 1.0) for matrix in (w13, w2))
+            return oxmoe.ExpertWeights.nvfp4(*operands, *factors, scale_layout="plain", **given, **options)
         if isinstance(w13, Mxfp8):
             return oxmoe.ExpertWeights.mxfp8(w13.codes, w2.codes, w13.scales, w2.scales, **options)
         return expert_weights(w13, w2, **options)

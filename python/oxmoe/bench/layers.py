@@ -109,18 +109,37 @@ class Mxfp8:
 
 
 @dataclass(frozen=True)
+class Nvfp4:
+    """NVFP4 experts. An index gives the bf16 numbers of one expert."""
+
+    codes: Tensor  # uint8 [E, R, K / 2]
+    scales: Tensor  # float8_e4m3fn [E, R, K / 16]
+    factor: float  # the global scale, a power of two
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, rows, columns = self.codes.shape
+        return experts, rows, 2 * columns
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return reference.nvfp4_numbers(self.codes[expert], self.scales[expert]).mul_(self.factor).bfloat16()
+
+
+@dataclass(frozen=True)
 class Weights:
-    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block or Mxfp8
+    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block, Mxfp8 or Nvfp4
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
     activation_dtype: torch.dtype | None = None  # of Mxfp4: what activations are quantised to
     # Of e4m3 experts with one scale a matrix: "tensor", "token", or the scales of x and of GEMM1's output.
     activation_scales: Any = None
+    # Of Nvfp4: what rows are multiplied by before they are rounded to NVFP4; None: they are not.
+    activation_rounding: float | None = None
 
     def dense(self) -> Weights:
         """The same numbers as plain tensors."""
-        if not isinstance(self.w13, Mxfp4):
+        if not isinstance(self.w13, (Mxfp4, Nvfp4)):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
         return replace(self, w13=w13, w2=w2)
@@ -150,10 +169,11 @@ def make_weights(
     fp8_block: bool = False,
     fp8_tensor: str | None = None,
     mxfp8: bool = False,
+    nvfp4: str | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4. fp8_tensor:
-    where the scales of activations come from ("tensor", "token", "static")."""
+    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4"."""
 
     def e4m3(experts: int, rows: int, columns: int) -> Tensor:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
@@ -179,6 +199,11 @@ def make_weights(
         scales = torch.randint(byte - 1, byte + 2, (experts, rows, columns // 32), dtype=torch.uint8, device=device)
         return Mxfp4(codes, scales)
 
+    def small_blocks(experts: int, rows: int, columns: int) -> Nvfp4:
+        codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+        scales = torch.rand((experts, rows, columns // 16), device=device).add_(0.5).mul_(16).to(torch.float8_e4m3fn)
+        return Nvfp4(codes, scales, 2.0 ** -round(math.log2(2.9 * 16 * columns**0.5)))
+
     def randn(*size: int, scale: float) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
@@ -193,15 +218,18 @@ def make_weights(
             w13, w2 = fp8(experts, 2 * intermediate, hidden), fp8(experts, hidden, intermediate)
         elif mxfp8:
             w13, w2 = small(experts, 2 * intermediate, hidden), small(experts, hidden, intermediate)
+        elif nvfp4:
+            w13, w2 = small_blocks(experts, 2 * intermediate, hidden), small_blocks(experts, hidden, intermediate)
         elif mxfp4:
             w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
             w13 = randn(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
             w2 = randn(experts, hidden, intermediate, scale=intermediate**-0.5)
+        rounding = 512.0 if nvfp4 == "nvfp4-a4" else None
         if not shape.gpt_oss:
-            return Weights(w13, w2, None, None, activation_dtype, scales)
+            return Weights(w13, w2, None, None, activation_dtype, scales, rounding)
         b13, b2 = randn(experts, 2 * intermediate, scale=0.5), randn(experts, hidden, scale=0.5)
-        return Weights(w13, w2, b13, b2, activation_dtype, scales)
+        return Weights(w13, w2, b13, b2, activation_dtype, scales, rounding)
 
     return [layer() for _ in range(count)]
 
@@ -287,6 +315,9 @@ def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
     if format_name == "mxfp4-a8" or format_name.startswith("fp8-tensor"):
         # A value that rounds to its neighbour is a sixteenth off in e4m3, and with it perhaps its row.
         return peer_error(result, truth, most=4e-2)
+    if format_name == "nvfp4-a4":
+        # The reference's rows are not rounded.
+        return peer_error(result, truth, most=2.5e-1)
     try:
         assert_close_ulp(result, truth, FP8_BAR if format_name in ("fp8-block", "mxfp8") else None)
     except AssertionError as failure:

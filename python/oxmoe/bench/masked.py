@@ -22,7 +22,8 @@ from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, 
 # Formats of weights as the other benches name them, tokens in bf16, but for fp8-block: those in e4m3, as DeepEP sends
 # them for it. fp8-block-bf16 takes bf16 ones.
 FP8_TENSOR = ("fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
-FORMATS = ("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8-block", "fp8-block-bf16", "mxfp8", *FP8_TENSOR)
+PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4")
+FORMATS = ("bf16", "f16", *PACKED, "fp8-block", "fp8-block-bf16", *FP8_TENSOR)
 ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
 FILL_ROOM = 1024  # m of a share
 CHECKED = 8192  # rows of a call, about
@@ -270,6 +271,7 @@ class _Bench:
             fp8_block=format_name.startswith("fp8-block"),
             fp8_tensor=layers.activations(format_name),
             mxfp8=format_name == "mxfp8",
+            nvfp4=format_name if format_name.startswith("nvfp4") else None,
             activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
         )
         backends: list[Backend] = [Ours(layer, weights, format_name)]

@@ -65,7 +65,7 @@ def check_tokens(x: Tensor, scale: Tensor | None, weights: ExpertWeights) -> Non
             f"oxmoe: tokens came as fp8 (scales {scale.dtype} {list(scale.shape)}), but {weights.format} experts take "
             f"bf16: {_BF16}"
         )
-    if x.dtype != torch.float8_e4m3fn and weights.format != "nvfp4":
+    if x.dtype != torch.float8_e4m3fn and not weights.format.startswith("nvfp4"):
         raise ValueError(
             f"oxmoe: tokens came as {x.dtype} with scales {scale.dtype} {list(scale.shape)}, but {weights.format} "
             f"experts take {'fp8 or ' if weights.format == 'fp8_block' else ''}bf16"

@@ -1,8 +1,8 @@
 //! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
 
 use super::{
-    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, portable, sm90, Counters, GemmDesc, Kernels,
-    MoeWorkspace, MIN_TILE_TOKENS,
+    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, sm90, Counters, GemmDesc,
+    Kernels, MoeWorkspace, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -37,7 +37,7 @@ pub struct MaskedPlan {
     pub tile_tokens: i32,
     pub max_tiles: i32,
     pub schedule: Launch,
-    /// Of e4m3 and MXFP8 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
+    /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub up: Launch,
     pub down: Launch,
@@ -74,6 +74,7 @@ impl MaskedPlan {
             Kernels::HopperMxfp4 => mxfp4_sm90::tile_tokens(&few_up),
             Kernels::HopperFp8 => fp8_sm90::tile_tokens(&few_up),
             Kernels::HopperMxfp8 => mxfp8_sm90::tile_tokens(&few_up),
+            Kernels::HopperNvfp4 => nvfp4_sm90::tile_tokens(&few_up),
             Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
         };
         let [up, down] = [up, down].map(|gemm| match kernels {
@@ -81,6 +82,7 @@ impl MaskedPlan {
             Kernels::HopperMxfp4 => mxfp4_sm90::gemm(&gemm, tile_tokens, device),
             Kernels::HopperFp8 => fp8_sm90::gemm(&gemm, tile_tokens, device),
             Kernels::HopperMxfp8 => mxfp8_sm90::gemm(&gemm, tile_tokens, device),
+            Kernels::HopperNvfp4 => nvfp4_sm90::gemm(&gemm, tile_tokens, device),
             Kernels::Portable => portable::gemm(&gemm, tile_tokens, device),
         });
         let max_tiles = max_tiles(*slots, experts, tile_tokens);
@@ -95,7 +97,11 @@ impl MaskedPlan {
             tile_tokens,
             max_tiles,
             schedule: Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 },
-            quantize: [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
+            quantize: match kernels {
+                // x that came as codes is expanded by the same launch.
+                Kernels::HopperNvfp4 => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),
+                _ => [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
+            },
             up,
             down,
         })

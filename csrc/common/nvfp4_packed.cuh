@@ -1,0 +1,80 @@
+// NVFP4 weights as the GPU kernels hold them: e2m1 codes and block scales of 16 columns, packed so that a thread reads its mma A
+// fragments as one vector and needs 13 instructions for 8 weights, and one or two more for their scales.
+//
+// Blocks, fragments, weight rows and the places of codes are those of mxfp4.cuh, with twice the scales:
+//   codes   [experts][ceil(rows / 64)][ceil(k / 64)][2048 bytes]
+//   scales  [experts][ceil(rows / 64)][ceil(k / 64)][256 bytes]
+// A quad shares the two words of scales at 8 (t / 4): word s those of k16 steps 2 s and 2 s + 1.
+#pragma once
+#include <cstdint>
+
+#include "mxfp4.cuh"
+
+namespace oxmoe::nvfp4 {
+
+constexpr int kCodeBytes = mxfp4::kCodeBytes, kScaleBytes = 256;
+constexpr int kScaled = 16;  // columns that share a scale
+
+// A scale is held as a byte of five exponent bits and three of mantissa, which every e4m3 magnitude is a normal number of: with
+// three ones above its exponent it is the bf16 number 2^119 times the scale. A code in place (mxfp4.cuh) is 2^-126 times its
+// value, so products are weights times 2^-7, exactly: six significant bits, from 2^-17 on. Sums are multiplied by kFactor in the
+// end.
+//
+// Signs of scales go into the codes. NaN is the byte of infinity with codes of 0, since 0 * inf is NaN; 0 is codes of 0.
+constexpr float kFactor = 128;
+constexpr uint32_t kInPlace = 0x0FF00FF0, kExponent = 0x70007000;
+
+__host__ __device__ constexpr bool has_codes(uint32_t e4m3) { return (e4m3 & 0x7F) != 0 && (e4m3 & 0x7F) != 0x7F; }
+__host__ __device__ constexpr uint32_t scale_byte(uint32_t e4m3) {
+    const uint32_t magnitude = e4m3 & 0x7F;
+    return magnitude == 0x7F ? 31 << 3  // infinity
+           : magnitude >= 8  ? magnitude + (15 << 3)
+           : magnitude >= 4  ? (magnitude - 4) << 1 | 15 << 3
+           : magnitude >= 2  ? (magnitude - 2) << 2 | 14 << 3
+           : magnitude == 1  ? 13 << 3
+                             : 0;
+}
+
+// A word of scales: those of its first k16 step in place for bf16, row g's low and row g + 8's high; those of the second rotated
+// right by 8.
+__host__ __device__ constexpr uint32_t place_scales(uint32_t g_first, uint32_t g8_first, uint32_t g_second, uint32_t g8_second) {
+    const uint32_t first = g_first << 4 | g8_first << 20, second = g_second << 4 | g8_second << 20;
+    return first | second >> 8 | second << 24;
+}
+
+#ifdef __CUDACC__
+// What moe/grouped_gemm_packed_sm90.cuh takes.
+struct Form {
+    static constexpr int kCodeBytes = nvfp4::kCodeBytes, kScaleBytes = nvfp4::kScaleBytes;
+    static constexpr int kThreadCodes = 16, kQuadScales = 8;
+    static constexpr int kWidestSpan = 80;
+    static constexpr bool kFactorsOfHalves = true;
+
+    using Codes = uint4;
+    using Scales = uint2;
+    static __device__ __forceinline__ Codes load_codes(const uint8_t* mine) { return *reinterpret_cast<const uint4*>(mine); }
+    static __device__ __forceinline__ Scales load_scales(const uint8_t* mine) { return *reinterpret_cast<const uint2*>(mine); }
+
+    static constexpr int kGroupSteps = 1;
+    static __device__ __forceinline__ uint32_t multipliers(const Scales& scales, int group) {
+        const uint32_t word = group / 2 ? scales.y : scales.x;
+        // NOTE: in asm: with two constants ptxas makes two instructions of it.
+        uint32_t pair;
+        asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+            : "=r"(pair)
+            : "r"(group % 2 ? __funnelshift_l(word, word, 8) : word), "r"(kInPlace), "r"(kExponent));
+        return pair;
+    }
+    static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
+        mxfp4::Form::decode(codes, step, multipliers, a);
+    }
+
+    static constexpr bool kExchanges = false;
+    template <typename Params>
+    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
+        return outputs;
+    }
+};
+#endif
+
+}  // namespace oxmoe::nvfp4

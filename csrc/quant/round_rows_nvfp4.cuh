@@ -1,0 +1,88 @@
+// Rows of bf16 to the bf16 numbers that NVFP4 has for them, or from NVFP4's codes to those: what moe/grouped_gemm_nvfp4_sm90.cuh
+// reads where activations are NVFP4. src/cpu/round_nvfp4.rs is the same on the host.
+#pragma once
+#include <cstdint>
+
+#include "../common/nvfp4.cuh"
+#include "../common/pdl.cuh"
+#include "oxmoe/src/params/nvfp4.rs.h"
+
+namespace oxmoe {
+
+// A thread takes 8 columns, two neighbours a block. Rows of a schedule, each slot's with its expert's number, or without one all
+// rows with the first number. Needs columns that are a multiple of 16, x and out aligned to 16 bytes (codes to 4). Grid: any.
+struct RoundRowsNvfp4 {
+    static constexpr int kThreads = 256;
+    static constexpr int kSharedBytes = 0;
+
+    static __device__ __forceinline__ void run(const RoundNvfp4Params& p) {
+        // NOTE: in this order, as in QuantizeFp8.
+        pdl::wait();
+        pdl::launch_dependents();
+        const uint32_t row_vectors = p.columns / 8;
+        // All threads of a CTA go on together: lanes exchange their largest.
+        if (!p.tiles) {
+            const size_t vectors = size_t(p.rows) * row_vectors, stride = size_t(gridDim.x) * kThreads;
+            for (size_t first = size_t(blockIdx.x) * kThreads; first < vectors; first += stride) {
+                const size_t at = first + threadIdx.x;
+                convert(p, at, at, 0, at < vectors);
+            }
+            return;
+        }
+        const uint32_t slices = (p.tile_rows * row_vectors + kThreads - 1) / kThreads, units = *p.tile_count * slices;
+        for (uint32_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
+            const Tile tile = p.tiles[unit / slices];
+            const uint32_t first = unit % slices * kThreads, vectors = tile.count * row_vectors, at = first + threadIdx.x;
+            if (first >= vectors) continue;
+            const bool inside = at < vectors;
+            const int place = tile.first + (inside ? at / row_vectors : 0);
+            const int slot = p.slot_of_place ? p.slot_of_place[place] : place;
+            const uint32_t vector = at % row_vectors;
+            convert(p, size_t(slot / p.row_divisor) * row_vectors + vector, size_t(slot) * row_vectors + vector, tile.expert,
+                    inside);
+        }
+    }
+
+private:
+    // Vector `from` of x to vector `to` of out.
+    static __device__ __forceinline__ void convert(const RoundNvfp4Params& p, size_t from, size_t to, int expert, bool inside) {
+        uint32_t codes = 0;
+        float scale = 0;
+        if (p.scales) {
+            if (!inside) return;
+            codes = reinterpret_cast<const uint32_t*>(p.x)[from];
+            scale = e4m3_value(p.scales[from / 2]);
+        } else {
+            const uint4 x = inside ? reinterpret_cast<const uint4*>(p.x)[from] : uint4{};
+            const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+            float values[8];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values[2 * i] = __uint_as_float(words[i] << 16);
+                values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+            }
+            const uint32_t peak = __float_as_uint(largest<8>(values)), other = __shfl_xor_sync(0xFFFFFFFF, peak, 1);
+            if (!inside) return;
+            const float factor = p.global_scales[expert];
+            scale = e4m3_value(nvfp4_scale(factor, __uint_as_float(other > peak ? other : peak)));
+            codes = e2m1_pairs<8>(values, block_factor(factor, scale));
+        }
+        uint32_t out[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            // Exact in bf16: the lower halves are 0.
+            const uint32_t low = __float_as_uint(value(codes >> 8 * i) * scale),
+                           high = __float_as_uint(value(codes >> (8 * i + 4)) * scale);
+            out[i] = low >> 16 | (high & 0xFFFF0000u);
+        }
+        reinterpret_cast<uint4*>(p.out)[to] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+
+    // Of the e2m1 code in the lowest bits: without its sign 0, 0.5, or exponent and mantissa of fp32 from bit 22 on.
+    static __device__ __forceinline__ float value(uint32_t code) {
+        const uint32_t magnitude = code & 7, bits = magnitude < 2 ? magnitude * 0x3F000000u : (magnitude << 22) + 0x3F000000u;
+        return __uint_as_float(bits | (code & 8) << 28);
+    }
+};
+
+}  // namespace oxmoe

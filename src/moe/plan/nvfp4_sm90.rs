@@ -1,0 +1,115 @@
+//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. NOTE: not measured: tiles and borders are those of packed MXFP4.
+
+use super::tiles::{self, Tile};
+use super::{mxfp4_sm90, GemmDesc};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Launch;
+use crate::moe::weights::LayerDesc;
+use crate::quant::Format;
+use crate::variants::nvfp4::{Nvfp4, Nvfp4Tile, NVFP4_TILES};
+use crate::variants::Variant;
+
+/// Whether the kernel takes the layer: its sizes are multiples of 16, so that GPUs alone decide.
+pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
+    let (rows, hidden, intermediate) = (layer.up_rows() as u32, layer.hidden as u32, layer.intermediate as u32);
+    device.experimental
+        && layer.format.is_nvfp4()
+        && mxfp4_sm90::serves(device, rows, hidden, intermediate)
+        && mxfp4_sm90::serves(device, hidden, intermediate, hidden)
+}
+
+/// The error where it does not: that of a format without kernels unless those are switched on.
+pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
+    if !device.experimental {
+        return layer.format.require_cuda();
+    }
+    if serves(device, layer) {
+        return Ok(());
+    }
+    let name = layer.format.spec().name;
+    if !device.is_hopper() {
+        return Err(Error::Unsupported(format!(
+            "{name} experts on {}; supported: sm_90, and CPU tensors",
+            device.arch
+        )));
+    }
+    Err(Error::Unsupported(format!(
+        "{name} experts of hidden {} and intermediate {}; supported: multiples of 16",
+        layer.hidden, layer.intermediate
+    )))
+}
+
+/// There is one tile for 16 tokens.
+const FEW_UNITS: u32 = 0;
+
+impl Tile for Nvfp4Tile {
+    fn tokens(self) -> u32 {
+        self.tokens
+    }
+
+    fn unit_rows(self) -> u32 {
+        64 * self.consumers
+    }
+
+    fn variant(self, gated: bool) -> Variant {
+        Variant::Nvfp4(self.kernel(gated))
+    }
+}
+
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read and decoded once.
+pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
+    match gemm.slots as f64 / gemm.experts.max(1) as f64 {
+        mean if mean <= 11.0 => 16,
+        mean if mean <= 44.0 => 64,
+        mean if mean <= 96.0 => 128,
+        _ => 192,
+    }
+}
+
+pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tiles::narrowest(&NVFP4_TILES, FEW_UNITS, gemm, tile_tokens, device);
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+}
+
+/// Rounding of up to so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
+fn round(elements: i64, device: &Device) -> Launch {
+    let variant = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows);
+    let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
+    let grid = ctas.clamp(1, u64::from(variant.ctas_per_multiprocessor() * device.multiprocessors)) as u32;
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// Of x and of GEMM1's output, where activations are NVFP4.
+pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>; 2] {
+    [layer.hidden, layer.intermediate]
+        .map(|columns| (layer.format == Format::Nvfp4A4).then(|| round(slots * columns, device)))
+}
+
+pub fn variants(layer: &LayerDesc) -> Vec<Variant> {
+    let gemms = NVFP4_TILES.iter().flat_map(|t| [layer.gated, false].map(|gated| Variant::Nvfp4(t.kernel(gated))));
+    let round = (layer.format == Format::Nvfp4A4).then_some(Variant::Nvfp4(Nvfp4::RoundNvfp4Rows));
+    gemms.chain(round).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Arch;
+    use crate::variants::Element;
+
+    #[test]
+    fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
+        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
+        let mut chosen = Vec::new();
+        for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+            let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Nvfp4);
+            let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
+            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+            assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
+            chosen.push(launch.variant);
+        }
+        chosen.dedup();
+        assert_eq!(chosen, NVFP4_TILES.map(|t| Variant::Nvfp4(t.kernel(true))));
+    }
+}

@@ -1,0 +1,119 @@
+//! Kernels of packed NVFP4 weights.
+
+use super::{gated_name, Mxfp4Sm90Tile, PACK_BLOCKS};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Nvfp4 {
+    /// As `GroupedGemmMxfp4Sm90`.
+    GroupedGemmNvfp4Sm90 { gated: bool, tokens: u32, consumers: u32, stages: u32, blocks: u32 },
+    /// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4.
+    RoundNvfp4Rows,
+    /// NVFP4 weights to the packed form, at load.
+    PackNvfp4Weights,
+}
+use Nvfp4::*;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nvfp4Tile {
+    pub tokens: u32,
+    pub consumers: u32,
+    pub stages: u32,
+    pub blocks: u32,
+}
+
+/// By tokens; each serves every narrower tile at its own width too.
+pub const NVFP4_TILES: [Nvfp4Tile; 4] = [
+    Nvfp4Tile { tokens: 16, consumers: 2, stages: 3, blocks: 5 },
+    Nvfp4Tile { tokens: 64, consumers: 3, stages: 4, blocks: 3 },
+    Nvfp4Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
+    Nvfp4Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
+];
+
+impl Nvfp4Tile {
+    pub fn kernel(self, gated: bool) -> Nvfp4 {
+        let Nvfp4Tile { tokens, consumers, stages, blocks } = self;
+        GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks }
+    }
+}
+
+pub fn all() -> Vec<Nvfp4> {
+    let gemms = NVFP4_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
+    gemms.chain([RoundNvfp4Rows, PackNvfp4Weights]).collect()
+}
+
+impl Nvfp4 {
+    pub fn symbol(&self) -> String {
+        match *self {
+            GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
+                let form = gated_name(gated);
+                format!("grouped_gemm_nvfp4_sm90_{form}_t{tokens}_c{consumers}_s{stages}_b{blocks}")
+            }
+            RoundNvfp4Rows => "round_rows_nvfp4".into(),
+            PackNvfp4Weights => "nvfp4_pack".into(),
+        }
+    }
+
+    pub fn device_type(&self) -> String {
+        match *self {
+            GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
+                format!("oxmoe::GroupedGemmNvfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
+            }
+            RoundNvfp4Rows => "oxmoe::RoundRowsNvfp4".into(),
+            PackNvfp4Weights => "oxmoe::Nvfp4Pack".into(),
+        }
+    }
+
+    pub fn header(&self) -> &'static str {
+        match self {
+            GroupedGemmNvfp4Sm90 { .. } => "moe/grouped_gemm_nvfp4_sm90.cuh",
+            RoundNvfp4Rows => "quant/round_rows_nvfp4.cuh",
+            PackNvfp4Weights => "quant/pack_nvfp4.cuh",
+        }
+    }
+
+    pub fn signature(&self) -> (&'static str, &'static str) {
+        match self {
+            GroupedGemmNvfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            RoundNvfp4Rows => ("const __grid_constant__ oxmoe::RoundNvfp4Params p", "p"),
+            PackNvfp4Weights => ("const __grid_constant__ oxmoe::PackNvfp4Params p", "p"),
+        }
+    }
+
+    /// The GEMMs of both forms are compiled apart.
+    pub fn unit(&self) -> String {
+        let header = self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
+        match *self {
+            GroupedGemmNvfp4Sm90 { gated, .. } => format!("{header}_{}", gated_name(gated)),
+            _ => header.into(),
+        }
+    }
+
+    pub fn runs_on(&self, arch: &str) -> bool {
+        arch == "90a"
+    }
+
+    pub fn threads(&self) -> u32 {
+        match *self {
+            GroupedGemmNvfp4Sm90 { consumers, .. } => 128 * (1 + consumers),
+            RoundNvfp4Rows => 256,
+            PackNvfp4Weights => 128 * PACK_BLOCKS,
+        }
+    }
+
+    /// As of MXFP4, with twice the bytes of scales.
+    pub fn shared_bytes(&self) -> u32 {
+        let GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } = *self else { return 0 };
+        Mxfp4Sm90Tile { e4m3: false, tokens, consumers, stages, blocks }.shared_bytes_with(2048 + 128, gated)
+    }
+
+    pub fn ctas(&self) -> u32 {
+        match *self {
+            GroupedGemmNvfp4Sm90 { tokens, .. } => {
+                let by_registers = if tokens <= 32 { 768 / self.threads() } else { 1 };
+                (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
+            }
+            RoundNvfp4Rows => 8,
+            PackNvfp4Weights => 2,
+        }
+    }
+}
