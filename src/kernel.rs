@@ -165,7 +165,7 @@ impl Args<'_> {
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
-                | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize)
+                | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize | Variant::Dense(Dense::QuantizeNvfp4 { .. }))
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
                 | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles))
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
@@ -190,7 +190,12 @@ impl Args<'_> {
                 | (Args::QuantizeMxfp8(_), Variant::Dense(Dense::QuantizeMxfp8 | Dense::DequantizeMxfp8))
                 | (
                     Args::MmMxfp8(_),
-                    Variant::Dense(Dense::MmMxfp8 { .. } | Dense::MmMxfp8Wide { .. } | Dense::MmMxfp8Tokens)
+                    Variant::Dense(
+                        Dense::MmMxfp8 { .. }
+                            | Dense::MmMxfp8Few { .. }
+                            | Dense::MmMxfp8Wide { .. }
+                            | Dense::MmMxfp8Tokens
+                    )
                 )
         )
     }
@@ -295,6 +300,10 @@ impl<'a> Stream<'a> {
     /// `raw` is torch's current stream of this GPU.
     pub fn new(gpu: &'a Gpu, raw: *mut c_void) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.gpu.device
     }
 
     /// Copies `bytes` of device memory, in stream order.

@@ -556,7 +556,7 @@ impl Variant {
         }
     }
 
-    /// Dynamic shared memory of a CTA; None: the plan decides (routing).
+    /// Dynamic shared memory of a CTA; None: the plan decides.
     pub fn shared_bytes(&self) -> Option<u32> {
         match (self.sm90_tile(), self.portable_tile(), self) {
             (Some((gated, tile)), ..) => Some(sm90_shared_bytes(gated, tile)),
@@ -571,7 +571,7 @@ impl Variant {
             (.., Variant::Nvfp4(kernel)) => Some(kernel.shared_bytes()),
             (.., Variant::Combine { .. } | Variant::Ragged | Variant::Schedule | Variant::AllReduce(_)) => Some(0),
             (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => Some(0),
-            (.., Variant::Dense(kernel)) => Some(kernel.shared_bytes()),
+            (.., Variant::Dense(kernel)) => kernel.fixed_shared_bytes(),
             (.., variant) if CONVERSIONS.contains(variant) => Some(0),
             _ => None,
         }

@@ -44,10 +44,11 @@ using std::min;
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct uint2 { uint32_t x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct Index { uint32_t x; };
-static Index threadIdx, blockIdx, gridDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 #define REQUIRE(what) \
     if (!(what)) { fprintf(stderr, "thread %u: %s\n", threadIdx.x, #what); exit(3); }
@@ -178,7 +179,7 @@ static void start() {
     leave(true);
 }
 static void launch(void (*run)(), uint32_t threads, uint32_t grid, uint64_t seed) {
-    body = run, gridDim.x = grid, chance = seed;
+    body = run, gridDim.x = grid, blockDim.x = threads, chance = seed;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
         memset(oxmoe::shared, 0xA5, sizeof oxmoe::shared);
         fibers = std::vector<Fiber>(threads);
@@ -210,6 +211,12 @@ template <typename Number>
 static Number __shfl_xor_sync(uint32_t, Number value, int lanes) {
     const uint32_t lane = threadIdx.x % 32;
     memcpy(&value, &exchange(value)[lane ^ lanes][0], sizeof value);
+    return value;
+}
+static void __syncwarp() { warps[threadIdx.x / 32].meet(32); }
+static bool __any_sync(uint32_t, bool value) {
+    const auto all = exchange(uint32_t(value));
+    for (int i = 0; i < 32; ++i) value |= all[i][0] != 0;
     return value;
 }
 static uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
@@ -247,6 +254,7 @@ static void cp_async_wait_group(int unfinished) {
         }
     }
 }
+static void prefetch_global_L2(const void*) {}
 static void griddepcontrol_wait() {}
 static void griddepcontrol_launch_dependents() {}
 static void st_shared_v4_b32(uint32_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
@@ -310,6 +318,9 @@ MMA(mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32, 4, from_e4m3(word >> 8 
 static void mov_b32_and_cvt_rn_f16x2_e4m3x2_and_cvt_rn_f16x2_e4m3x2(uint32_t& first, uint32_t& second, uint32_t word) {
     auto half = [&](int i) { return to_f16(from_e4m3(word >> 8 * i & 0xFF)); };
     first = half(0) | half(1) << 16, second = half(2) | half(3) << 16;
+}
+static void cvt_rn_f16x2_e4m3x2(uint32_t& pair, uint16_t codes) {
+    pair = to_f16(from_e4m3(codes & 0xFF)) | to_f16(from_e4m3(codes >> 8)) << 16;
 }
 static void mov_b32_and_mov_b32_and_mov_b32(uint32_t& low, uint32_t& high, uint32_t word) {
     low = (word & 0xFFFF) * 0x10001, high = (word >> 16) * 0x10001;

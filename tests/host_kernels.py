@@ -53,6 +53,9 @@ static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
     return result;
 }
+[[maybe_unused]] static uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+    return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
+}
 static float __uint_as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static float __fdiv_rn(float a, float b) { return a / b; }

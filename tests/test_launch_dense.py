@@ -42,6 +42,25 @@ def test_quantisation(layout: str, dtype: str, driver: Path, tmp_path: Path) -> 
     assert not launches(execute(driver, tmp_path, "dense_quantize", nothing)["records"])
 
 
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("layout", TILE_ROWS)
+def test_nvfp4(block: int, layout: str, driver: Path, tmp_path: Path) -> None:
+    """A thread for eight numbers; with kernels that are not measured, for a block; also where there is but padding."""
+    arguments = {"shape": [2, 43, 160], "dtype": "bfloat16", "block": block, "layout": layout}
+    tile = TILE_ROWS[layout]
+    rows, blocks = (up(43, tile), up(160 // block, 4)) if tile else (43, 160 // block)
+    for experimental in (False, True):
+        result = execute(driver, tmp_path, "nvfp4_quantized", arguments, experimental=experimental)
+        (launch,) = launches(result["records"])
+        assert launch["kernel"] == (f"nvfp4_quantize_b{block}" if experimental else "nvfp4_quantize") and launch["pdl"]
+        threads = 2 * rows * blocks * (1 if experimental else block // 8)
+        assert (launch["grid"][0], launch["block"][0], launch["shared"]) == (-(-threads // 256), 256, 0)
+        (p,) = parameters_of(launch)
+        assert [p.x, p.codes, p.scales] == result["addresses"] and result["shapes"] == [[2, 43, 80], [2, rows, blocks]]
+        assert (p.batches, p.rows, p.columns, p.block, p.powers) == (2, 43, 160, block, block == 32)
+        assert (p.tile_rows, p.dtype, p.global_scale, p.row_counts) == (tile, 2, 0, 0)
+
+
 def few(m: int, n: int, k: int) -> dict[str, Any]:
     return {"m": m, "n": n, "k": k, "a_scales": [m, k // 32], "b_scales": [k // 32, n]}
 
@@ -61,6 +80,31 @@ def test_few_tokens(m: int, driver: Path, tmp_path: Path) -> None:
         one = launches(execute(driver, tmp_path, "dense_mm", few(1, n, k))["records"])[0]
         assert launch["cluster"] == one["cluster"] == [p.splits, 1, 1] and launch["grid"] == one["grid"]
         assert launch["grid"][0] % p.splits == 0
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 32])
+def test_scales_on_sums(m: int, driver: Path, tmp_path: Path) -> None:
+    """Kernels that are not measured: a CTA for 16 or 32 rows, K shared by its warps, room for K's scales."""
+    tokens = 8 if m <= 8 else 16 if m <= 16 else 32
+    rows = 16 if m <= 8 else 32
+    for n, k in ((7168, 16384), (2112, 7168), (24576, 1536), (100, 64)):
+        result = execute(driver, tmp_path, "dense_mm", few(m, n, k), experimental=True)
+        (launch,) = launches(result["records"])
+        prefix, stages = launch["kernel"].rsplit("_s", 1)
+        assert prefix == f"mm_mxfp8_few_sm90_t{tokens}_r{rows // 16}" and launch["pdl"]
+        assert (launch["grid"][0], launch["block"][0], launch["cluster"]) == (-(-n // rows), 256, [1, 1, 1])
+        scales = 2 * 8 * -(-k // 512) * (rows + tokens)
+        assert launch["shared"] == 8 * int(stages) * 64 * (rows + tokens) + scales
+        (p,) = parameters_of(launch)
+        assert [p.a, p.b, p.a_scales.data, p.b_scales.data, p.out] == result["addresses"]
+        assert (p.m, p.n, p.k, p.out_dtype, p.splits, p.tokens) == (m, n, k, 2, 1, 0)
+
+
+def test_scales_that_have_no_room(driver: Path, tmp_path: Path) -> None:
+    """So long a K takes the measured kernel."""
+    result = execute(driver, tmp_path, "dense_mm", few(1, 64, 1 << 20), experimental=True)
+    (launch,) = launches(result["records"])
+    assert launch["kernel"].startswith("mm_mxfp8_sm90_t8")
 
 
 @pytest.mark.parametrize("m", [33, 65, 256, 4096])

@@ -178,13 +178,23 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     return HostKernels(tmp_path_factory.mktemp("nvfp4"), "quant/quantize_nvfp4.cuh", kernels)
 
 
+@pytest.fixture(scope="module")
+def kernel_of_blocks(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    kernels = {f"quantize{block}": (f"QuantizeNvfp4Blocks<{block}>", "QuantizeNvfp4Params") for block in (16, 32)}
+    return HostKernels(tmp_path_factory.mktemp("blocks"), "quant/quantize_nvfp4_blocks.cuh", kernels)
+
+
 @dtypes
 @layouts
-@pytest.mark.parametrize(("block", "powers"), [(16, False), (32, True)])
+@pytest.mark.parametrize(("block", "powers"), [(16, False), (32, True), (16, True), (32, False)])
+@pytest.mark.parametrize("which", ["kernel", "kernel_of_blocks"])
 def test_kernel(
-    kernel: HostKernels, dtype: torch.dtype, layout: str, block: int, powers: bool, rng: torch.Generator
-) -> None:
-    """The GPU kernel's code on the host: the CPU function's bits, nothing beyond the mask."""
+    which: str, dtype: torch.dtype, layout: str, block: int, powers: bool, rng: torch.Generator,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """The GPU kernels' code on the host: the CPU function's bits, nothing beyond the mask."""
+    kernel: HostKernels = request.getfixturevalue(which)
+    of_blocks = which == "kernel_of_blocks"
     counts, rows, columns = [3, 0, 9], 9, 96
     x = torch.stack([awkward(rows, columns, dtype, rng) for _ in counts])
     factors, mask = torch.rand(len(counts), generator=rng) + 0.5, torch.tensor(counts, dtype=torch.int32)
@@ -194,11 +204,11 @@ def test_kernel(
             x, factors, block=block, scale_dtype=kind, scale_layout=layout, inverse=powers
         )
         codes, scales = torch.full_like(wanted_codes, 0xA5), torch.full_like(wanted_scales, 0xA5)
-        vectors = scales.numel() * block // 8
+        threads = scales.numel() * (1 if of_blocks else block // 8)
         kernel.run(
-            "quantize",
-            -(-vectors // 256),
-            together=True,
+            f"quantize{block}" if of_blocks else "quantize",
+            -(-threads // 256),
+            together=not of_blocks,
             x=x.data_ptr(),
             dtype=DTYPES[dtype],
             codes=codes.data_ptr(),
@@ -226,6 +236,65 @@ def test_kernel(
             assert same_bits(flat[places], wanted[places])
             beyond = [scale_offset(layout, r, b, blocks) for r in range(count, rows) for b in range(blocks)]
             assert (flat[beyond] == 0xA5).all()
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("scale", "powers"),
+    [(s, p) for s in (1.0, 1.7, 1e30, 3e38, math.inf, math.nan, 0.0) for p in (False, True)] + [(-2.0, False)],
+)
+def test_kernel_of_blocks_at_the_edges(
+    kernel_of_blocks: HostKernels, dtype: torch.dtype, scale: float, powers: bool, rng: torch.Generator
+) -> None:
+    """Around every midpoint of e2m1, of both signs, and what is no number or no scale: the CPU function's bits."""
+    grid = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6]).to(dtype)
+    bits = grid.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    near = torch.cat([bits + 1, bits, (bits - 1).clamp(0)]).view(dtype)
+    tiny = torch.tensor([1e-45, 1e-39, 6e-8], dtype=dtype)
+    odd = torch.tensor([math.nan, math.inf, 0.0, 3e4], dtype=dtype)
+    all_numbers = torch.cat([near, tiny, odd])
+    all_numbers = torch.cat([all_numbers, -all_numbers])
+    rows, columns = 24, 64
+    x = all_numbers[torch.randint(0, len(all_numbers) - 4, (1, rows, columns), generator=rng)]
+    # Most blocks have a largest number of 6 and nothing that is none; some anything; some zeros.
+    plain = x.view(-1, 16)
+    plain[:60][plain[:60].isnan() | plain[:60].isinf() | (plain[:60].abs() > 6)] = 0.5
+    plain[:60, 3], plain[60:64] = 6, -0.0
+    factor = torch.tensor([scale])
+    for block in (16, 32):
+        options = {"block": block, "scale_dtype": "e8m0" if powers else "e4m3", "scale_layout": "linear"}
+        wanted = _oxmoe.quantize_nvfp4(x, factor, **options)
+        codes, scales = (torch.full_like(t, 0xA5) for t in wanted)
+        kernel_of_blocks.run(
+            f"quantize{block}", -(-scales.numel() // 256), x=x.data_ptr(), dtype=DTYPES[dtype], codes=codes.data_ptr(),
+            scales=scales.data_ptr(), tile_rows=0, batches=1, rows=rows, columns=columns, block=block, powers=powers,
+            global_scale=factor.data_ptr(), of_batch=False, inverse=False, row_counts=0,
+        )  # fmt: skip
+        assert same_bits(codes, wanted[0]) and same_bits(scales, wanted[1])
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(("rows", "columns", "block"), [(4096, 7168, 16), (1, 32, 32), (130, 2880, 32), (257, 704, 16)])
+def test_blocks_on_a_gpu(
+    experimental: None, dtype: torch.dtype, rows: int, columns: int, block: int, rng: torch.Generator
+) -> None:
+    """The CPU function's bits in every layout, with a count of rows for each batch."""
+    x = torch.stack([awkward(rows, columns, dtype, rng) for _ in range(2)])
+    counts = torch.tensor([rows, rows // 2], dtype=torch.int32)
+    scale = torch.rand(2, generator=rng) + 0.5
+    for layout in LAYOUTS:
+        options = {"block": block, "scale_dtype": "e4m3" if block == 16 else "e8m0", "scale_layout": layout}
+        wanted = _oxmoe.quantize_nvfp4(x, scale, **options)
+        made = _oxmoe.quantize_nvfp4(x.cuda(), scale.cuda(), **options)
+        assert all(same_bits(a.cpu(), b) for a, b in zip(made, wanted, strict=True))
+        codes, scales = _oxmoe.quantize_nvfp4(x.cuda(), scale.cuda(), masked_m=counts.cuda(), **options)
+        places = [
+            scale_offset(layout, r, b, columns // block) for r in range(rows // 2) for b in range(columns // block)
+        ]
+        assert same_bits(codes[0].cpu(), wanted[0][0]) and same_bits(scales[0].cpu(), wanted[1][0])
+        assert same_bits(codes[1, : rows // 2].cpu(), wanted[0][1, : rows // 2])
+        assert same_bits(scales[1].flatten().cpu()[places], wanted[1][1].flatten()[places])
 
 
 # Layouts

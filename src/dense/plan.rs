@@ -2,8 +2,8 @@
 
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::variants::dense::{Dense, NARROW, WIDE};
-use crate::variants::Variant;
+use crate::variants::dense::{Dense, FEW, NARROW, WIDE};
+use crate::variants::{Variant, ROUTING_STATIC_SHARED};
 
 /// K that CTAs take at a time.
 const BLOCK_K: i64 = 128;
@@ -20,6 +20,9 @@ pub struct MmPlan {
 
 impl MmPlan {
     pub fn new(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
+        if let Some(launch) = few(m, n, k, device) {
+            return MmPlan { splits: 1, tile_tokens: 0, token_bytes: 0, launches: [Some(launch), None] };
+        }
         match NARROW.into_iter().find(|kernel| m <= i64::from(kernel.tile().1)) {
             Some(kernel) => {
                 let splits = narrow_splits(n, k, device);
@@ -32,6 +35,28 @@ impl MmPlan {
     pub fn launches(&self) -> impl Iterator<Item = &Launch> {
         self.launches.iter().flatten()
     }
+}
+
+/// Few tokens with scales on the sums, where K's scales have room: as deep a ring as lets all CTAs run at once, or the shallowest.
+fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<Launch> {
+    let most = device.shared_bytes - ROUTING_STATIC_SHARED;
+    let shared = |kernel: Dense| kernel.shared_bytes() + kernel.scale_bytes(k as u32);
+    // For every number of tokens or for none, so that a row's sums do not depend on it.
+    if !device.experimental || shared(FEW[FEW.len() - 1]) > most {
+        return None;
+    }
+    let tokens = FEW.into_iter().map(|kernel| kernel.tile().1).find(|&tokens| m <= i64::from(tokens))?;
+    let mut fitting = FEW.into_iter().filter(|&kernel| kernel.tile().1 == tokens && shared(kernel) <= most).peekable();
+    let at_once = |kernel: Dense| {
+        let ctas = ((device.shared_bytes + 1024) / (shared(kernel) + 1024)).min(kernel.ctas());
+        tiles(kernel, m, n) <= i64::from(device.multiprocessors * ctas)
+    };
+    while let Some(kernel) = fitting.next() {
+        if at_once(kernel) || fitting.peek().is_none() {
+            return Some(Launch { shared_bytes: shared(kernel), ..gemm(kernel, m, n, 1) });
+        }
+    }
+    None
 }
 
 fn tiles(kernel: Dense, m: i64, n: i64) -> i64 {
@@ -116,23 +141,56 @@ mod tests {
         }
     }
 
+    const NAMED: [(i64, i64); 4] = [(7168, 16384), (4096, 7168), (2112, 7168), (24576, 1536)];
+
+    fn chosen(device: &Device) -> std::collections::HashSet<Variant> {
+        let plans = [1, 16, 20, 40, 64, 65, 200, 1024, 5000]
+            .into_iter()
+            .flat_map(|m| NAMED.map(|(n, k)| MmPlan::new(m, n, k, device)));
+        plans.flat_map(|plan| plan.launches().map(|launch| launch.variant).collect::<Vec<_>>()).collect()
+    }
+
     #[test]
     fn every_kernel_is_chosen() {
         let device = Device::typical(Arch::SM90);
-        let mut chosen = std::collections::HashSet::new();
-        for m in [1, 16, 20, 40, 64, 65, 200, 1024, 5000] {
-            for (n, k) in [(7168, 16384), (4096, 7168), (2112, 7168), (24576, 1536)] {
-                chosen.extend(MmPlan::new(m, n, k, &device).launches().map(|launch| launch.variant));
-            }
-        }
-        for kernel in NARROW.into_iter().chain(WIDE).chain([Dense::MmMxfp8Tokens]) {
-            assert!(chosen.contains(&Variant::Dense(kernel)), "{kernel:?}");
+        let all = |kernels: &[Dense]| kernels.iter().map(|&kernel| Variant::Dense(kernel)).collect();
+        let measured = chosen(&device);
+        assert_eq!(measured, all(&[&NARROW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
+        let experimental = chosen(&Device { experimental: true, ..device });
+        assert_eq!(experimental, all(&[&FEW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
+    }
+
+    /// A row must be added up alike by all kernels for few tokens, so K decides which family they are of.
+    #[test]
+    fn scales_decide_for_all_tokens_alike() {
+        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
+        for k in [32, 96, 1536, 7168, 16384, 40960, 60928, 60960, 1 << 20] {
+            let families = [1, 8, 9, 16, 17, 32].map(|m| {
+                let plan = MmPlan::new(m, 7168, k, &device);
+                let launch = *plan.launches().next().expect("one launch");
+                assert!(launch.shared_bytes <= device.shared_bytes && plan.launches().count() == 1);
+                assert_eq!(launch.cluster, plan.splits);
+                matches!(launch.variant, Variant::Dense(Dense::MmMxfp8Few { .. }))
+            });
+            assert_eq!(families, [k <= 60928; 6], "{k}");
         }
     }
 
     #[test]
+    fn rings_are_deep_where_multiprocessors_have_few_ctas() {
+        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
+        let stages = |m: i64, n: i64, k: i64| match MmPlan::new(m, n, k, &device).launches().next().map(|l| l.variant) {
+            Some(Variant::Dense(Dense::MmMxfp8Few { stages, .. })) => stages,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(NAMED.map(|(n, k)| stages(1, n, k)), [3, 8, 8, 3]);
+        assert_eq!(NAMED.map(|(n, k)| stages(16, n, k)), [3, 6, 6, 3]);
+        assert_eq!(NAMED.map(|(n, k)| stages(32, n, k)), [3, 5, 5, 3]);
+    }
+
+    #[test]
     fn sums_have_room() {
-        for kernel in NARROW.into_iter().chain(WIDE) {
+        for kernel in NARROW.into_iter().chain(FEW).chain(WIDE) {
             let (rows, tokens) = kernel.tile();
             assert!(tokens * (rows + 4) * 4 <= kernel.shared_bytes() && kernel.shared_bytes() <= 227 * 1024);
         }

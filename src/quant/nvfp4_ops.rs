@@ -11,7 +11,7 @@ use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, QuantizeNvfp4Params};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
-use crate::variants::Variant;
+use crate::variants::{dense::Dense, Variant};
 use pyo3::prelude::*;
 
 /// e2m1 of bf16, f16 or fp32 x [B, M, K] with a scale for each `block` (16 or 32) columns of a row: (codes uint8 [B, M, K / 2], scales
@@ -110,12 +110,16 @@ pub fn quantize_nvfp4<'py>(
     })
 }
 
-/// Eight numbers a thread, those of padding included.
+/// A block a thread where kernels that are not measured may run, else eight numbers; those of padding included.
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeNvfp4Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let (rows, blocks) = layout.padded(p.rows as usize, (p.columns / p.block) as usize);
-    let threads = i64::from(p.batches) * (rows * blocks) as i64 * i64::from(p.block / 8);
-    let per_cta = i64::from(Variant::Nvfp4Quantize.threads());
-    let ctas = (threads + per_cta - 1) / per_cta;
-    packed::launch(stream, op, Variant::Nvfp4Quantize, ctas, Args::QuantizeNvfp4(p))
+    let (variant, of_block) = if stream.device().experimental {
+        (Variant::Dense(Dense::QuantizeNvfp4 { block: p.block as u32 }), 1)
+    } else {
+        (Variant::Nvfp4Quantize, i64::from(p.block / 8))
+    };
+    let threads = i64::from(p.batches) * (rows * blocks) as i64 * of_block;
+    let per_cta = i64::from(variant.threads());
+    packed::launch(stream, op, variant, (threads + per_cta - 1) / per_cta, Args::QuantizeNvfp4(p))
 }

@@ -555,6 +555,18 @@ def dense_mm(m, n, k, a_scales, b_scales, out_dtype="bfloat16", use_8x4=False):
     return {"addresses": [t.address for t in (a, b, *scales, out)], "shape": list(out.shape), "records": records()}
 
 
+def nvfp4_quantized(shape, dtype, block, layout):
+    """NVFP4, or MXFP4 of blocks of 32: addresses of numbers, codes and scales, shapes of the last two, records."""
+    x = Tensor(shape, dtype)
+    kind = "e4m3" if block == 16 else "e8m0"
+    codes, scales = oxmoe.quantize_nvfp4(x, block=block, scale_dtype=kind, scale_layout=layout)
+    return {
+        "addresses": [t.address for t in (x, codes, scales)],
+        "shapes": [list(t.shape) for t in (codes, scales)],
+        "records": records(),
+    }
+
+
 def refused_dense():
     """What the dense MXFP8 GEMM raises on a GPU."""
     a, b = Tensor((4, 64), "float8_e4m3fn"), Tensor((8, 64), "float8_e4m3fn").swapaxes(0, 1)

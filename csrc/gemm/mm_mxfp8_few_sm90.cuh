@@ -1,0 +1,276 @@
+// Dense MXFP8 GEMM for up to 32 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
+// for 32 columns.
+//
+// e4m3 is exact in f16, two numbers an instruction. A group of 32 K is two mma whose sums begin at zero; they are added to the
+// fp32 sums times both scales, so that no operand is ever scaled. A warp owns a part of K, its ring and its scales: there is no
+// barrier before the end.
+//
+// Which groups are added one after the other depends on k alone. Needs k % 32 == 0, a and b aligned to 16 bytes. Grid: row tiles.
+#pragma once
+#include <cstdint>
+
+#include "../common/pdl.cuh"
+#include "../common/sm80.cuh"
+#include "mxfp8_operand.cuh"
+
+namespace oxmoe {
+
+template <int Tokens, int RowTiles, int Stages>
+struct MmMxfp8FewSm90 {
+    static constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16 * RowTiles, kTokenTiles = Tokens / 8;
+    // K of a stage: two groups, a chunk of 16 bytes for each of four lanes.
+    static constexpr int kStageK = 64, kStageRows = kRows + Tokens, kStageBytes = kStageRows * kStageK;
+    static constexpr int kPitch = kRows + 4;
+    static constexpr int kRingBytes = kWarps * Stages * kStageBytes, kSumBytes = kWarps * Tokens * kPitch * 4;
+    static_assert(kSumBytes <= kRingBytes, "sums take the place of the rings");
+    // Scales come behind the rings: what k needs, see scale_bytes().
+    static constexpr int kSharedBytes = kRingBytes;
+
+    static __device__ __forceinline__ void run(const MmMxfp8Params& p) {
+        extern __shared__ __align__(128) uint8_t shared[];
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+        const int first_row = blockIdx.x * kRows;
+        const int blocks = (p.k + kStageK - 1) / kStageK;
+        const int first = blocks * warp / kWarps, count = blocks * (warp + 1) / kWarps - first;
+        const uint32_t ring = warp * Stages * kStageBytes;
+        uint8_t* const scales = shared + kRingBytes + warp * ((blocks + kWarps - 1) / kWarps) * kStageRows * 2;
+
+        // What is copied first, to L2 meanwhile: it is where others' writes arrive, so nothing old can be met there.
+        for (int i = lane; i < kRows * 4; i += 32) {
+            const int row = first_row + i / 4, column = first * kStageK + i % 4 * 128;
+            if (row < p.n && column < (first + count) * kStageK && column < p.k) prefetch(p.b + int64_t(row) * p.k + column);
+        }
+        const Scales of_b(p.b_scales, first_row, p.n, p.k, lane, kRows), of_a(p.a_scales, 0, p.m, p.k, lane, Tokens);
+        of_b.template prefetch_all<kRows>(first, count);
+        pdl::wait();
+        pdl::launch_dependents();
+
+        // Four neighbouring lanes copy 64 bytes of a row. Row r has group j's 32 bytes at j ^ r / 2 % 2.
+        const int row_of_eight = lane / 4, chunk = lane % 4;
+        const uint32_t to =
+            sm80::shared_address(shared) + ring + row_of_eight * kStageK + (chunk ^ row_of_eight / 2 % 2 * 2) * 16;
+        const int64_t eight_rows = 8 * int64_t(p.k);
+        const int rows_left = p.n - first_row - row_of_eight, tokens_left = p.m - row_of_eight;
+        // NOTE: these go on from stage to stage: addresses made from the stage's number took more instructions than the products.
+        int k_left = p.k - first * kStageK - chunk * 16;
+        const uint8_t *next_b = p.b + int64_t(first_row + row_of_eight) * p.k + first * kStageK + chunk * 16,
+                      *next_a = p.a + int64_t(row_of_eight) * p.k + first * kStageK + chunk * 16;
+        const auto copy_next = [&](int slot) {
+            const int rows = k_left > 0 ? rows_left : 0, tokens = k_left > 0 ? tokens_left : 0;
+            const uint8_t *b = next_b, *a = next_a;
+            const uint32_t at = to + slot * kStageBytes;
+#pragma unroll
+            for (int i = 0; i < kRows / 8; ++i, b += eight_rows) sm80::copy_16_async(at + i * 8 * kStageK, b, 8 * i < rows);
+#pragma unroll
+            for (int i = 0; i < Tokens / 8; ++i, a += eight_rows)
+                sm80::copy_16_async(at + (kRows + i * 8) * kStageK, a, 8 * i < tokens);
+            next_b += kStageK, next_a += kStageK, k_left -= kStageK;
+        };
+#pragma unroll 1
+        for (int i = 0; i < Stages - 1; ++i) {
+            if (i < count) copy_next(i);
+            sm80::copy_commit();
+        }
+        bool extreme = of_b.template keep<kRows, kStageRows>(scales, first, count);
+        extreme |= of_a.template keep<Tokens, kStageRows>(scales + kRows * 2, first, count);
+        // Sums of other rows may take the long way: results are the same.
+        extreme = __any_sync(0xFFFFFFFF, extreme);
+
+        float sums[RowTiles][kTokenTiles][4] = {};
+        const auto loop = [&](auto of_any_size) {
+            int slot = 0;
+#pragma unroll 1
+            for (int block = 0; block < count; ++block) {
+                sm80::copy_wait<Stages - 2>();
+                __syncwarp();  // all lanes' copies have landed, and all have read what is written next
+                if (block + Stages - 1 < count) copy_next(slot == 0 ? Stages - 1 : slot - 1);
+                sm80::copy_commit();
+                multiply<of_any_size.value>(sums, shared + ring + slot * kStageBytes, scales + block * kStageRows * 2, g, c);
+                slot = slot + 1 == Stages ? 0 : slot + 1;
+            }
+        };
+        if (extreme)
+            loop(std::true_type{});
+        else
+            loop(std::false_type{});
+        sm80::copy_wait<0>();
+        __syncthreads();
+        float* const all = reinterpret_cast<float*>(shared);
+        float* const mine = all + warp * Tokens * kPitch + 2 * c * kPitch + g;
+#pragma unroll
+        for (int r = 0; r < RowTiles; ++r) {
+#pragma unroll
+            for (int i = 0; i < kTokenTiles; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) mine[(8 * i + j % 2) * kPitch + 16 * r + j / 2 * 8] = sums[r][i][j];
+            }
+        }
+        __syncthreads();
+        constexpr int kFours = kRows / 4;
+        for (int i = threadIdx.x; i < Tokens * kFours; i += kThreads) {
+            const int token = i / kFours, four = i % kFours;
+            if (token >= p.m) break;
+            const float4* at = reinterpret_cast<const float4*>(all + token * kPitch) + four;
+            float4 total = *at;
+#pragma unroll
+            for (int other = 1; other < kWarps; ++other) {
+                const float4 more = at[other * (Tokens * kPitch / 4)];
+                total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+            }
+            store(p, token, first_row + four * 4, total);
+        }
+    }
+
+private:
+    // Scales of up to 32 rows. They are fetched four groups at a time, as tiles have them, and kept by stages of two.
+    struct Scales {
+        const uint8_t* row;
+        int groups, lane;
+        // From a group to the next, and to the fourth after it.
+        int64_t one, four;
+        bool words;
+
+        // A row that does not exist has the last one's.
+        __device__ __forceinline__ Scales(const ScaleView& view, int first, int rows, int k, int lane, int lanes)
+            : groups(k / mxfp8_dense::kGroup), lane(lane), one(view.tile_rows ? 1 : view.block_stride), four(four_blocks(view)) {
+            row = scale_address(view, min(first + lane % lanes, rows - 1), 0, groups);
+            words = view.tile_rows || (one == 1 && groups % 4 == 0);
+            words = words && ((uint64_t(view.data) | view.row_stride) & 3) == 0;
+        }
+
+        template <int Rows>
+        __device__ __forceinline__ void prefetch_all(int first, int count) const {
+#pragma unroll 1
+            for (int i = first / 2 + lane / Rows; i < (first + count + 1) / 2; i += 32 / Rows) prefetch(row + i * four);
+        }
+
+        // The bytes of stages [first, first + count), Pitch pairs a stage. Whether one is 2^64 times from 1, more, or a special
+        // one.
+        template <int Rows, int Pitch>
+        __device__ __forceinline__ bool keep(uint8_t* to, int first, int count) const {
+            if (words) {
+                return keep<Rows, Pitch, 4>(to, first, count,
+                                            [&](int quad) { return *reinterpret_cast<const uint32_t*>(row + quad * four); });
+            }
+            return keep<Rows, Pitch, 1>(to, first, count, [&](int quad) {
+                const uint8_t* from = row + quad * four;
+                uint32_t bytes = from[0];
+#pragma unroll
+                for (int i = 1; i < 4; ++i) bytes |= from[4 * quad + i < groups ? i * one : 0] << 8 * i;
+                return bytes;
+            });
+        }
+
+    private:
+        // `load`: the bytes of four groups; what is none of the row's multiplies zeros.
+        template <int Rows, int Pitch, int AtOnce, typename Load>
+        __device__ __forceinline__ bool keep(uint8_t* to, int first, int count, Load load) const {
+            constexpr int kStep = 32 / Rows;
+            const int last = count ? (first + count - 1) / 2 : -1;
+            bool extreme = false;
+#pragma unroll 1
+            for (int i = first / 2 + lane / Rows; i <= last; i += AtOnce * kStep) {
+                uint32_t bytes[AtOnce];
+#pragma unroll
+                for (int j = 0; j < AtOnce; ++j) bytes[j] = load(min(i + j * kStep, last));
+#pragma unroll
+                for (int j = 0; j < AtOnce; ++j) {
+                    const int stage = 2 * min(i + j * kStep, last) - first;
+                    uint16_t* const pair = reinterpret_cast<uint16_t*>(to) + stage * Pitch + lane % Rows;
+                    extreme |= ((bytes[j] ^ bytes[j] << 1) & 0x80808080) != 0x80808080;
+                    if (stage >= 0) pair[0] = uint16_t(bytes[j]);
+                    if (stage + 1 < count) pair[Pitch] = uint16_t(bytes[j] >> 16);
+                }
+            }
+            return extreme;
+        }
+    };
+
+    // A byte as what it stands for.
+    template <bool AnySize>
+    static __device__ __forceinline__ float scale(uint32_t bytes, int group) {
+        const uint32_t byte = group ? bytes >> 8 & 0xFF : bytes & 0xFF;
+        return AnySize ? mxfp8_dense::scale_value(byte) : __uint_as_float(byte << 23);
+    }
+
+    // sum + part x a x b. Of either side of 1, a x b has a place in fp32; else one product after the other ends where they do.
+    template <bool AnySize>
+    static __device__ __forceinline__ float add(float sum, float part, float a, float b) {
+        if (!AnySize) return fmaf(part * a, b, sum);
+        const bool apart = (a > 1) != (b > 1);
+        return fmaf(part * (apart ? a * b : a), apart ? 1.f : b, sum);
+    }
+
+    // Two e4m3 words: their numbers as f16, the first and the second two of each.
+    static __device__ __forceinline__ void decode(uint32_t word, uint32_t& low, uint32_t& high) {
+        asm("{\n.reg .b16 first, second;\n"
+            "mov.b32 {first, second}, %2;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+            "cvt.rn.f16x2.e4m3x2 %1, second;\n}"
+            : "=r"(low), "=r"(high)
+            : "r"(word));
+    }
+
+    // A stage: 64 K of kRows rows of b and of the tokens behind them. Lane c has 8 neighbouring K of each group, 4 a step.
+    template <bool AnySize>
+    static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][kTokenTiles][4], const uint8_t* stage,
+                                                    const uint8_t* scales, int g, int c) {
+        const uint16_t* const of_rows = reinterpret_cast<const uint16_t*>(scales) + g;
+        const uint32_t* const of_tokens = reinterpret_cast<const uint32_t*>(scales + kRows * 2) + c;
+        uint32_t row_bytes[2 * RowTiles], token_bytes[kTokenTiles];
+#pragma unroll
+        for (int i = 0; i < 2 * RowTiles; ++i) row_bytes[i] = of_rows[8 * i];
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i) token_bytes[i] = of_tokens[4 * i];
+#pragma unroll(AnySize ? 1 : 2)
+        for (int group = 0; group < 2; ++group) {
+            const uint8_t* const at = stage + g * kStageK + (group ^ g / 2 % 2) * 32 + 8 * c;
+            uint32_t tokens[kTokenTiles][4];
+            float token_scale[kTokenTiles][2];
+#pragma unroll
+            for (int i = 0; i < kTokenTiles; ++i) {
+                const uint2 words = *reinterpret_cast<const uint2*>(at + (kRows + 8 * i) * kStageK);
+                decode(words.x, tokens[i][0], tokens[i][1]);
+                decode(words.y, tokens[i][2], tokens[i][3]);
+                token_scale[i][0] = scale<AnySize>(token_bytes[i], group);
+                token_scale[i][1] = scale<AnySize>(token_bytes[i] >> 16, group);
+            }
+#pragma unroll
+            for (int r = 0; r < RowTiles; ++r) {
+                uint32_t rows[2][4];
+                float row_scale[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint2 words = *reinterpret_cast<const uint2*>(at + (16 * r + 8 * half) * kStageK);
+                    decode(words.x, rows[0][half], rows[0][2 + half]);
+                    decode(words.y, rows[1][half], rows[1][2 + half]);
+                    row_scale[half] = scale<AnySize>(row_bytes[2 * r + half], group);
+                }
+#pragma unroll
+                for (int i = 0; i < kTokenTiles; ++i) {
+                    float part[4] = {};
+                    sm80::multiply_add<__half>(part, rows[0], tokens[i][0], tokens[i][1]);
+                    sm80::multiply_add<__half>(part, rows[1], tokens[i][2], tokens[i][3]);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        sums[r][i][j] = add<AnySize>(sums[r][i][j], part[j], token_scale[i][j % 2], row_scale[j / 2]);
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void store(const MmMxfp8Params& p, int token, int row, const float4& sums) {
+        if (p.out_dtype == Dtype::Bf16)
+            mxfp8_dense::store_four<__nv_bfloat16>(p, token, row, sums);
+        else if (p.out_dtype == Dtype::F32)
+            mxfp8_dense::store_four_fp32(p, token, row, sums);
+        else
+            mxfp8_dense::store_four<__half>(p, token, row, sums);
+    }
+
+    static __device__ __forceinline__ void prefetch(const uint8_t* from) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+    }
+};
+
+}  // namespace oxmoe

@@ -1,0 +1,171 @@
+"""Dense MXFP8 for few tokens with scales on the sums: the kernel on the host thread by thread, and on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from fake_cuda.harness import STRUCTS
+from host_cta import HostCtas
+from oxmoe import quantize
+from oxmoe.testing import same_bits
+
+BF16, F32 = 2, 0
+# Name -> (tokens, rows of a CTA, stages).
+KERNELS = {"t8": (8, 16, 3), "t8_deep": (8, 16, 8), "t16": (16, 32, 3), "t32": (32, 32, 3)}
+TILE_ROWS = {"128x4": 128, "8x4": 8}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    names = {
+        name: (f"MmMxfp8FewSm90<{tokens}, {rows // 16}, {stages}>", "MmMxfp8Params")
+        for name, (tokens, rows, stages) in KERNELS.items()
+    }
+    # Before sm_90: one launch after the other, no clusters.
+    return HostCtas(tmp_path_factory.mktemp("few"), ["gemm/mm_mxfp8_few_sm90.cuh"], names, 890)
+
+
+def operand(rows: int, k: int, rng: torch.Generator, spread: int = 6) -> tuple[Tensor, Tensor]:
+    """Codes but NaN, and scales of several powers."""
+    codes = torch.randint(0, 256, (rows, k), generator=rng, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x11
+    return codes, torch.randint(127 - spread, 127 + spread, (rows, k // 32), generator=rng, dtype=torch.uint8)
+
+
+def values(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp64, in which all scales have a place."""
+    numbers = codes.view(torch.float8_e4m3fn).double()
+    powers = torch.exp2(scales.double() - 127).masked_fill(scales == 255, math.nan)
+    return numbers * powers.repeat_interleave(32, 1)
+
+
+class View:
+    """Scales as a kernel gets them; `form`: a layout, "rows", "columns", or "apart", at odd addresses with gaps."""
+
+    def __init__(self, scales: Tensor, form: str) -> None:
+        blocks = scales.shape[1]
+        if form in TILE_ROWS:
+            self.memory = quantize.swizzle_scales(scales, form)
+            arguments = (TILE_ROWS[form], 0, 0)
+        elif form == "rows":
+            self.memory, arguments = scales.contiguous(), (0, blocks, 1)
+        elif form == "columns":
+            self.memory, arguments = scales.t().contiguous(), (0, 1, scales.shape[0])
+        else:
+            wide = torch.full((scales.shape[0], 2 * blocks + 3), 0xFF, dtype=torch.uint8)
+            wide[:, 1 : 2 * blocks + 1 : 2] = scales
+            self.memory, arguments = wide.flatten()[1:], (0, 2 * blocks + 3, 2)
+        self.struct = STRUCTS["ScaleView"](self.memory.data_ptr(), *arguments)
+
+
+def call(
+    kernels: HostCtas, name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rng: torch.Generator,
+    forms: tuple[str, str] = ("rows", "rows"), dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    (m, k), n = a[0].shape, b[0].shape[0]
+    out = torch.full((m + 1, n), 7.0, dtype=dtype)
+    views = View(a[1], forms[0]), View(b[1], forms[1])
+    kernels.run(
+        name, -(-n // KERNELS[name][1]), int(torch.randint(1 << 40, (), generator=rng)), a=a[0].data_ptr(),
+        b=b[0].data_ptr(), a_scales=views[0].struct, b_scales=views[1].struct, out=out.data_ptr(),
+        out_dtype=F32 if dtype == torch.float32 else BF16, m=m, n=n, k=k, splits=1,
+    )  # fmt: skip
+    assert bool((out[m] == 7).all())
+    return out[:m]
+
+
+def check(out: Tensor, a: Tensor, b: Tensor) -> None:
+    expected, size = a @ b.T, a.abs() @ b.abs().T
+    error = (out.double() - expected).abs()
+    bar = 0.51 * torch.finfo(out.dtype).eps * expected.abs() + 2.0**-19 * size + 2.0**-148
+    assert bool((error <= bar).all()), (error / bar).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "forms"),
+    [
+        ("t8", 1, 33, 32, ("rows", "columns")),
+        ("t8", 8, 48, 576, ("128x4", "128x4")),
+        ("t8", 5, 140, 1120, ("8x4", "128x4")),
+        ("t8_deep", 7, 20, 5152, ("rows", "rows")),
+        ("t8", 3, 16, 1600, ("apart", "apart")),
+        ("t16", 13, 33, 704, ("columns", "apart")),
+        ("t16", 16, 64, 1408, ("128x4", "rows")),
+        ("t32", 32, 40, 1312, ("128x4", "128x4")),
+        ("t32", 17, 32, 2048, ("8x4", "columns")),
+    ],
+)
+def test_by_definition(
+    kernels: HostCtas, name: str, m: int, n: int, k: int, forms: tuple[str, str], rng: torch.Generator
+) -> None:
+    a, b = operand(m, k, rng), operand(n, k, rng)
+    out = call(kernels, name, a, b, rng, forms)
+    check(out, values(*a), values(*b))
+    half = call(kernels, name, a, b, rng, forms, torch.bfloat16)
+    assert same_bits(half, out.bfloat16())
+
+
+def test_nothing_to_add(kernels: HostCtas, rng: torch.Generator) -> None:
+    for name in KERNELS:
+        assert bool((call(kernels, name, operand(3, 0, rng), operand(20, 0, rng), rng) == 0).all())
+
+
+def test_a_row_has_its_bits_in_every_kernel(kernels: HostCtas, rng: torch.Generator) -> None:
+    """Alone and among others, with a neighbour whose scales go the long way, in any ring."""
+    n, k = 40, 1696
+    a, b = operand(32, k, rng), operand(n, k, rng)
+    a[1][20] = 3
+    whole = call(kernels, "t32", a, b, rng)
+    for name, rows in (("t8", slice(2, 3)), ("t8_deep", slice(0, 8)), ("t16", slice(3, 19)), ("t8", slice(17, 24))):
+        part = call(kernels, name, (a[0][rows], a[1][rows]), b, rng)
+        assert same_bits(part, whole[rows])
+
+
+def test_scales_of_any_size(kernels: HostCtas, rng: torch.Generator) -> None:
+    """From 2^-127 to 2^127 each, whose products leave fp32 or only meet in it; both NaN; zeros times the largest."""
+    m, n, k = 8, 32, 672
+    a, b = operand(m, k, rng), operand(n, k, rng)
+    a[1][:] = torch.tensor([0, 1, 60, 63, 191, 192, 230, 254], dtype=torch.uint8)[:, None]
+    b[1][:] = torch.randint(0, 255, (n, 1), generator=rng, dtype=torch.uint8)
+    b[1][:4] = torch.tensor([0, 254, 64, 191], dtype=torch.uint8)[:, None]
+    a[0][3, 64:96] = 0
+    # Scales of a row need not be alike.
+    b[1][4, ::2], b[1][4, 1::2] = 20, 100
+    b[0][5], b[1][5] = 0, 254
+    a[0][2, 70], a[1][6, 3], b[0][7, 671], b[1][8, 20] = 0x7F, 255, 0xFF, 255
+    out = call(kernels, "t8", a, b, rng, ("128x4", "128x4"))
+    expected_nan = torch.zeros((m, n), dtype=torch.bool)
+    expected_nan[[2, 6]], expected_nan[:, [7, 8]] = True, True
+    wanted = values(*a) @ values(*b).T
+    sizes = values(*a).abs() @ values(*b).abs().T
+    # What ends beyond fp32 may do so on both sides.
+    inside, beyond = sizes < 2.0**127, sizes >= 2.0**129
+    assert torch.equal(expected_nan, wanted.isnan()) and bool(out.isnan()[expected_nan].all())
+    error = (out.double() - wanted).abs()
+    assert bool((error <= 2.0**-19 * sizes + 2.0**-142)[inside].all())
+    assert not bool(out.isfinite()[beyond].all())
+    assert bool((out[:, 5][~expected_nan[:, 5]] == 0).all())
+    assert int(inside.sum()) > 100 and int(beyond.sum()) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 31, 32])
+def test_on_a_gpu(experimental: None, m: int, rng: torch.Generator) -> None:
+    """Models' sizes with all layouts, against fp64 of 40 rows of b; the same bits twice and among 32 tokens."""
+    for n, k in ((7168, 2304), (2112, 7168), (4096, 1536), (7168, 16384), (130, 96)):
+        a, b = operand(32, k, rng), operand(n, k, rng)
+        codes = [t[0].cuda().view(torch.float8_e4m3fn) for t in (a, b)]
+        swizzled = [quantize.swizzle_scales(t[1]).cuda() for t in (a, b)]
+        linear = a[1].cuda(), b[1].t().contiguous().cuda()
+        whole = oxmoe.mm_mxfp8(codes[0], codes[1].t(), *swizzled)
+        part = codes[0][:m], codes[1].t(), a[1][:m].cuda(), linear[1]
+        out = torch.full((m, n), math.nan, device="cuda", dtype=torch.bfloat16)
+        oxmoe.mm_mxfp8(*part, out=out)
+        assert same_bits(out, whole[:m]) and same_bits(oxmoe.mm_mxfp8(*part), out)
+        rows = torch.randperm(n, generator=rng)[:40]
+        check(out[:, rows.cuda()].cpu(), values(*a)[:m], values(*b)[rows])
