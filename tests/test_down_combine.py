@@ -18,9 +18,11 @@ from torch import Tensor
 
 import oxmoe
 from cases import PATTERNS, Shape, make_routing
-from fake_cuda.harness import asked, execute, launches, parameters_of, planned
+from fake_cuda.harness import STRUCTS, asked, execute, launches, parameters_of, planned
 from fp8_cases import make_fp8, make_fp8_tensor
-from oxmoe.testing import same_bits
+from host_cooperative import HostDownCombine
+from oxmoe import reference
+from oxmoe.testing import Bar, assert_close_ulp, same_bits
 from test_graph_capture import check_replays
 from test_launch_fp8 import ranges_of
 
@@ -151,6 +153,84 @@ def test_launches(driver: Path, tmp_path: Path) -> None:
             taken[tokens] = (p.chunks, p.buffers)
             assert experimental
     assert taken == {1024: (1, 8), 4096: (1, 4), 16383: (2, 2), 40000: (5, 2)}
+
+
+# The kernel on the host
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostDownCombine:
+    return HostDownCombine(tmp_path_factory.mktemp("down_combine"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "scale": 2.5},
+        {"chunks": 2, "pattern": "holes"},
+        {"chunks": 3, "buffers": 1, "top_k": 10, "tokens": 101},
+        {"keep_slots": True, "pattern": "holes", "tokens": 60},
+        {"weighted": False, "pattern": "one_expert", "chunks": 2},
+        {"pattern": "all_holes", "tokens": 40},
+        {"pattern": "uneven", "tokens": 1, "ctas": 4},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_kernel_on_the_host(kernel: HostDownCombine, options: dict[str, Any], rng: torch.Generator) -> None:
+    given = {"tokens": 131, "top_k": 3, "chunks": 1, "buffers": 2, "ctas": 2, "pattern": "uniform", "scale": 1.0}
+    given |= {"bias": False, "keep_slots": False, "weighted": True, **options}
+    tokens, top_k, chunks, keep = (given[name] for name in ("tokens", "top_k", "chunks", "keep_slots"))
+    experts, hidden, inner = 5, 384, 256
+    topk_weights, ids = make_routing(given["pattern"], tokens, experts, top_k, rng)
+    slots, flat = tokens * top_k, ids.flatten().long()
+    slot_of_place = torch.argsort(torch.where(flat < 0, experts, flat), stable=True)[: int((flat >= 0).sum())]
+    counts = torch.bincount(flat[slot_of_place], minlength=experts)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    place_of_slot = torch.full((slots,), -1)
+    place_of_slot[slot_of_place] = torch.arange(len(slot_of_place))
+
+    x = torch.randn((slots, inner), generator=rng).to(torch.float8_e4m3fn)
+    w2 = torch.randn((experts, hidden, inner), generator=rng).to(torch.float8_e4m3fn)
+    x_scales = torch.rand((slots, 2), generator=rng) + 0.5
+    w2_scale = torch.rand((experts, hidden // 128, 2), generator=rng) / 16 + 0.01
+    bias = torch.randn((experts, hidden), generator=rng).bfloat16() if given["bias"] else None
+    rows = torch.full((slots, hidden), torch.nan).bfloat16()
+    for expert in range(experts):
+        places = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        sums = reference.fp8_product((x[places], x_scales[places]), w2[expert], w2_scale[expert])
+        rows[places] = (sums if bias is None else sums + bias[expert].float()).bfloat16()
+    factor = topk_weights if given["weighted"] else torch.ones_like(topk_weights)
+    terms = torch.where((place_of_slot < 0)[:, None], 0.0, rows[place_of_slot.clamp(min=0)].float())
+    terms = terms.view(tokens, top_k, hidden) * factor.nan_to_num(0.0)[:, :, None]
+    expected = (given["scale"] * (terms if keep else terms.sum(1))).bfloat16()
+
+    panels = torch.full((given["buffers"], slots, 128), torch.nan).bfloat16()
+    out = torch.full(expected.shape, torch.nan).bfloat16()
+    chunk_tokens = -(-tokens // chunks)
+    chunk_slots = chunk_tokens * top_k
+    most = min(chunk_slots, experts) + max(chunk_slots - experts, 0) // 64
+    counters = torch.zeros(2 * chunks * hidden // 128, dtype=torch.int32)
+    tables = [table.int().contiguous() for table in (offsets, slot_of_place, place_of_slot)]
+    gemm = STRUCTS["GroupedGemmParams"](
+        x=x.data_ptr(), x_scales=x_scales.data_ptr(), weights=w2.data_ptr(), block_scales=w2_scale.data_ptr(),
+        bias=bias.data_ptr() if bias is not None else 0, bias_dtype=2, out=panels.data_ptr(), rows=hidden,
+        k=inner // 2, out_columns=hidden,
+    )  # fmt: skip
+    combine = STRUCTS["CombineParams"](
+        y=panels.data_ptr(), place_of_slot=tables[2].data_ptr(), out=out.data_ptr(), tokens=tokens, top_k=top_k,
+        weights=topk_weights.data_ptr() if given["weighted"] else 0, hidden=hidden, scale=given["scale"],
+        keep_slots=keep,
+    )  # fmt: skip
+    ended = kernel.run(
+        inner, given["ctas"], int(torch.randint(1 << 31, (), generator=rng)), down=gemm, combine=combine,
+        offsets=tables[0].data_ptr(), slot_of_place=tables[1].data_ptr(), experts=experts, chunks=chunks,
+        chunk_tokens=chunk_tokens, token_blocks=max(-(-most // given["ctas"]), 1), buffers=given["buffers"],
+        slots=slots, counters=counters.data_ptr(),
+    )  # fmt: skip
+    assert ended, "deadlock"
+    assert counters.tolist() == [given["ctas"]] * len(counters)
+    assert_close_ulp(out, expected, Bar(max_ulp=2.0, ulps=0.9, share=2e-2))
 
 
 # Values, on a GPU
