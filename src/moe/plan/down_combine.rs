@@ -63,8 +63,8 @@ pub fn variant(device: &Device, layer: &LayerDesc) -> Option<Variant> {
 ///           where the mean is 4.85
 ///   16384   two chunks with 1152 blocks each, 541 GFLOP at 950 TFLOP/s 570, 9 blocks for 8.7, 2 x 20 between chunks; L2 has 1.9 GB of weights
 ///           and rows to read and as much to write in that time, near what it can do: 700 to 800
-/// With K = 768 (qwen3-30b-a3b) a CTA has room for three blocks: five chunks at M = 16384, each with all weights and half a block an expert of
-/// padding (14 %), to save 140 us of combine beside 480 of GEMM2: not worth it.
+/// With K = 768 (qwen3-30b-a3b) a CTA has room for three blocks: eight chunks at M = 16384, each with all weights, and with uneven work and
+/// padding half as much multiplication again, to save 140 us of combine beside 480 of GEMM2: not worth it.
 pub fn plan(desc: &MoeDesc, tile_tokens: i32, device: &Device) -> Option<(Launch, Panels)> {
     let (layer, ctas) = (&desc.layer, i64::from(device.multiprocessors));
     let variant = variant(device, layer)?;
