@@ -100,6 +100,27 @@ def test_scales_on_sums(m: int, driver: Path, tmp_path: Path) -> None:
         assert (p.m, p.n, p.k, p.out_dtype, p.splits, p.tokens) == (m, n, k, 2, 1, 0)
 
 
+@pytest.mark.parametrize("m", [33, 64])
+def test_scales_on_sums_of_more_tokens(m: int, driver: Path, tmp_path: Path) -> None:
+    """Where most multiprocessors have one CTA; else, or without the variable, the kernels for many tokens."""
+    for n, k, experimental in (
+        (4096, 7168, True),
+        (4224, 1536, True),
+        (4225, 96, True),
+        (2112, 96, True),
+        (4096, 96, False),
+    ):
+        result = execute(driver, tmp_path, "dense_mm", few(m, n, k), experimental=experimental)
+        kernels = [launch["kernel"] for launch in launches(result["records"])]
+        if n in (2112, 4225) or not experimental:
+            assert kernels[0] == "mm_mxfp8_tokens" and kernels[1].startswith("mm_mxfp8_wide_sm90_t")
+            continue
+        assert kernels == ["mm_mxfp8_few_sm90_t64_r2_s3"]
+        (launch,) = launches(result["records"])
+        shared = 8 * 3 * 64 * 96 + 2 * 8 * -(-k // 512) * 96
+        assert (launch["grid"][0], launch["block"][0], launch["shared"]) == (-(-n // 32), 256, shared)
+
+
 def test_scales_that_have_no_room(driver: Path, tmp_path: Path) -> None:
     """So long a K takes the measured kernel."""
     result = execute(driver, tmp_path, "dense_mm", few(1, 64, 1 << 20), experimental=True)

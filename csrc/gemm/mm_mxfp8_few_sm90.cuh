@@ -1,4 +1,4 @@
-// Dense MXFP8 GEMM for up to 32 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
+// Dense MXFP8 GEMM for up to 64 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
 // for 32 columns.
 //
 // e4m3 is exact in f16, two numbers an instruction. A group of 32 K is two mma whose sums begin at zero; they are added to the
@@ -20,6 +20,8 @@ struct MmMxfp8FewSm90 {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16 * RowTiles, kTokenTiles = Tokens / 8;
     // K of a stage: two groups, a chunk of 16 bytes for each of four lanes.
     static constexpr int kStageK = 64, kStageRows = kRows + Tokens, kStageBytes = kStageRows * kStageK;
+    // Whose scales a warp fetches at a time.
+    static constexpr int kScaleTokens = Tokens < 32 ? Tokens : 32;
     static constexpr int kPitch = kRows + 4;
     static constexpr int kRingBytes = kWarps * Stages * kStageBytes, kSumBytes = kWarps * Tokens * kPitch * 4;
     static_assert(kSumBytes <= kRingBytes, "sums take the place of the rings");
@@ -40,7 +42,7 @@ struct MmMxfp8FewSm90 {
             const int row = first_row + i / 4, column = first * kStageK + i % 4 * 128;
             if (row < p.n && column < (first + count) * kStageK && column < p.k) prefetch(p.b + int64_t(row) * p.k + column);
         }
-        const Scales of_b(p.b_scales, first_row, p.n, p.k, lane, kRows), of_a(p.a_scales, 0, p.m, p.k, lane, Tokens);
+        const Scales of_b(p.b_scales, first_row, p.n, p.k, lane, kRows);
         of_b.template prefetch_all<kRows>(first, count);
         pdl::wait();
         pdl::launch_dependents();
@@ -72,7 +74,11 @@ struct MmMxfp8FewSm90 {
             sm80::copy_commit();
         }
         bool extreme = of_b.template keep<kRows, kStageRows>(scales, first, count);
-        extreme |= of_a.template keep<Tokens, kStageRows>(scales + kRows * 2, first, count);
+#pragma unroll 1
+        for (int token = 0; token < Tokens; token += kScaleTokens) {
+            const Scales of_a(p.a_scales, token, p.m, p.k, lane, kScaleTokens);
+            extreme |= of_a.template keep<kScaleTokens, kStageRows>(scales + (kRows + token) * 2, first, count);
+        }
         // Sums of other rows may take the long way: results are the same.
         extreme = __any_sync(0xFFFFFFFF, extreme);
 

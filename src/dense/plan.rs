@@ -2,7 +2,7 @@
 
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::variants::dense::{Dense, FEW, NARROW, WIDE};
+use crate::variants::dense::{Dense, FEW, FEW_64, NARROW, WIDE};
 use crate::variants::{Variant, ROUTING_STATIC_SHARED};
 
 /// K that CTAs take at a time.
@@ -37,13 +37,19 @@ impl MmPlan {
     }
 }
 
-/// Few tokens with scales on the sums, where K's scales have room: as deep a ring as lets all CTAs run at once, or the shallowest.
+/// Few tokens with scales on the sums; up to 32 of them where K's scales have room: as deep a ring as lets all CTAs run at once, or the shallowest.
 fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<Launch> {
     let most = device.shared_bytes - ROUTING_STATIC_SHARED;
     let shared = |kernel: Dense| kernel.shared_bytes() + kernel.scale_bytes(k as u32);
     // For every number of tokens or for none, so that a row's sums do not depend on it.
     if !device.experimental || shared(FEW[FEW.len() - 1]) > most {
         return None;
+    }
+    if (33..=64).contains(&m) {
+        // One CTA for a multiprocessor, and not for less than half of them: its time is that of its instructions.
+        let (ctas, all) = (tiles(FEW_64, m, n), i64::from(device.multiprocessors));
+        let fits = shared(FEW_64) <= most && (all / 2 + 1..=all).contains(&ctas);
+        return fits.then(|| Launch { shared_bytes: shared(FEW_64), ..gemm(FEW_64, m, n, 1) });
     }
     let tokens = FEW.into_iter().map(|kernel| kernel.tile().1).find(|&tokens| m <= i64::from(tokens))?;
     let mut fitting = FEW.into_iter().filter(|&kernel| kernel.tile().1 == tokens && shared(kernel) <= most).peekable();
@@ -157,7 +163,7 @@ mod tests {
         let measured = chosen(&device);
         assert_eq!(measured, all(&[&NARROW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
         let experimental = chosen(&Device { experimental: true, ..device });
-        assert_eq!(experimental, all(&[&FEW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
+        assert_eq!(experimental, all(&[&FEW[..], &[FEW_64], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
     }
 
     /// A row must be added up alike by all kernels for few tokens, so K decides which family they are of.
@@ -190,7 +196,7 @@ mod tests {
 
     #[test]
     fn sums_have_room() {
-        for kernel in NARROW.into_iter().chain(FEW).chain(WIDE) {
+        for kernel in NARROW.into_iter().chain(FEW).chain([FEW_64]).chain(WIDE) {
             let (rows, tokens) = kernel.tile();
             assert!(tokens * (rows + 4) * 4 <= kernel.shared_bytes() && kernel.shared_bytes() <= 227 * 1024);
         }

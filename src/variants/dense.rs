@@ -47,6 +47,8 @@ pub const FEW: [Dense; 6] = [
     MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 5 },
     MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 3 },
 ];
+/// For up to 64 tokens where most multiprocessors have one row tile.
+pub const FEW_64: Dense = MmMxfp8Few { tokens: 64, row_tiles: 2, stages: 3 };
 pub const WIDE: [Dense; 4] = [
     MmMxfp8Wide { tokens: 64, consumers: 2, stages: 4 },
     MmMxfp8Wide { tokens: 64, consumers: 3, stages: 4 },
@@ -57,7 +59,7 @@ pub const WIDE: [Dense; 4] = [
 pub const NVFP4: [Dense; 2] = [QuantizeNvfp4 { block: 16 }, QuantizeNvfp4 { block: 32 }];
 
 pub fn all() -> Vec<Dense> {
-    [&NARROW[..], &FEW, &WIDE, &[MmMxfp8Tokens, QuantizeMxfp8, DequantizeMxfp8], &NVFP4].concat()
+    [&NARROW[..], &FEW, &[FEW_64], &WIDE, &[MmMxfp8Tokens, QuantizeMxfp8, DequantizeMxfp8], &NVFP4].concat()
 }
 
 impl Dense {
