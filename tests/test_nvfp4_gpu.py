@@ -140,7 +140,9 @@ def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
     ]
     for scales in ((other.w13_scale, other.w2_scale), tiles, views):
         moved = on_cuda(dataclasses.replace(other, w13_scale=scales[0], w2_scale=scales[1]))
-        assert same_bits(call(x.cuda(), moved.weights(layout=layout), *given), expected)
+        made = moved.weights(layout=layout)
+        assert made.b13 is moved.b13 and made.layout == layout and made.w13 is None
+        assert same_bits(call(x.cuda(), made, *given), expected)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

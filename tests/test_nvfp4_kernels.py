@@ -105,6 +105,7 @@ def test_packed_weights(
     experts, gated = 3, layout is not None
     codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=rng, dtype=torch.uint8)
     scales = torch.randint(0, 256, (experts, rows, columns // 16), generator=rng, dtype=torch.uint8)
+    scales.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
     held = nvfp4.swizzle_blockscale(scales.view(E4M3)).view(torch.uint8) if swizzled else scales
     parts = 2 if gated else 1
     given = torch.rand(experts, parts, generator=rng) + 0.1

@@ -278,7 +278,9 @@ impl<'py> Call<'_, 'py> {
         let (layer, desc) = (self.layer, &self.desc);
         // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
         let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
-        let elements = desc.tokens * layer.desc.hidden.max(layer.desc.intermediate);
+        // Rows may be rounded once for each of their slots.
+        let rows = if layer.desc.format == Format::Nvfp4A4 { desc.tokens * desc.top_k } else { desc.tokens };
+        let elements = rows * layer.desc.hidden.max(layer.desc.intermediate);
         if desc.tokens * desc.top_k > i32::MAX as i64 / 2 || elements / vector > i32::MAX as i64 {
             return Err(Error::Unsupported(format!(
                 "x: {} tokens x top-{} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch",

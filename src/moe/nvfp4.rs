@@ -300,10 +300,20 @@ pub fn nvfp4_experts<'py>(
             }
             _ => None,
         };
-        let b13 = arranged.as_ref().or(b13);
-        let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(&w13_scale), w2_scale: Some(&w2_scale) };
+        let arguments = Arguments {
+            w13,
+            w2,
+            b13: arranged.as_ref().or(b13),
+            b2,
+            w13_scale: Some(&w13_scale),
+            w2_scale: Some(&w2_scale),
+        };
         let mut made = ExpertWeights::new(&arguments, Numbers::Nvfp4(spec), options, &given, false)?;
         made._tensors.extend(tensors);
+        if arranged.is_some() {
+            // The attribute is what was given.
+            made._tensors.extend(std::mem::replace(&mut made.b13, b13.map(|bias| bias.clone().unbind())));
+        }
         Ok(made)
     })
 }

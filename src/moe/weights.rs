@@ -172,7 +172,7 @@ pub struct ExpertWeights {
     #[pyo3(get)]
     w2: Option<Py<PyAny>>,
     #[pyo3(get)]
-    b13: Option<Py<PyAny>>,
+    pub(super) b13: Option<Py<PyAny>>,
     #[pyo3(get)]
     b2: Option<Py<PyAny>>,
     #[pyo3(get)]
