@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# What needs a GPU, in one call, on an installed package: benches/gpu_check.sh OUT [PART...]
+#
+#   tests         GPU tests, and those of the kernels for any GPU
+#   experimental  the same with OXMOE_EXPERIMENTAL=1 (docs/experimental.md)
+#   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
+#   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1
+#   rows          times of rows in expert order, likewise
+#   dense         times of dense MXFP8 and of NVFP4's quantiser, likewise
+#   multi         tests and times between all GPUs (NVLink multicast stays off)
+#
+# Default: tests experimental sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
+# processes where pytest-xdist is installed (8); PEERS of the benches (none); PYTHON. For parts beside each other: a call each, with CUDA_VISIBLE_DEVICES.
+set -uo pipefail
+out=$(realpath -m "${1:?OUT is needed}")
+shift
+[ $# -gt 0 ] || set -- tests experimental sanitize layers rows dense
+mkdir -p "$out"
+cd "$(dirname "$0")/.." || exit
+python=${PYTHON:-python3} peers=${PEERS:-none} failed=0
+export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 PYTHONDONTWRITEBYTECODE=1
+
+step() { # NAME COMMAND...
+    local name=$1 status=0 start=$SECONDS
+    shift
+    timeout "${LIMIT:-600}" "$@" >"$out/$name.log" 2>&1 || status=$?
+    [ "$status" -eq 0 ] || failed=1
+    printf '%s: exit %s after %s s: %s\n' "$name" "$status" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log")" | tee -a "$out/summary.txt"
+}
+
+in_turn() { # NAME COMMAND...
+    local name=$1
+    shift
+    step "$name" env OXMOE_EXPERIMENTAL=0 "$@"
+    step "$name-experimental" env OXMOE_EXPERIMENTAL=1 "$@"
+}
+
+jobs=()
+if "$python" -c 'import xdist' 2>/dev/null; then jobs=(-n "${JOBS:-8}"); fi
+pytest=("$python" -m pytest -p no:cacheprovider -q)
+bench=("$python" -m oxmoe bench --layers 2 --peers "$peers")
+few='twice or few or small or tokens0 or edges'
+
+for part; do
+    case $part in
+    tests)
+        step tests "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
+        step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_moe.py tests/test_mxfp4.py
+        ;;
+    experimental)
+        step experimental env OXMOE_EXPERIMENTAL=1 "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
+        step experimental-portable env OXMOE_EXPERIMENTAL=1 OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_e4m3_portable_gpu.py
+        ;;
+    sanitize)
+        for tool in memcheck racecheck; do
+            step "$tool" env OXMOE_EXPERIMENTAL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+                "${pytest[@]}" -m gpu -k "$few" tests/test_down_combine.py tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py
+        done
+        ;;
+    layers)
+        in_turn layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,64,1024,4096,16384 --json "$out/layers.jsonl"
+        in_turn layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
+        ;;
+    rows)
+        in_turn rows "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 1,10,100 --format bf16,fp8-block,mxfp4 --json "$out/rows.jsonl"
+        step rows-new env OXMOE_EXPERIMENTAL=1 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 \
+            --format nvfp4,nvfp4-a4,mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
+        ;;
+    dense)
+        in_turn dense "$python" benches/dense_mxfp8.py --json
+        in_turn quantise "$python" benches/nvfp4_quantize.py
+        ;;
+    multi)
+        step multi "${pytest[@]}" -m multi_gpu
+        step allreduce "$python" -m oxmoe bench --allreduce "$("$python" -c 'import torch; print(torch.cuda.device_count())')" --json "$out/allreduce.jsonl"
+        ;;
+    *)
+        echo "unknown part $part" >&2
+        exit 2
+        ;;
+    esac
+done
+exit "$failed"
