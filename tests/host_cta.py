@@ -42,7 +42,6 @@ PRELUDE = r"""
 using std::max;
 using std::min;
 struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
