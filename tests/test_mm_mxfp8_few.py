@@ -50,7 +50,11 @@ class View:
     def __init__(self, scales: Tensor, form: str) -> None:
         blocks = scales.shape[1]
         if form in TILE_ROWS:
-            self.memory = quantize.swizzle_scales(scales, form)
+            # Padding may be anything.
+            rows = TILE_ROWS[form]
+            room = torch.full((-(-scales.shape[0] // rows) * rows, -(-blocks // 4) * 4), 0xFF, dtype=torch.uint8)
+            room[: scales.shape[0], :blocks] = scales
+            self.memory = quantize.swizzle_scales(room, form)
             arguments = (TILE_ROWS[form], 0, 0)
         elif form == "rows":
             self.memory, arguments = scales.contiguous(), (0, blocks, 1)
@@ -91,7 +95,9 @@ def check(out: Tensor, a: Tensor, b: Tensor, lost: float = 2.0**-19) -> None:
     ("name", "m", "n", "k", "forms"),
     [
         ("t8", 1, 33, 32, ("rows", "columns")),
+        ("t8", 2, 20, 32, ("128x4", "8x4")),
         ("t8", 8, 48, 576, ("128x4", "128x4")),
+        ("t16", 9, 32, 96, ("8x4", "128x4")),
         ("t8", 5, 140, 1120, ("8x4", "128x4")),
         ("t8_deep", 7, 20, 5152, ("rows", "rows")),
         ("t8", 3, 16, 1600, ("apart", "apart")),

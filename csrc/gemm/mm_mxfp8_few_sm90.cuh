@@ -155,8 +155,12 @@ private:
         template <int Rows, int Pitch>
         __device__ __forceinline__ bool keep(uint8_t* to, int first, int count) const {
             if (words) {
-                return keep<Rows, Pitch, 4>(to, first, count,
-                                            [&](int quad) { return *reinterpret_cast<const uint32_t*>(row + quad * four); });
+                return keep<Rows, Pitch, 4>(to, first, count, [&](int quad) {
+                    const uint32_t bytes = *reinterpret_cast<const uint32_t*>(row + quad * four);
+                    // What pads a tile's last four may be anything.
+                    const int left = groups - 4 * quad;
+                    return left >= 4 ? bytes : (bytes & ((1u << 8 * left) - 1)) | 0x7F7F7F7Fu << 8 * left;
+                });
             }
             return keep<Rows, Pitch, 1>(to, first, count, [&](int quad) {
                 const uint8_t* from = row + quad * four;

@@ -189,11 +189,12 @@ private:
     static __device__ __forceinline__ void signal(const DownCombineParams& p, Shared& shared, int warp) {
         Cta cta{shared, p};
         Turn turn;
-        pdl::wait();
 #pragma unroll 1
         for (int chunk = 1; chunk <= p.chunks; ++chunk) {
             meet();
             meet();
+            // NOTE: not before these: all meet there, and the division and the first weights wait for nobody.
+            if (chunk == 1) pdl::wait();
             if (threadIdx.x % 32 == 0) {
                 const int end = chunk * panels_of(p);
                 if (warp == 1)

@@ -154,7 +154,9 @@ private:
             narrow = e4m3_value(byte);
         }
         const float factor = block_factor(scale, narrow);
-        if (!whole || __float_as_uint(factor) >= 0x7F800000u) x.correct_signs(factor);
+        // A product that is NaN has no sign: of NaN, of an infinity and a factor of 0, or of a factor that is none.
+        const bool wild = __float_as_uint(peak) >= 0x7F800000u || __float_as_uint(factor) >= 0x7F800000u;
+        if (!whole || wild) x.correct_signs(factor);
         uint32_t codes[Block / 8];
 #pragma unroll
         for (int i = 0; i < Block / 8; ++i)

@@ -78,10 +78,9 @@ private:
         reinterpret_cast<uint4*>(p.out)[to] = make_uint4(out[0], out[1], out[2], out[3]);
     }
 
-    // Of the e2m1 code in the lowest bits: without its sign 0, 0.5, or exponent and mantissa of fp32 from bit 22 on.
+    // Of the e2m1 code in the lowest bits: as exponent and mantissa of fp32, which has subnormal numbers where e2m1 has.
     static __device__ __forceinline__ float value(uint32_t code) {
-        const uint32_t magnitude = code & 7, bits = magnitude < 2 ? magnitude * 0x3F000000u : (magnitude << 22) + 0x3F000000u;
-        return __uint_as_float(bits | (code & 8) << 28);
+        return __uint_as_float((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;
     }
 };
 

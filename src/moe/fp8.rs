@@ -89,10 +89,11 @@ pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_>) -
     let of_intermediate = of("intermediate / 128", intermediate);
     contract.check("w2_scale", w2_scale, &[experts, of_hidden, of_intermediate], &[Elem::F32])?;
     check_biases(&mut contract, operands, Dim::Named("hidden"), &[Elem::Bf16, Elem::F32])?;
-    let vector = if w13.place == Place::Cpu { 1 } else { 16 };
-    for (name, t, alignment) in
-        [("w13", w13, vector), ("w2", w2, vector), ("w13_scale", w13_scale, 4), ("w2_scale", w2_scale, 4)]
-    {
+    // Kernels read codes and biases 16 bytes at a time, the scales of w2 two.
+    let (vector, pair) = if w13.place == Place::Cpu { (1, 4) } else { (16, 8) };
+    let scales = [("w13_scale", w13_scale, 4), ("w2_scale", w2_scale, pair)];
+    let biases = [("b13", b13), ("b2", b2)].into_iter().filter_map(|(name, bias)| Some((name, bias.as_ref()?, vector)));
+    for (name, t, alignment) in [("w13", w13, vector), ("w2", w2, vector)].into_iter().chain(scales).chain(biases) {
         if !(t.data as usize).is_multiple_of(alignment) {
             contract!(
                 "{name}: must start at a multiple of {alignment} bytes, got address {:p}; pass {name}.clone()",
