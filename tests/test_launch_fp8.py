@@ -89,6 +89,15 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
 SCALING = {"tensor": 2, "token": 1, "static": 3}  # Fp8Scaling
 
 
+def test_operands_that_begin_too_late(driver: Path, tmp_path: Path) -> None:
+    errors = execute(driver, tmp_path, "refused_fp8", {})
+    assert errors.pop("right") is None and errors.pop("w13_scale") is None
+    multiples = {"w13": 16, "w2": 16, "w2_scale": 8, "b13": 16, "b2": 16}
+    assert errors.keys() == multiples.keys()
+    for name, multiple in multiples.items():
+        assert errors[name].startswith(f"ValueError: {name}: must start at a multiple of {multiple} bytes")
+
+
 @pytest.mark.parametrize("experimental", [False, True])
 @pytest.mark.parametrize(("layer", "groups"), [(LAYERS[0], 1), (LAYERS[1], 8)], ids=["bias", "groups"])
 def test_bias_and_groups_in_one_launch(

@@ -280,6 +280,21 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
     return {"addresses": addresses, "load": load, "calls": calls}
 
 
+def refused_fp8():
+    """What constructing fp8 experts says of each operand that begins 4 bytes too late, and of all where they should."""
+    shapes = {"w13": (2, 512, 384), "w2": (2, 384, 256)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((2, height // 128, width // 128), "float32")
+    tensors |= {"b13": Tensor((2, 512)), "b2": Tensor((2, 384), "float32")}
+    errors = {"right": attempt(oxmoe.ExpertWeights.fp8_block, **tensors)}
+    for name, tensor in tensors.items():
+        tensor.address += 4
+        errors[name] = attempt(oxmoe.ExpertWeights.fp8_block, **tensors)
+        tensor.address -= 4
+    return errors
+
+
 def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
     """MXFP8 experts at each token count: plan as text, addresses, what they were packed into, records."""
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
