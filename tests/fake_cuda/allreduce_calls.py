@@ -7,6 +7,7 @@ import json
 import os
 import socket
 
+from recording import attempt
 from tensors import Tensor
 
 from oxmoe.allreduce import allreduce_fusion
@@ -18,14 +19,6 @@ def records(path):
         return []
     with open(path) as log:
         return [json.loads(line) for line in log]
-
-
-def attempt(function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except BaseException as error:  # a panic is a BaseException
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 class Exchange:

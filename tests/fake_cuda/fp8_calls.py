@@ -1,0 +1,97 @@
+"""Calls of e4m3 experts for calls.py."""
+
+from __future__ import annotations
+
+from recording import attempt, records
+from tensors import Tensor
+
+import oxmoe._oxmoe as oxmoe
+
+
+def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
+    """Experts of e4m3 with block scales at each token count: plan as text, addresses, records.
+
+    groups: of a router with bias, as DeepSeek-V3's.
+    """
+    router = {}
+    if groups:
+        router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": groups // 2}
+        router["correction_bias"] = Tensor((experts,), "float32")
+    rows = 2 * intermediate
+    shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((experts, height // 128, width // 128), "float32")
+    weights = oxmoe.ExpertWeights.fp8_block(**tensors)
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="fp8_block")
+        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "load": load, "calls": calls}
+
+
+def refused_fp8():
+    """What constructing fp8 experts says of each operand that begins 4 bytes too late, and of all where they should."""
+    shapes = {"w13": (2, 512, 384), "w2": (2, 384, 256)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((2, height // 128, width // 128), "float32")
+    tensors |= {"b13": Tensor((2, 512)), "b2": Tensor((2, 384), "float32")}
+    errors = {"right": attempt(oxmoe.ExpertWeights.fp8_block, **tensors)}
+    for name, tensor in tensors.items():
+        tensor.address += 4
+        errors[name] = attempt(oxmoe.ExpertWeights.fp8_block, **tensors)
+        tensor.address -= 4
+    return errors
+
+
+def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode):
+    """Experts of e4m3 with one scale a matrix; and, if a mode is "given", with tokens that are e4m3."""
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    scales = {f"{name}_scale": Tensor((experts,), "float32") for name in shapes}
+    given = {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")} if mode == "static" else {}
+    weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, per_token=mode == "token")
+    load, calls = records(), []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format)
+        addresses = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **addresses})
+    tables = {name: getattr(weights, name) for name in scales}
+    addresses = {name: tensor.address for name, tensor in {**tensors, **tables, **given}.items()}
+    shapes = {name: tensor.shape for name, tensor in tables.items()}
+    return {"addresses": addresses, "shapes": shapes, "load": load, "calls": calls}
+
+
+def fp8_tokens(tokens, form, experts=8, top_k=2, hidden=384, intermediate=256):
+    """A call with e4m3 tokens; form: of their scales."""
+    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    for name, (_, height, width) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((experts, height // 128, width // 128), "float32")
+    weights = oxmoe.ExpertWeights.fp8_block(**tensors)
+    scale = {
+        "rows": lambda: Tensor((tokens, 3), "float32"),
+        "columns": lambda: Tensor((3, tokens), "float32").swapaxes(0, 1),
+        "packed": lambda: Tensor((1, tokens), "int32").swapaxes(0, 1),
+        "token": lambda: Tensor((tokens, 1), "float32"),
+        "one": lambda: Tensor((), "float32"),
+    }[form]()
+    x, out = Tensor((tokens, hidden), "float8_e4m3fn"), Tensor((tokens, hidden))
+    workspace = Tensor((oxmoe.workspace_bytes(weights, tokens, top_k),), "uint8")
+    plan = oxmoe.explain(experts, top_k, hidden, intermediate, tokens, format="fp8_block")
+    ids, gates = Tensor((tokens, top_k), "int32"), Tensor((tokens, top_k), "float32")
+    records()
+    oxmoe.moe(x, weights, gates, ids, x_scale=scale, out=out, workspace=workspace)
+    addresses = {"x": x.address, "scale": scale.address, "workspace": workspace.address}
+    return {"records": records(), "explain": plan, **addresses}
