@@ -4,8 +4,8 @@
 #   tests         GPU tests, and those of the kernels for any GPU
 #   experimental  the same with OXMOE_EXPERIMENTAL=1 (docs/experimental.md)
 #   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
-#   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1
-#   rows          times of rows in expert order, likewise
+#   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1, and on the kernels for any GPU
+#   rows          times of rows in expert order, without and with it
 #   dense         times of dense MXFP8 and of NVFP4's quantiser, likewise
 #   multi         tests and times between all GPUs (NVLink multicast stays off)
 #
@@ -45,11 +45,10 @@ for part; do
     case $part in
     tests)
         step tests "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
-        step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_moe.py tests/test_mxfp4.py
+        step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_moe.py tests/test_mxfp4.py tests/test_e4m3_portable_gpu.py
         ;;
     experimental)
         step experimental env OXMOE_EXPERIMENTAL=1 "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
-        step experimental-portable env OXMOE_EXPERIMENTAL=1 OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_e4m3_portable_gpu.py
         ;;
     sanitize)
         for tool in memcheck racecheck; do
@@ -59,6 +58,7 @@ for part; do
         ;;
     layers)
         in_turn layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,64,1024,4096,16384 --json "$out/layers.jsonl"
+        step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8-block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
         in_turn layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
         ;;
     rows)

@@ -1,4 +1,4 @@
-"""e4m3 and MXFP8 experts on the kernels for any GPU, with OXMOE_EXPERIMENTAL=1; on Hopper with OXMOE_PORTABLE=1 too.
+"""e4m3 and MXFP8 experts on the kernels for any GPU; on Hopper with OXMOE_PORTABLE=1.
 
 The other files of these formats run on them then, too; here are the sizes and batches that are their own.
 """
@@ -20,7 +20,7 @@ from mxfp8_cases import Mxfp8, make_mxfp8
 from mxfp8_cases import check as check_mxfp8
 from oxmoe.testing import same_bits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("experimental", "portable")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("portable")]
 
 FP8 = (
     Shape("qwen3-30b-a3b", 128, 8, 2048, 768),

@@ -21,9 +21,8 @@ TOKENS = [1, 7, 64, 300, 2000]
 @pytest.fixture(params=[80, 90, 100, 120], ids=lambda capability: f"sm_{capability}")
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of the driver, which is Hopper's with OXMOE_PORTABLE=1."""
-    settings = settings_of(request.param)
     monkeypatch.setenv("OXMOE_PORTABLE", "1")
-    return {**settings, "experimental": True}
+    return settings_of(request.param)
 
 
 layers = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))

@@ -193,8 +193,9 @@ def test_traced(rng: torch.Generator) -> None:
 def test_plan() -> None:
     text = oxmoe.explain(128, 8, 2048, 768, 1, format="mxfp8", arch="sm_90")
     assert "round_rows_mxfp8" in text and "grouped_gemm_mxfp8_sm90_gated_t16_c1" in text
-    with pytest.raises(NotImplementedError, match="mxfp8 experts on sm_100; supported: sm_90, and CPU tensors"):
-        oxmoe.explain(128, 8, 2048, 768, 1, format="mxfp8", arch="sm_100")
+    for arch in ("sm_80", "sm_100", "sm_120"):
+        text = oxmoe.explain(128, 8, 2048, 768, 1, format="mxfp8", arch=arch)
+        assert text.count("round_rows_mxfp8") == 2 and "grouped_gemm_mxfp8_portable_gated_t64" in text
 
 
 # The packed form

@@ -189,10 +189,10 @@ class ExpertWeights:
         are exact, sums fp32. NaN stays NaN; an infinity becomes NaN and the finite numbers of its group 0, as numbers
         of groups below 448 * 2^-127 do.
 
-        On CUDA (sm_90; others: NotImplementedError) the weights are packed at load as those of ExpertWeights.mxfp4,
-        with 4096 bytes of codes a block (csrc/common/mxfp8.cuh). Where a matrix's largest scale byte (255 aside) is
-        E > 134, its sums are taken of weights 2^(E - 134) times smaller and multiplied back in fp32: no weight
-        saturates, and weights below 2^(E - 267) lose bits.
+        On CUDA the weights are packed at load as those of ExpertWeights.mxfp4, with 4096 bytes of codes a block
+        (csrc/common/mxfp8.cuh). Where a matrix's largest scale byte (255 aside) is E > 134, its sums are taken of
+        weights 2^(E - 134) times smaller and multiplied back in fp32: no weight saturates, and weights below
+        2^(E - 267) lose bits.
         """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 use super::grouped_gemm::WeightMaps;
 use super::per_expert::PerExpert;
-use super::plan::{fp8_sm90, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90};
+use super::plan::{fp8_sm90, mxfp4_sm90, nvfp4_sm90};
 use crate::device::Device;
 use crate::error::Result;
 use crate::params::{Activation, Dtype, W13Layout};
@@ -76,13 +76,10 @@ impl LayerDesc {
         }
         self.format.require_cuda()?;
         if self.format.is_fp8() {
-            fp8_sm90::require(device, self)?;
+            fp8_sm90::require(self)?;
         }
         if self.format == Format::Mxfp4A8 {
             mxfp4_sm90::require_e4m3(device, self)?;
-        }
-        if self.format == Format::Mxfp8 {
-            mxfp8_sm90::require(device, self)?;
         }
         Ok(())
     }

@@ -12,15 +12,9 @@ use crate::quant::{fp8_ops, Format};
 use crate::variants::fp8::{self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, WIDE_TOKENS};
 use crate::variants::Variant;
 
-/// An error where no kernel takes the layer. Other GPUs have the portable one, which is not measured yet.
-pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
+/// An error where no kernel takes the layer, these or the portable one of other GPUs.
+pub fn require(layer: &LayerDesc) -> Result<()> {
     let (group, name) = (GROUP as i64, layer.format.spec().name);
-    if !device.is_hopper() && !device.experimental {
-        return Err(Error::Unsupported(format!(
-            "{name} experts on {}; supported: sm_90 (others run on CPU tensors)",
-            device.arch
-        )));
-    }
     if layer.hidden % group != 0 || layer.intermediate % group != 0 {
         return Err(Error::Unsupported(format!(
             "{name} experts of hidden {} and intermediate {}; supported: multiples of {group}",
@@ -32,7 +26,7 @@ pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
 
 /// Whether the layer is served by these kernels.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
-    layer.format.is_fp8() && device.is_hopper() && require(device, layer).is_ok()
+    layer.format.is_fp8() && device.is_hopper() && require(layer).is_ok()
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better.

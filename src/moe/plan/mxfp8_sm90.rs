@@ -3,27 +3,18 @@
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
 use crate::device::Device;
-use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
 use crate::variants::mxfp8::{Mxfp8, Mxfp8Tile, MXFP8_TILES};
 use crate::variants::Variant;
 
-/// Whether the kernel takes the layer: its sizes are multiples of 32, so that GPUs alone decide.
+/// Whether the kernel takes the layer: its sizes are multiples of 32, so that GPUs alone decide. Others have the portable one.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
     let (rows, hidden, intermediate) = (layer.up_rows() as u32, layer.hidden as u32, layer.intermediate as u32);
     layer.format == Format::Mxfp8
         && mxfp4_sm90::serves(device, rows, hidden, intermediate)
         && mxfp4_sm90::serves(device, hidden, intermediate, hidden)
-}
-
-/// The error where no kernel does. Other GPUs have the portable one, which is not measured yet.
-pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
-    if serves(device, layer) || !device.is_hopper() && device.experimental {
-        return Ok(());
-    }
-    Err(Error::Unsupported(format!("mxfp8 experts on {}; supported: sm_90, and CPU tensors", device.arch)))
 }
 
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us of GEMM1 and of GEMM2, 128 and 64 rows:
