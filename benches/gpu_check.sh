@@ -63,8 +63,9 @@ for part; do
         ;;
     rows)
         in_turn rows "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 1,10,100 --format bf16,fp8-block,mxfp4 --json "$out/rows.jsonl"
+        step rows-fp4 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 --format nvfp4,nvfp4-a4,mxfp4 --json "$out/rows.jsonl"
         step rows-new env OXMOE_EXPERIMENTAL=1 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 \
-            --format nvfp4,nvfp4-a4,mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
+            --format mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
         ;;
     dense)
         in_turn dense "$python" benches/dense_mxfp8.py --json

@@ -70,7 +70,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     info.set_item("archs", kernel::compiled_archs())?;
     info.set_item("kernels", kernel::KERNELS.len())?;
     let formats = pyo3::types::PyDict::new(py);
-    for format in quant::named() {
+    for format in &quant::FORMATS {
         formats.set_item(format.name, if format.cuda { vec!["cuda", "cpu"] } else { vec!["cpu"] })?;
     }
     info.set_item("formats", formats)?;

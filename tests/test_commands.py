@@ -279,8 +279,8 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
     assert lines["oxmoe"].startswith(oxmoe.__version__)
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, fp8_tensor, ")
-    assert lines["formats"].endswith("; on CPU also f32, nvfp4")
+    assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, nvfp4, fp8_tensor, ")
+    assert lines["formats"].endswith(", nvfp4-a4; on CPU also f32")
     assert lines["layer on cpu"].startswith("right, ")
 
 

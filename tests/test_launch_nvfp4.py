@@ -46,7 +46,7 @@ def check_packing(result: dict[str, Any], layer: dict[str, Any]) -> None:
 def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -> None:
     tokens = [1, 7, 300, 2000, 20000]
     given = {**layer, "top_k": 4, "tokens": tokens, "mode": mode}
-    result = execute(driver, tmp_path, "nvfp4_calls", given, experimental=True)
+    result = execute(driver, tmp_path, "nvfp4_calls", given)
     assert result["format"] == ("nvfp4" if mode == "a16" else "nvfp4-a4")
     check_packing(result, layer)
     kernels = set()
@@ -89,7 +89,7 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
 def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> None:
     layer = {"experts": 16, "hidden": 1024, "intermediate": 304}
     given = {**layer, "format": "nvfp4-a4" if rounded else "nvfp4", "rooms": [(1, 1), (128, 1), (128, 128), (512, 30)]}
-    result = execute(driver, tmp_path, "expert_order_calls", given, experimental=True)
+    result = execute(driver, tmp_path, "expert_order_calls", given)
     tiles = {}
     for call in result["calls"]:
         made, addresses, (base, size) = launches(call["records"]), call["addresses"], call["workspace"]
@@ -117,14 +117,17 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
 
 
 def test_what_is_refused(driver: Path, tmp_path: Path) -> None:
-    off = execute(driver, tmp_path, "refused_nvfp4", {})
-    plain = "nvfp4 experts on cuda:0; supported: CPU tensors (on CUDA bf16, f16, mxfp4 and fp8 experts)"
-    assert {off[name] for name in ("right", "f16", "shape", "device", "dtype")} == {f"NotImplementedError: {plain}"}
-    assert off["explain"].startswith("NotImplementedError: nvfp4 experts on CUDA; supported there: bf16, f16, mxfp4")
-    assert off["explain-a4"].startswith("NotImplementedError: format")
-    on = execute(driver, tmp_path, "refused_nvfp4", {}, experimental=True)
-    assert on["right"] is on["explain"] is on["explain-a4"] is None
-    assert on["f16"].startswith('NotImplementedError: dtype: "f16" for nvfp4 experts on cuda:0; supported there')
-    assert "expected one number, [4] or [4, 2] (gate, up), got shape [4, 3]" in on["shape"]
-    assert "w2_global_scale: is on cuda:1, but w13 is on cuda:0" in on["device"]
-    assert "w2_global_scale: expected a float32" in on["dtype"]
+    said = execute(driver, tmp_path, "refused_nvfp4", {})
+    assert said["right"] is said["explain"] is said["explain-a4"] is None
+    assert said["f16"].startswith('NotImplementedError: dtype: "f16" for nvfp4 experts on cuda:0; supported there')
+    assert "expected one number, [4] or [4, 2] (gate, up), got shape [4, 3]" in said["shape"]
+    assert "w2_global_scale: is on cuda:1, but w13 is on cuda:0" in said["device"]
+    assert "w2_global_scale: expected a float32" in said["dtype"]
+
+
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_other_gpus_are_refused(capability: int, driver: Path, tmp_path: Path) -> None:
+    """By name, whatever else is asked for."""
+    said = execute(driver, tmp_path, "refused_nvfp4", {}, cc=capability)
+    message = f"NotImplementedError: nvfp4 experts on sm_{capability}; supported: sm_90, and CPU tensors"
+    assert set(said.values()) == {message}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -328,12 +327,3 @@ def test_what_is_refused(rng: torch.Generator) -> None:
         torch.compile(oxmoe.moe, backend="eager", fullgraph=True)(x, layer.weights(), ones, ones.int())
     with pytest.raises(NotImplementedError, match="x_scale with nvfp4"):
         oxmoe.moe_masked(x.view(1, 2, -1), layer.weights(), ones[:1, 0].int(), x_scale=torch.ones(1, 2, 8))
-
-
-@pytest.mark.gpu
-def test_cuda_is_refused_by_name(rng: torch.Generator) -> None:
-    if os.environ.get("OXMOE_EXPERIMENTAL") == "1":
-        pytest.skip("tests/test_nvfp4_gpu.py")
-    layer = make(SHAPES[0], rng)
-    with pytest.raises(NotImplementedError, match="nvfp4 experts on cuda"):
-        dataclasses.replace(layer, w13=layer.w13.cuda(), w2=layer.w2.cuda()).weights()

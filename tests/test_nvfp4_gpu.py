@@ -18,7 +18,7 @@ from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 from test_cutedsl_wrapper import SHAPE, drawn, operands, quantised, wrapper
 from test_nvfp4_experts import A4_BAR, E4M3, Nvfp4, arranged, make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("experimental")]
+pytestmark = pytest.mark.gpu
 
 # One block of K and less, parts of a stage, whole ones and more; rows that end within a block of 64.
 SHAPES = (

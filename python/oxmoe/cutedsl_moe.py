@@ -62,7 +62,7 @@ class CuteDslMoEWrapper:
     quant_mode "w4a4" ("nvfp4"): tokens come as NVFP4, and GEMM1's output is rounded to it with fc2_input_scale;
     "w4a16": tokens of output_dtype, and no rounding. activation_type: Swiglu (with swiglu_alpha, swiglu_beta and
     swiglu_limit, which are ExpertWeights' alpha, beta and limit), GegluTanh, or Relu2 (w1 then is [El, N, H / 2]). What
-    is computed in is output_dtype: bf16, f16 or fp32.
+    is computed in is output_dtype: bf16, on CPU also f16 or fp32.
 
     tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never atomic.
     Refused by name: sf_vec_size other than 16, situ_beta, situ_linear_beta, "w4a8", and of `run` per_token_scale and

@@ -71,10 +71,10 @@ pub struct LayerDesc {
 impl LayerDesc {
     /// An error where no kernel of this GPU takes the layer.
     pub fn require_cuda(&self, device: &Device) -> Result<()> {
-        if self.format.is_nvfp4() {
-            return nvfp4_sm90::require(device, self);
-        }
         self.format.require_cuda()?;
+        if self.format.is_nvfp4() {
+            nvfp4_sm90::require(device)?;
+        }
         if self.format.is_fp8() {
             fp8_sm90::require(self)?;
         }

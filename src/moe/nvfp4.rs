@@ -4,6 +4,7 @@ use super::numbers::Numbers;
 use super::numbers_of::numbers_of;
 use super::nvfp4_gpu::{self, numbers_on_device};
 use super::per_expert::{Given, Scalar};
+use super::plan::nvfp4_sm90;
 use super::weights::{
     check_biases, check_sizes, intermediate_size, Arguments, ExpertWeights, Layer, LayerDesc, Matrix, Operands, Options,
 };
@@ -117,9 +118,6 @@ pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_>) -> Res
     let format = if on_cuda && spec.activations.is_some() { Format::Nvfp4A4 } else { Format::Nvfp4 };
     let (experts, dtype) = (w13.shape()[0], spec.dtype);
     let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
-    if let Place::Cuda(ordinal) = w13.place {
-        desc.require_cuda(&gpu(ordinal)?.device)?;
-    }
     let values = spec.factors.iter().chain(spec.activations.iter().flatten());
     let numbers = values.filter_map(|values| match values {
         Values::Host(values) => Some(values.clone()),
@@ -236,16 +234,10 @@ pub fn nvfp4_experts<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
-        let cuda = match up.place {
-            Place::Cpu => false,
-            // NOTE: only with kernels that are not measured yet.
-            Place::Cuda(ordinal) if gpu(ordinal).is_ok_and(|gpu| gpu.device.experimental) => true,
-            place => {
-                return Err(Error::Unsupported(format!(
-                    "nvfp4 experts on {place}; supported: CPU tensors (on CUDA bf16, f16, mxfp4 and fp8 experts)"
-                )))
-            }
-        };
+        let cuda = up.place != Place::Cpu;
+        if let Place::Cuda(ordinal) = up.place {
+            nvfp4_sm90::require(&gpu(ordinal)?.device)?;
+        }
         let dtype = match quant::by_name(dtype) {
             Some(spec) if spec.block == 1 => spec.compute,
             _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),

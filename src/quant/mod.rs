@@ -17,7 +17,6 @@ pub mod packed_e4m3;
 pub mod packed_ops;
 pub mod row_ops;
 
-use crate::device::is_set;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
 
@@ -139,7 +138,7 @@ pub const FORMATS: [QuantSpec; 12] = [
 
 const fn nvfp4(format: Format, name: &'static str) -> QuantSpec {
     let (bits_per_weight, block) = (4.5, nvfp4::BLOCK as i64);
-    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.0, cuda: false }
+    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.0, cuda: true }
 }
 
 const fn fp8_tensor(format: Format, name: &'static str) -> QuantSpec {
@@ -200,19 +199,13 @@ impl Format {
     }
 }
 
-/// Those that have a name here: what only kernels serve that are not measured yet has one where those are switched on.
-pub fn named() -> impl Iterator<Item = &'static QuantSpec> {
-    let experimental = is_set("OXMOE_EXPERIMENTAL");
-    FORMATS.iter().filter(move |f| f.format != Format::Nvfp4A4 || experimental)
-}
-
 pub fn by_name(name: &str) -> Option<&'static QuantSpec> {
-    named().find(|f| f.name == name)
+    FORMATS.iter().find(|f| f.name == name)
 }
 
 /// The error for a name that is none.
 pub fn unknown(name: &str) -> Error {
-    let known: Vec<&str> = named().map(|f| f.name).collect();
+    let known = FORMATS.map(|f| f.name);
     Error::Unsupported(format!("format {name:?}; supported: {}", known.join(", ")))
 }
 

@@ -1,4 +1,4 @@
-//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. NOTE: not measured: tiles and borders are those of packed MXFP4.
+//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. NOTE: borders are those of packed MXFP4; no others were measured.
 
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
@@ -13,31 +13,17 @@ use crate::variants::Variant;
 /// Whether the kernel takes the layer: its sizes are multiples of 16, so that GPUs alone decide.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
     let (rows, hidden, intermediate) = (layer.up_rows() as u32, layer.hidden as u32, layer.intermediate as u32);
-    device.experimental
-        && layer.format.is_nvfp4()
+    layer.format.is_nvfp4()
         && mxfp4_sm90::serves(device, rows, hidden, intermediate)
         && mxfp4_sm90::serves(device, hidden, intermediate, hidden)
 }
 
-/// The error where it does not: that of a format without kernels unless those are switched on.
-pub fn require(device: &Device, layer: &LayerDesc) -> Result<()> {
-    if !device.experimental {
-        return layer.format.require_cuda();
-    }
-    if serves(device, layer) {
+/// The error of other GPUs.
+pub fn require(device: &Device) -> Result<()> {
+    if device.is_hopper() {
         return Ok(());
     }
-    let name = layer.format.spec().name;
-    if !device.is_hopper() {
-        return Err(Error::Unsupported(format!(
-            "{name} experts on {}; supported: sm_90, and CPU tensors",
-            device.arch
-        )));
-    }
-    Err(Error::Unsupported(format!(
-        "{name} experts of hidden {} and intermediate {}; supported: multiples of 16",
-        layer.hidden, layer.intermediate
-    )))
+    Err(Error::Unsupported(format!("nvfp4 experts on {}; supported: sm_90, and CPU tensors", device.arch)))
 }
 
 /// There is one tile for 16 tokens.
@@ -100,7 +86,7 @@ mod tests {
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
-        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
+        let device = Device::typical(Arch::SM90);
         let mut chosen = Vec::new();
         for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
             let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Nvfp4);
