@@ -376,7 +376,6 @@ fn schedule_fits_its_range() {
                 }
                 Variant::Fp8(
                     Fp8::GroupedGemmFp8WideSm90 { .. }
-                    | Fp8::GroupedGemmFp8WideRegistersSm90 { .. }
                     | Fp8::GroupedGemmFp8StationarySm90 { .. }
                     | Fp8::DownCombineFp8Sm90,
                 ) => WIDE_TOKENS,

@@ -74,8 +74,7 @@ struct GroupedGemmFp8WideSm90 {
         }
     }
 
-    // What follows also serves the kernel with tokens from registers.
-
+private:
     // The blocks of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int i) {
         return Gated ? i * (p.out_columns / kBlockRows) + work.row_block : 2 * work.row_block + i;
@@ -236,6 +235,7 @@ struct GroupedGemmFp8WideSm90 {
 
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
+public:
     // Where in a block's sums a lane's column of its token `half` lies.
     static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
         return column / 2 * 4 + half * 2 + column % 2;

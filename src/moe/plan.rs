@@ -19,7 +19,7 @@ use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::Format;
-use crate::variants::{fp8, Element, Variant};
+use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
 use down_combine::Panels;
 use routing::{RoutingDesc, RoutingPlan};
@@ -460,9 +460,6 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     };
     let mut all = gemms;
     all.extend(down_combine::variant(device, layer));
-    if device.experimental && Kernels::of(device, layer) == Kernels::HopperFp8 {
-        all.extend(fp8::wide_registers().map(Variant::Fp8));
-    }
     all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
     all.extend(masked::variants(device, layer.format));
     all.extend(routing::variants());

@@ -16,11 +16,6 @@ pub enum Fp8 {
         gated: bool,
         stages: u32,
     },
-    /// The same with tokens from registers.
-    GroupedGemmFp8WideRegistersSm90 {
-        gated: bool,
-        stages: u32,
-    },
     /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
     GroupedGemmFp8StationarySm90 {
         blocks: u32,
@@ -106,7 +101,6 @@ pub fn all() -> Vec<Fp8> {
         .chain([true, false].into_iter().flat_map(layers))
         .chain(stationary())
         .chain(portable())
-        .chain(wide_registers())
         .chain([
             DownCombineFp8Sm90,
             RowsToE4m3,
@@ -132,11 +126,6 @@ pub fn stationary() -> impl Iterator<Item = Fp8> {
     FP8_STATIONARY_BLOCKS.into_iter().map(|blocks| GroupedGemmFp8StationarySm90 { blocks })
 }
 
-/// In the place of the wide tile's kernels.
-pub fn wide_registers() -> [Fp8; 2] {
-    [true, false].map(|gated| GroupedGemmFp8WideRegistersSm90 { gated, stages: FP8_TILES[3].stages })
-}
-
 /// Routers with bias or groups have gated layers.
 pub fn layers(gated: bool) -> impl Iterator<Item = Fp8> {
     let kernels = FP8_LAYERS
@@ -153,9 +142,6 @@ impl Fp8 {
             }
             GroupedGemmFp8WideSm90 { gated, stages } => {
                 format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
-            }
-            GroupedGemmFp8WideRegistersSm90 { gated, stages } => {
-                format!("grouped_gemm_fp8_wide_registers_sm90_{}_s{stages}", gated_name(gated))
             }
             GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
             DownCombineFp8Sm90 => "down_combine_fp8_sm90".into(),
@@ -181,9 +167,6 @@ impl Fp8 {
                 format!("oxmoe::GroupedGemmFp8Sm90<{gated}, {tokens}, {consumers}, {stages}>")
             }
             GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
-            GroupedGemmFp8WideRegistersSm90 { gated, stages } => {
-                format!("oxmoe::GroupedGemmFp8WideRegistersSm90<{gated}, {stages}>")
-            }
             GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
             DownCombineFp8Sm90 => "oxmoe::DownCombineFp8Sm90".into(),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
@@ -206,7 +189,6 @@ impl Fp8 {
         match self {
             GroupedGemmFp8Sm90 { .. } => "moe/grouped_gemm_fp8_sm90.cuh",
             GroupedGemmFp8WideSm90 { .. } => "moe/grouped_gemm_fp8_wide_sm90.cuh",
-            GroupedGemmFp8WideRegistersSm90 { .. } => "moe/grouped_gemm_fp8_wide_registers_sm90.cuh",
             GroupedGemmFp8StationarySm90 { .. } => "moe/grouped_gemm_fp8_stationary_sm90.cuh",
             DownCombineFp8Sm90 => "moe/down_combine_fp8_sm90.cuh",
             RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
@@ -246,7 +228,6 @@ impl Fp8 {
             self,
             GroupedGemmFp8Sm90 { .. }
                 | GroupedGemmFp8WideSm90 { .. }
-                | GroupedGemmFp8WideRegistersSm90 { .. }
                 | GroupedGemmFp8StationarySm90 { .. }
                 | DownCombineFp8Sm90
                 | RoutedLayerFp8Sm90 { .. }
@@ -268,9 +249,7 @@ impl Fp8 {
     pub fn threads(&self) -> u32 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
-            GroupedGemmFp8WideSm90 { .. }
-            | GroupedGemmFp8WideRegistersSm90 { .. }
-            | GroupedGemmFp8StationarySm90 { .. } => 384,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
             DownCombineFp8Sm90 => 512,
             GroupedGemmFp8Portable { warps, .. } => 32 * warps,
             RoutedLayerFp8Sm90 { .. } | ExpandScales => 256,
@@ -287,9 +266,7 @@ impl Fp8 {
                 let chunk = if gated { tokens.min(64) * 64 } else { tokens.min(32) * 128 };
                 stages * stage + 2 * consumers * chunk + rest(tokens, stages)
             }
-            GroupedGemmFp8WideSm90 { stages, .. } | GroupedGemmFp8WideRegistersSm90 { stages, .. } => {
-                stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages)
-            }
+            GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
             // A ring of 8 K blocks of tokens and one of 6 of weights.
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
             // 14 blocks of 16 KB, the list of those with tokens, a number and 128 sums, barriers of blocks and of panels.
@@ -310,10 +287,7 @@ impl Fp8 {
                 let by_registers = if tokens > 32 { 512 } else { 1152 } / self.threads();
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            GroupedGemmFp8WideSm90 { .. }
-            | GroupedGemmFp8WideRegistersSm90 { .. }
-            | GroupedGemmFp8StationarySm90 { .. }
-            | DownCombineFp8Sm90 => 1,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } | DownCombineFp8Sm90 => 1,
             RoutedLayerFp8Sm90 { ctas, .. } => ctas,
             GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,

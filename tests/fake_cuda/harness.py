@@ -30,7 +30,6 @@ SIGNATURES = {
     "mxfp8": ("PackMxfp4Params",),
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
-    "grouped_gemm_fp8_wide_registers_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_stationary_sm90": (128, "GroupedGemmParams"),
     "down_combine_fp8_sm90": (128, "DownCombineParams"),
     "quantize_fp8": ("QuantizeFp8Params",),

@@ -101,13 +101,7 @@ pub fn scaling(format: Format) -> Fp8Scaling {
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let kernel = match tile.kernel(gemm.gated) {
-        Fp8::GroupedGemmFp8WideSm90 { gated, stages } if device.experimental => {
-            Fp8::GroupedGemmFp8WideRegistersSm90 { gated, stages }
-        }
-        kernel => kernel,
-    };
-    tiles::launch(gemm, tile_tokens, (Variant::Fp8(kernel), tile.unit_rows()), device)
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
 /// GEMM2: where its K is short, the kernel whose tokens stay, with units as large as leave each multiprocessor several of them. us of GEMM2,
