@@ -98,17 +98,14 @@ def test_operands_that_begin_too_late(driver: Path, tmp_path: Path) -> None:
         assert errors[name].startswith(f"ValueError: {name}: must start at a multiple of {multiple} bytes")
 
 
-@pytest.mark.parametrize("experimental", [False, True])
 @pytest.mark.parametrize(("layer", "groups"), [(LAYERS[0], 1), (LAYERS[1], 8)], ids=["bias", "groups"])
-def test_bias_and_groups_in_one_launch(
-    layer: dict[str, Any], groups: int, driver: Path, tmp_path: Path, experimental: bool
-) -> None:
-    """The layer's one launch takes them as an experiment; else routing is a launch of its own."""
+def test_bias_and_groups_in_one_launch(layer: dict[str, Any], groups: int, driver: Path, tmp_path: Path) -> None:
+    """The layer's one launch takes them; for more tokens routing is a launch of its own."""
     arguments = {**layer, "top_k": 8, "tokens": [1, 4, 5, 300], "groups": groups}
     most = 8 if layer["hidden"] <= 4096 else 4
-    for call in execute(driver, tmp_path, "fp8_calls", arguments, experimental=experimental)["calls"]:
+    for call in execute(driver, tmp_path, "fp8_calls", arguments)["calls"]:
         first, *more = launches(call["records"])
-        together = experimental and call["tokens"] <= most
+        together = call["tokens"] <= most
         assert first["kernel"].startswith("routed_layer_fp8_sm90_gated" if together else ("route_", "select_"))
         assert "_any" in first["kernel"] and bool(more) != together
         if together:
