@@ -5,8 +5,8 @@
 #   experimental  the same with OXMOE_EXPERIMENTAL=1 (docs/experimental.md)
 #   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
 #   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1, and on the kernels for any GPU
-#   rows          times of rows in expert order, without and with it
-#   dense         times of dense MXFP8 and of NVFP4's quantiser, likewise
+#   rows          times of rows in expert order
+#   dense         times of dense MXFP8, without and with it, and of NVFP4's quantiser
 #   multi         tests and times between all GPUs (NVLink multicast stays off)
 #
 # Default: tests experimental sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
@@ -59,17 +59,16 @@ for part; do
     layers)
         in_turn layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,64,1024,4096,16384 --json "$out/layers.jsonl"
         step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8-block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
-        in_turn layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
+        step layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
         ;;
     rows)
-        in_turn rows "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 1,10,100 --format bf16,fp8-block,mxfp4 --json "$out/rows.jsonl"
+        step rows "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 1,10,100 \
+            --format bf16,fp8-block,mxfp4,mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
         step rows-fp4 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 --format nvfp4,nvfp4-a4,mxfp4 --json "$out/rows.jsonl"
-        step rows-new env OXMOE_EXPERIMENTAL=1 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 \
-            --format mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
         ;;
     dense)
         in_turn dense "$python" benches/dense_mxfp8.py --json
-        in_turn quantise "$python" benches/nvfp4_quantize.py
+        step quantise "$python" benches/nvfp4_quantize.py
         ;;
     multi)
         step multi "${pytest[@]}" -m multi_gpu

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from oxmoe.bench import layers
 
-# The fixture `experimental` as marks of one parameter, which cannot ask for fixtures.
-EXPERIMENTAL_GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("OXMOE_EXPERIMENTAL") != "1", reason="needs OXMOE_EXPERIMENTAL=1"),
-)
 GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 

@@ -17,9 +17,8 @@ LAYERS = [
 ]
 # (rows there is room for, rows that are expected) of an expert.
 ROOMS = [(1, 1), (128, 1), (128, 40), (128, 128), (2048, 16), (2048, 2048)]
-FORMATS = ["bf16", "f16", "mxfp4", "fp8_block"]
 FP8_TENSOR = ["fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"]
-EXPERIMENTAL = ["mxfp8", "mxfp4-a8", *FP8_TENSOR]
+FORMATS = ["bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8", "fp8_block", *FP8_TENSOR]
 KERNELS = {
     "bf16": "grouped_gemm_sm90_bf16",
     "f16": "grouped_gemm_sm90_f16",
@@ -42,12 +41,12 @@ pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["numbers", "codes"])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
-@pytest.mark.parametrize("format", FORMATS + EXPERIMENTAL)
+@pytest.mark.parametrize("format", FORMATS)
 def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path, tmp_path: Path) -> None:
     if quantised and format not in FP8_QUANTISERS:
         pytest.skip("codes come to fp8 experts")
     arguments = {**layer, "format": format, "rooms": ROOMS, "quantised": quantised}
-    result = execute(driver, tmp_path, "expert_order_calls", arguments, experimental=format in EXPERIMENTAL)
+    result = execute(driver, tmp_path, "expert_order_calls", arguments)
     experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
     tiles: dict[tuple[bool, int, int], int] = {}
     for call in result["calls"]:
@@ -184,19 +183,27 @@ def check_rows(
 
 def test_no_rows(driver: Path, tmp_path: Path) -> None:
     """m = 0 asks nothing of the driver."""
-    for format in FORMATS + EXPERIMENTAL:
+    for format in FORMATS:
         arguments = {**LAYERS[1], "format": format, "rooms": [(0, None)]}
-        result = execute(driver, tmp_path, "expert_order_calls", arguments, experimental=format in EXPERIMENTAL)
+        result = execute(driver, tmp_path, "expert_order_calls", arguments)
         assert all(call["returned"] and not launches(call["records"]) for call in result["calls"])
 
 
 def test_what_is_refused(driver: Path, tmp_path: Path) -> None:
-    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": EXPERIMENTAL})
-    for format in EXPERIMENTAL:
-        assert errors[format].startswith(f"NotImplementedError: moe_masked of {format} experts on CUDA")
-    assert errors["right"] is None
+    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": FORMATS})
+    assert {name: errors[name] for name in ("right", *FORMATS)} == dict.fromkeys(("right", *FORMATS))
     assert errors["alignment"].startswith("ValueError: x: must start at a multiple of 16 bytes")
     assert errors["device"].startswith("ValueError: masked_m: ")
     assert errors["weights"].startswith("ValueError: out: overlaps w13")
     assert "split the batch" in errors["rows"]
     assert errors["workspace"].startswith("ValueError: workspace: expected at least")
+
+
+def test_formats_of_hopper_alone(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OXMOE_PORTABLE", "1")
+    formats = ["mxfp8", *FP8_TENSOR]
+    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": formats}, experimental=True)
+    for format in formats:
+        expected = f"NotImplementedError: moe_masked of {format} experts with portable kernels; supported: bf16"
+        assert errors[format].startswith(expected)
+    assert errors["right"] is None

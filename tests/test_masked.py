@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import ACTIVATIONS, EXPERIMENTAL_GPU, GPT_OSS, Shape, make_layer, make_workspace
+from cases import ACTIVATIONS, GPT_OSS, Shape, make_layer, make_workspace
 from fp8_cases import make_fp8, make_fp8_tensor
 from host_kernels import HostKernels
 from mxfp4_cases import make_blocks
@@ -23,16 +22,10 @@ from oxmoe.testing import relative_norm, same_bits
 
 FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 CPU_FORMATS = ("f32", "f16", "bf16", "mxfp4", "mxfp4-a8", "mxfp8", "fp8_block", *FP8_TENSOR)
-CUDA_FORMATS = ("f16", "bf16", "mxfp4", "fp8_block")
-# On GPUs where plans take kernels that are not measured yet.
-EXPERIMENTAL = ("mxfp8", "mxfp4-a8", *FP8_TENSOR)
-cuda_formats = [pytest.param("cuda", format, marks=pytest.mark.gpu) for format in CUDA_FORMATS] + [
-    pytest.param("cuda", format, marks=EXPERIMENTAL_GPU) for format in EXPERIMENTAL
-]
+cuda_formats = [pytest.param("cuda", format, marks=pytest.mark.gpu) for format in CPU_FORMATS[1:]]
 formats = pytest.mark.parametrize(("device", "format"), [*(("cpu", format) for format in CPU_FORMATS), *cuda_formats])
-experimental_formats = pytest.mark.parametrize(
-    "format", [pytest.param(format, marks=EXPERIMENTAL_GPU) for format in EXPERIMENTAL]
-)
+# Those whose rows of x are quantised by launches of their own.
+quantised_formats = pytest.mark.parametrize("format", ["mxfp8", "mxfp4-a8", *FP8_TENSOR])
 SHAPES = (
     Shape("small", 6, 1, 256, 128, bias=True),
     Shape("wide", 3, 1, 384, 640, bias=True, options=tuple({**GPT_OSS, "layout": "up_gate"}.items())),
@@ -157,10 +150,6 @@ def test_portable_shapes(device: str, format: str, rng: torch.Generator) -> None
     check_masked(x, weights, some_counts(3, 21, rng))
 
 
-either_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=EXPERIMENTAL_GPU)])
-
-
-@either_device
 @pytest.mark.parametrize("m", [9, 300])
 def test_one_scale_for_all_rows(device: str, m: int, rng: torch.Generator) -> None:
     """fp8_tensor: the largest magnitude is that of the rows that count, not of what lies beyond the mask."""
@@ -174,7 +163,6 @@ def test_one_scale_for_all_rows(device: str, m: int, rng: torch.Generator) -> No
         assert same_bits(got, wanted)
 
 
-@either_device
 @pytest.mark.parametrize("m", [21, 300])
 @pytest.mark.parametrize("format", FP8_TENSOR)
 def test_quantised_x_of_one_scale_a_matrix(device: str, format: str, m: int, rng: torch.Generator) -> None:
@@ -203,7 +191,8 @@ def devices_norm(format: str) -> float:
     return 4e-2 if format in ("mxfp4-a8", "fp8_tensor") else 2e-2
 
 
-@experimental_formats
+@pytest.mark.gpu
+@quantised_formats
 @pytest.mark.parametrize("counts", [[0, 1, 33, 130, 7, 2], [130] * 6, [0, 0, 130, 0, 0, 0], [1] * 6], ids=str)
 @pytest.mark.parametrize("expected_m", [1, 15, 30, 80, 200])
 def test_both_devices(format: str, counts: list[int], expected_m: int, rng: torch.Generator) -> None:
@@ -220,7 +209,8 @@ def test_both_devices(format: str, counts: list[int], expected_m: int, rng: torc
     assert relative_norm(out.cpu()[valid], wanted[valid]) < devices_norm(format)
 
 
-@experimental_formats
+@pytest.mark.gpu
+@quantised_formats
 def test_twice_in_a_row(format: str, rng: torch.Generator) -> None:
     """Calls queued up behind each other in one workspace, with other counts, give what each gives alone."""
     shape, m = Shape("queued", 16, 1, 1024, 512), 128
@@ -239,7 +229,6 @@ def test_twice_in_a_row(format: str, rng: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("experimental")
 def test_a_part_of_the_columns(rng: torch.Generator) -> None:
     """mxfp4-a8: rows whose codes are padded to whole blocks."""
     shape = Shape("h160-i96", 3, 1, 160, 96, bias=True)
@@ -463,12 +452,3 @@ def test_replays(device: str, format: str, expected_m: int, rng: torch.Generator
         valid = torch.arange(m, device="cuda")[None, :] < mask[:, None]
         wrong += ((out != wanted[replay % 21]).any(-1) & valid).sum() + ((out != 7.0).any(-1) & ~valid).sum()
     assert int(wrong) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(os.environ.get("OXMOE_EXPERIMENTAL") == "1", reason="there they are served")
-@pytest.mark.parametrize("format", EXPERIMENTAL)
-def test_refused_on_cuda(format: str, rng: torch.Generator) -> None:
-    weights, x = make(format, SHAPES[0], "cuda", rng), draw(SHAPES[0], format, 4, "cuda", rng)
-    with pytest.raises(NotImplementedError, match=f"moe_masked of {format} experts on CUDA"):
-        oxmoe.moe_masked(x, weights, torch.ones(6, dtype=torch.int32, device="cuda"))

@@ -373,7 +373,8 @@ def refused_expert_order(formats):
     errors, counts = {}, Tensor((4,), "int32")
     for format in formats:
         weights, _ = expert_order_weights(format, 4, 256, 256)
-        errors[format] = attempt(oxmoe.moe_masked, Tensor((4, 3, 256)), weights, counts)
+        kind = "float16" if format == "f16" else "bfloat16"
+        errors[format] = attempt(oxmoe.moe_masked, Tensor((4, 3, 256), kind), weights, counts)
     weights, tensors = expert_order_weights("fp8_block", 4, 256, 256)
     x = Tensor((4, 3, 256))
     shifted, far = Tensor((4, 3, 256)), Tensor((4,), "int32", device=1)

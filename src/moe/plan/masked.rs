@@ -47,10 +47,10 @@ impl MaskedPlan {
     pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
         let MaskedDesc { layer, rows: slots, .. } = desc;
         layer.require_cuda(device)?;
-        let unmeasured = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
-        if unmeasured && !(device.is_hopper() && device.experimental) {
+        let hopper_alone = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
+        if hopper_alone && !device.is_hopper() {
             return Err(Error::Unsupported(format!(
-                "moe_masked of {} experts on CUDA, where quantising x would read rows beyond the mask; supported there: bf16, f16, mxfp4, fp8_block",
+                "moe_masked of {} experts with portable kernels; supported: bf16, f16, mxfp4, fp8_block",
                 layer.format.spec().name
             )));
         }
@@ -163,7 +163,7 @@ impl Room<'_> {
 /// The variants of `Room::quantise` that no call of `moe` has.
 pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
     match format {
-        _ if !(device.is_hopper() && device.experimental) => vec![],
+        _ if !device.is_hopper() => vec![],
         Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles)],
         Format::Mxfp4A8 => vec![Variant::QuantizeTilesE4m3],
         Format::Fp8Tensor => vec![Variant::Fp8(Fp8::PeakOfTiles)],
