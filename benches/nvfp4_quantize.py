@@ -6,6 +6,8 @@ Several tensors of a shape are quantised in turn in a CUDA graph. The floor is t
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 
 import torch
@@ -43,12 +45,19 @@ def measure(rows: int, columns: int, dtype: torch.dtype, options: dict[str, bool
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="a JSON line for each size")
+    arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, oxmoe {oxmoe.__version__}; us")
     for rows, columns in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             for layout, options in LAYOUTS.items():
                 floor, time = measure(rows, columns, dtype, options)
                 name = str(dtype).removeprefix("torch.")
+                if arguments.json:
+                    row = {"rows": rows, "columns": columns, "dtype": name, "layout": layout}
+                    print(json.dumps(row | {"floor": round(floor, 2), "fp4_quantize": round(time, 2)}), flush=True)
+                    continue
                 print(
                     f"{rows:5} x {columns} {name:8} {layout:6}: floor {floor:6.2f}  {time:7.2f} ({time / floor:.2f} x)"
                 )

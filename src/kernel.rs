@@ -165,7 +165,7 @@ impl Args<'_> {
                 | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
                 | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
-                | (Args::QuantizeNvfp4(_), Variant::Nvfp4Quantize | Variant::Dense(Dense::QuantizeNvfp4 { .. }))
+                | (Args::QuantizeNvfp4(_), Variant::Dense(Dense::QuantizeNvfp4 { .. }))
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
                 | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles))
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))

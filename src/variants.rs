@@ -143,8 +143,6 @@ pub enum Variant {
     /// Numbers to MXFP4 and back.
     Mxfp4Quantize,
     Mxfp4Dequantize,
-    /// Numbers to NVFP4.
-    Nvfp4Quantize,
     AllReduce(AllReduce),
     Fp8(Fp8),
     Mxfp8(Mxfp8),
@@ -159,7 +157,7 @@ pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
 pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
 
 /// What converts MXFP4 weights, to the packed form and others.
-pub const CONVERSIONS: [Variant; 11] = [
+pub const CONVERSIONS: [Variant; 10] = [
     Variant::Mxfp4Peak,
     Variant::Mxfp4Pack,
     Variant::Mxfp4Unpack,
@@ -170,7 +168,6 @@ pub const CONVERSIONS: [Variant; 11] = [
     Variant::Mxfp4Layout { scales: true, back: true },
     Variant::Mxfp4Quantize,
     Variant::Mxfp4Dequantize,
-    Variant::Nvfp4Quantize,
 ];
 
 /// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
@@ -290,7 +287,6 @@ impl Variant {
             Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
             Variant::Mxfp4Quantize => "mxfp4_quantize".into(),
             Variant::Mxfp4Dequantize => "mxfp4_dequantize".into(),
-            Variant::Nvfp4Quantize => "nvfp4_quantize".into(),
             Variant::Mxfp4Layout { scales, back } => {
                 let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
                 format!("mxfp4_layout_{what}{back}")
@@ -343,7 +339,6 @@ impl Variant {
             Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
             Variant::Mxfp4Quantize => "oxmoe::Mxfp4Quantize".into(),
             Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
-            Variant::Nvfp4Quantize => "oxmoe::QuantizeNvfp4".into(),
             Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
             Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
             Variant::AllReduce(kernel) => kernel.device_type(),
@@ -378,7 +373,6 @@ impl Variant {
             }
             Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
-            Variant::Nvfp4Quantize => "quant/quantize_nvfp4.cuh",
             Variant::AllReduce(kernel) => kernel.header(),
         }
     }
@@ -425,7 +419,6 @@ impl Variant {
             Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
                 ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
             }
-            Variant::Nvfp4Quantize => ("const __grid_constant__ oxmoe::QuantizeNvfp4Params p", "p"),
             Variant::QuantizeRowsE4m3 => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
             Variant::QuantizeTilesE4m3 => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
@@ -518,9 +511,7 @@ impl Variant {
             Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
             Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3 => 128,
             Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
-            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Nvfp4Quantize => {
-                256
-            }
+            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
             Variant::AllReduce(kernel) => kernel.threads(),
             _ => 1024,
         }

@@ -45,20 +45,19 @@ def test_quantisation(layout: str, dtype: str, driver: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("layout", TILE_ROWS)
 def test_nvfp4(block: int, layout: str, driver: Path, tmp_path: Path) -> None:
-    """A thread for eight numbers; with kernels that are not measured, for a block; also where there is but padding."""
+    """A thread for a block, also where there is but padding."""
     arguments = {"shape": [2, 43, 160], "dtype": "bfloat16", "block": block, "layout": layout}
     tile = TILE_ROWS[layout]
     rows, blocks = (up(43, tile), up(160 // block, 4)) if tile else (43, 160 // block)
-    for experimental in (False, True):
-        result = execute(driver, tmp_path, "nvfp4_quantized", arguments, experimental=experimental)
-        (launch,) = launches(result["records"])
-        assert launch["kernel"] == (f"nvfp4_quantize_b{block}" if experimental else "nvfp4_quantize") and launch["pdl"]
-        threads = 2 * rows * blocks * (1 if experimental else block // 8)
-        assert (launch["grid"][0], launch["block"][0], launch["shared"]) == (-(-threads // 256), 256, 0)
-        (p,) = parameters_of(launch)
-        assert [p.x, p.codes, p.scales] == result["addresses"] and result["shapes"] == [[2, 43, 80], [2, rows, blocks]]
-        assert (p.batches, p.rows, p.columns, p.block, p.powers) == (2, 43, 160, block, block == 32)
-        assert (p.tile_rows, p.dtype, p.global_scale, p.row_counts) == (tile, 2, 0, 0)
+    result = execute(driver, tmp_path, "nvfp4_quantized", arguments)
+    (launch,) = launches(result["records"])
+    assert launch["kernel"] == f"nvfp4_quantize_b{block}" and launch["pdl"]
+    threads = 2 * rows * blocks
+    assert (launch["grid"][0], launch["block"][0], launch["shared"]) == (-(-threads // 256), 256, 0)
+    (p,) = parameters_of(launch)
+    assert [p.x, p.codes, p.scales] == result["addresses"] and result["shapes"] == [[2, 43, 80], [2, rows, blocks]]
+    assert (p.batches, p.rows, p.columns, p.block, p.powers) == (2, 43, 160, block, block == 32)
+    assert (p.tile_rows, p.dtype, p.global_scale, p.row_counts) == (tile, 2, 0, 0)
 
 
 def few(m: int, n: int, k: int) -> dict[str, Any]:

@@ -174,27 +174,17 @@ def test_what_is_refused(device: str) -> None:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    kernels = {"quantize": ("QuantizeNvfp4", "QuantizeNvfp4Params")}
+    kernels = {f"quantize{block}": (f"QuantizeNvfp4<{block}>", "QuantizeNvfp4Params") for block in (16, 32)}
     return HostKernels(tmp_path_factory.mktemp("nvfp4"), "quant/quantize_nvfp4.cuh", kernels)
-
-
-@pytest.fixture(scope="module")
-def kernel_of_blocks(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    kernels = {f"quantize{block}": (f"QuantizeNvfp4Blocks<{block}>", "QuantizeNvfp4Params") for block in (16, 32)}
-    return HostKernels(tmp_path_factory.mktemp("blocks"), "quant/quantize_nvfp4_blocks.cuh", kernels)
 
 
 @dtypes
 @layouts
 @pytest.mark.parametrize(("block", "powers"), [(16, False), (32, True), (16, True), (32, False)])
-@pytest.mark.parametrize("which", ["kernel", "kernel_of_blocks"])
 def test_kernel(
-    which: str, dtype: torch.dtype, layout: str, block: int, powers: bool, rng: torch.Generator,
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
-    """The GPU kernels' code on the host: the CPU function's bits, nothing beyond the mask."""
-    kernel: HostKernels = request.getfixturevalue(which)
-    of_blocks = which == "kernel_of_blocks"
+    kernel: HostKernels, dtype: torch.dtype, layout: str, block: int, powers: bool, rng: torch.Generator
+) -> None:
+    """The GPU kernel's code on the host: the CPU function's bits, nothing beyond the mask."""
     counts, rows, columns = [3, 0, 9], 9, 96
     x = torch.stack([awkward(rows, columns, dtype, rng) for _ in counts])
     factors, mask = torch.rand(len(counts), generator=rng) + 0.5, torch.tensor(counts, dtype=torch.int32)
@@ -204,11 +194,9 @@ def test_kernel(
             x, factors, block=block, scale_dtype=kind, scale_layout=layout, inverse=powers
         )
         codes, scales = torch.full_like(wanted_codes, 0xA5), torch.full_like(wanted_scales, 0xA5)
-        threads = scales.numel() * (1 if of_blocks else block // 8)
         kernel.run(
-            f"quantize{block}" if of_blocks else "quantize",
-            -(-threads // 256),
-            together=not of_blocks,
+            f"quantize{block}",
+            -(-scales.numel() // 256),
             x=x.data_ptr(),
             dtype=DTYPES[dtype],
             codes=codes.data_ptr(),
@@ -244,8 +232,8 @@ def test_kernel(
     [(s, p) for s in (1.0, 1.7, 1e30, 3e38, 2.0**-24, math.inf, math.nan, 0.0) for p in (False, True)]
     + [(-2.0, False)],
 )
-def test_kernel_of_blocks_at_the_edges(
-    kernel_of_blocks: HostKernels, dtype: torch.dtype, scale: float, powers: bool, rng: torch.Generator
+def test_kernel_at_the_edges(
+    kernel: HostKernels, dtype: torch.dtype, scale: float, powers: bool, rng: torch.Generator
 ) -> None:
     """Around every midpoint of e2m1, of both signs, and what is no number or no scale: the CPU function's bits."""
     grid = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6]).to(dtype)
@@ -266,7 +254,7 @@ def test_kernel_of_blocks_at_the_edges(
         options = {"block": block, "scale_dtype": "e8m0" if powers else "e4m3", "scale_layout": "linear"}
         wanted = _oxmoe.quantize_nvfp4(x, factor, **options)
         codes, scales = (torch.full_like(t, 0xA5) for t in wanted)
-        kernel_of_blocks.run(
+        kernel.run(
             f"quantize{block}", -(-scales.numel() // 256), x=x.data_ptr(), dtype=DTYPES[dtype], codes=codes.data_ptr(),
             scales=scales.data_ptr(), tile_rows=0, batches=1, rows=rows, columns=columns, block=block, powers=powers,
             global_scale=factor.data_ptr(), of_batch=False, inverse=False, row_counts=0,
@@ -277,9 +265,7 @@ def test_kernel_of_blocks_at_the_edges(
 @pytest.mark.gpu
 @dtypes
 @pytest.mark.parametrize(("rows", "columns", "block"), [(300, 7168, 16), (1, 32, 32), (130, 2880, 32), (257, 704, 16)])
-def test_blocks_on_a_gpu(
-    experimental: None, dtype: torch.dtype, rows: int, columns: int, block: int, rng: torch.Generator
-) -> None:
+def test_on_a_gpu(dtype: torch.dtype, rows: int, columns: int, block: int, rng: torch.Generator) -> None:
     """The CPU function's bits in every layout, with a count of rows for each batch."""
     x = torch.stack([awkward(rows, columns, dtype, rng) for _ in range(2)])
     counts = torch.tensor([rows, rows // 2], dtype=torch.int32)

@@ -10,8 +10,9 @@
 
 namespace oxmoe {
 
-// A thread takes eight numbers, two or four neighbours a block; those of padding write its scales. Needs x aligned to 16 bytes
-// and codes to 4. There are fewer than 2^32 threads.
+// A block a thread; those of padding write its scales. Needs x aligned to 16 bytes, and codes to half a block. There are fewer
+// than 2^32 threads.
+template <int Block>
 struct QuantizeNvfp4 {
     static constexpr int kThreads = 256;
     static constexpr int kSharedBytes = 0;
@@ -19,66 +20,153 @@ struct QuantizeNvfp4 {
     static __device__ __forceinline__ void run(const QuantizeNvfp4Params& p) {
         pdl::wait();
         pdl::launch_dependents();
-        const uint32_t blocks = p.columns / p.block, lanes = p.block / 8;
-        const uint32_t padded_blocks = p.tile_rows ? (blocks + 3) / 4 * 4 : blocks, row_vectors = padded_blocks * lanes;
-        const uint32_t padded_rows = p.tile_rows ? (p.rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows : p.rows;
-        const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, number = thread / row_vectors;
-        const int vector = thread - number * row_vectors, batch = number / padded_rows, row = number - batch * padded_rows;
-        const bool there = batch < p.batches, inside = there && row < p.rows && vector < int(blocks * lanes);
-        const bool wanted = there && (!p.row_counts || row < p.row_counts[batch]);
-        const int64_t at = (int64_t(batch) * p.rows + row) * (p.columns / 8) + vector;
-        float x[8] = {};
-        if (inside && wanted) load(p, at, x);
-        // NOTE: blocks are aligned parts of a warp, so that all of its lanes take part.
-        uint32_t peak = __float_as_uint(largest<8>(x));
-        for (uint32_t distance = 1; distance < lanes; distance *= 2) {
-            const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, peak, distance);
-            peak = other > peak ? other : peak;
-        }
-        if (!wanted) return;
+        // Tiles are 128 or 8 rows by 4 blocks. All indices of blocks have room in 32 bits.
+        const uint32_t tile = p.tile_rows ? p.tile_rows : 1, across = p.tile_rows ? 4 : 1;
+        const uint32_t blocks = uint32_t(p.columns) / Block, padded_blocks = (blocks + across - 1) & ~(across - 1);
+        const uint32_t padded_rows = (p.rows + tile - 1) & ~(tile - 1);
+        const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, number = thread / padded_blocks;
+        const uint32_t block = thread - number * padded_blocks;
+        const uint32_t batch = number < padded_rows ? 0 : number / padded_rows, row = number - batch * padded_rows;
+        if (batch >= uint32_t(p.batches) || (p.row_counts && int(row) >= p.row_counts[batch])) return;
         uint32_t byte = 0;
-        if (inside) {
+        if (row < uint32_t(p.rows) && block < blocks) {
+            const uint32_t at = (batch * p.rows + row) * blocks + block;
             float scale = p.global_scale ? p.global_scale[p.of_batch ? batch : 0] : 1.f;
             if (p.inverse) scale = __fdiv_rn(1.f, scale);
-            float narrow;
-            if (p.powers) {
-                const uint32_t most = 254u << 23;
-                const uint32_t power =
-                    __float_as_uint(power_of_two_above(__fmul_rn(scale, __fmul_rn(__uint_as_float(peak), 1.f / 6.f))));
-                narrow = __uint_as_float(power < most ? power : most);
-                byte = __float_as_uint(narrow) >> 23;
-            } else {
-                byte = nvfp4_scale(scale, __uint_as_float(peak));
-                narrow = e4m3_value(byte);
-            }
-            reinterpret_cast<uint32_t*>(p.codes)[at] = e2m1_pairs(x, block_factor(scale, narrow));
+            if (p.dtype == Dtype::Bf16)
+                byte = quantize<Dtype::Bf16>(p, at, scale);
+            else if (p.dtype == Dtype::F16)
+                byte = quantize<Dtype::F16>(p, at, scale);
+            else
+                byte = quantize<Dtype::F32>(p, at, scale);
         }
-        if (vector % lanes) return;
-        const int64_t first = int64_t(batch) * padded_rows * padded_blocks;
-        p.scales[first + block_scale_offset(p.tile_rows, row, vector / lanes, padded_blocks)] = uint8_t(byte);
+        // As block_scale_offset() among the batch's scales.
+        uint32_t offset = number * padded_blocks + block;
+        if (p.tile_rows) {
+            const uint32_t in_tile = row & (tile - 1);
+            offset = (batch * padded_rows + row - in_tile) * padded_blocks + block / 4 * 4 * tile + block % 4;
+            offset += tile == 128 ? in_tile % 32 * 16 + in_tile / 32 * 4 : in_tile * 4;
+        }
+        p.scales[offset] = uint8_t(byte);
     }
 
 private:
-    static __device__ __forceinline__ void load(const QuantizeNvfp4Params& p, int64_t vector, float (&x)[8]) {
-        const uint4* from = reinterpret_cast<const uint4*>(p.x) + (p.dtype == Dtype::F32 ? 2 * vector : vector);
-        const uint4 first = from[0];
-        const uint32_t words[4] = {first.x, first.y, first.z, first.w};
-        if (p.dtype == Dtype::F32) {
-            const uint4 second = from[1];
-            const uint32_t more[4] = {second.x, second.y, second.z, second.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(words[i]), x[4 + i] = __uint_as_float(more[i]);
-            return;
+    // A block as it lies in memory.
+    template <Dtype Type>
+    struct Numbers {
+        static constexpr int kOfWord = Type == Dtype::F32 ? 1 : 2;
+        uint32_t words[Block / kOfWord];
+
+        __device__ __forceinline__ float operator[](int i) const {
+            const uint32_t word = words[i / kOfWord];
+            if (Type == Dtype::F32) return __uint_as_float(word);
+            if (Type == Dtype::Bf16) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+            return __half2float(__ushort_as_half(uint16_t(i % 2 ? word >> 16 : word)));
         }
+
+        // The largest magnitude; false: there is a NaN.
+        __device__ __forceinline__ bool peak(float& result) const {
+            constexpr uint32_t kMagnitude = Type == Dtype::F32 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
+            uint32_t most = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (p.dtype == Dtype::Bf16) {
-                x[2 * i] = __uint_as_float(words[i] << 16), x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-            } else {
-                x[2 * i] = __half2float(__ushort_as_half(uint16_t(words[i])));
-                x[2 * i + 1] = __half2float(__ushort_as_half(uint16_t(words[i] >> 16)));
+            for (const uint32_t word : words) {
+                const uint32_t size = word & kMagnitude;
+                most = Type != Dtype::F32 ? __vmaxu2(most, size) : size > most ? size : most;
+            }
+            if (Type == Dtype::F32) {
+                result = __uint_as_float(most);
+                return most <= 0x7F800000u;
+            }
+            const uint32_t low = most & 0xFFFF, high = most >> 16, half = low > high ? low : high;
+            result = Type == Dtype::Bf16 ? __uint_as_float(half << 16) : __half2float(__ushort_as_half(uint16_t(half)));
+            return half <= (Type == Dtype::Bf16 ? 0x7F80u : 0x7C00u);
+        }
+
+        __device__ __forceinline__ float peak_of_numbers() const {
+            float result = 0;
+#pragma unroll
+            for (int i = 0; i < Block; ++i) result = fmaxf(fabsf((*this)[i]), result);
+            return result;
+        }
+
+        // The signs of products with any factor: turned by a negative one, none where it makes NaN.
+        __device__ __forceinline__ void correct_signs(float factor) {
+#pragma unroll
+            for (int i = 0; i < Block; ++i) {
+                const float y = __fmul_rn((*this)[i], factor);
+                const uint32_t sign = kOfWord == 1 || i % 2 ? 0x80000000u : 0x8000u;
+                words[i / kOfWord] ^= __float_as_uint(factor) >> 31 ? sign : 0;
+                if (y != y) words[i / kOfWord] &= ~sign;
             }
         }
+
+        // The highest bytes of four numbers, where their signs are.
+        __device__ __forceinline__ uint32_t signs(int first) const {
+            const uint32_t* from = words + first / kOfWord;
+            if (Type != Dtype::F32) return __byte_perm(from[0], from[1], 0x7531);
+            return __byte_perm(__byte_perm(from[0], from[1], 0x0073), __byte_perm(from[2], from[3], 0x0073), 0x5410);
+        }
+    };
+
+    // The three lower bits are those of e2m1_magnitude(); NaN gives 7. The rounded number of steps comes six too high, and with
+    // many's exponent, which is 149 for steps of 0.5, twice.
+    static __device__ __forceinline__ uint32_t code(float x, float factor) {
+        const float y = fminf(fabsf(__fmul_rn(x, factor)), 6.f);
+        const uint32_t bits = __float_as_uint(y), one = 0x3F800000u;
+        const uint32_t many = ((bits > one ? bits : one) & 0x7F800000u) + (22u << 23) + 6;
+        return __float_as_uint(__fadd_rn(y, __uint_as_float(many))) + (many >> 22);
+    }
+
+    // Four codes, in the lower halves of bytes, to those of two bytes: the first and the third.
+    template <Dtype Type>
+    static __device__ __forceinline__ uint32_t four(const Numbers<Type>& x, int first, float factor) {
+        const uint32_t low = __byte_perm(code(x[first], factor), code(x[first + 1], factor), 0x0040);
+        const uint32_t high = __byte_perm(code(x[first + 2], factor), code(x[first + 3], factor), 0x0040);
+        const uint32_t magnitudes = __byte_perm(low, high, 0x5410), mask = 0x07070707u;
+        const uint32_t codes = (magnitudes & mask) | (x.signs(first) >> 4 & ~mask);
+        return (codes & 0x0F0F0F0Fu) | (codes >> 4 & 0xF0F0F0F0u);
+    }
+
+    // The block's codes to memory; its scale's byte.
+    template <Dtype Type>
+    static __device__ __forceinline__ uint32_t quantize(const QuantizeNvfp4Params& p, uint32_t at, float scale) {
+        Numbers<Type> x;
+        constexpr int kVectors = sizeof x.words / 16;
+        const uint4* from = reinterpret_cast<const uint4*>(p.x) + uint64_t(at) * kVectors;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            const uint4 vector = from[i];
+            x.words[4 * i] = vector.x, x.words[4 * i + 1] = vector.y, x.words[4 * i + 2] = vector.z,
+                        x.words[4 * i + 3] = vector.w;
+        }
+        float peak;
+        const bool whole = x.peak(peak);
+        if (!whole) peak = x.peak_of_numbers();
+        uint32_t byte;
+        float narrow;
+        if (p.powers) {
+            const uint32_t most = 254u << 23,
+                           power = __float_as_uint(power_of_two_above(__fmul_rn(scale, __fmul_rn(peak, 1.f / 6.f))));
+            narrow = __uint_as_float(power < most ? power : most);
+            byte = __float_as_uint(narrow) >> 23;
+        } else {
+            // As nvfp4_scale().
+            byte = e4m3_pair(__fmul_rn(scale, __fmul_rn(peak, 1.f / 6.f)), 0.f) & 0xFF;
+            narrow = e4m3_value(byte);
+        }
+        const float factor = block_factor(scale, narrow);
+        // A product that is NaN has no sign: of NaN, of an infinity and a factor of 0, or of a factor that is none.
+        const bool wild = __float_as_uint(peak) >= 0x7F800000u || __float_as_uint(factor) >= 0x7F800000u;
+        if (!whole || wild) x.correct_signs(factor);
+        uint32_t codes[Block / 8];
+#pragma unroll
+        for (int i = 0; i < Block / 8; ++i)
+            codes[i] = __byte_perm(four<Type>(x, 8 * i, factor), four<Type>(x, 8 * i + 4, factor), 0x6420);
+        if constexpr (Block == 32)
+            reinterpret_cast<uint4*>(p.codes)[at] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+        else
+            reinterpret_cast<uint2*>(p.codes)[at] = uint2{codes[0], codes[1]};
+        return byte;
     }
 };
 

@@ -110,16 +110,12 @@ pub fn quantize_nvfp4<'py>(
     })
 }
 
-/// A block a thread where kernels that are not measured may run, else eight numbers; those of padding included.
+/// A block a thread, those of padding included. us on an H200 of 4096 x 7168 bf16 with scales in tiles of 128 x 4: 34; eight numbers a thread: 66.
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeNvfp4Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let (rows, blocks) = layout.padded(p.rows as usize, (p.columns / p.block) as usize);
-    let (variant, of_block) = if stream.device().experimental {
-        (Variant::Dense(Dense::QuantizeNvfp4 { block: p.block as u32 }), 1)
-    } else {
-        (Variant::Nvfp4Quantize, i64::from(p.block / 8))
-    };
-    let threads = i64::from(p.batches) * (rows * blocks) as i64 * of_block;
+    let variant = Variant::Dense(Dense::QuantizeNvfp4 { block: p.block as u32 });
+    let threads = i64::from(p.batches) * (rows * blocks) as i64;
     let per_cta = i64::from(variant.threads());
     packed::launch(stream, op, variant, (threads + per_cta - 1) / per_cta, Args::QuantizeNvfp4(p))
 }

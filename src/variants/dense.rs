@@ -1,4 +1,4 @@
-//! Kernels of dense MXFP8: quantisation and the GEMM; the quantisation to NVFP4 a block a thread.
+//! Kernels of dense MXFP8: quantisation and the GEMM; the quantisation to NVFP4.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dense {
@@ -25,7 +25,7 @@ pub enum Dense {
     MmMxfp8Tokens,
     QuantizeMxfp8,
     DequantizeMxfp8,
-    /// As Variant::Nvfp4Quantize, for blocks of 16 or 32.
+    /// Numbers to NVFP4 or MXFP4, in blocks of 16 or 32.
     QuantizeNvfp4 {
         block: u32,
     },
@@ -91,7 +91,7 @@ impl Dense {
             MmMxfp8Tokens => "oxmoe::MmMxfp8Tokens".into(),
             QuantizeMxfp8 => "oxmoe::QuantizeMxfp8".into(),
             DequantizeMxfp8 => "oxmoe::DequantizeMxfp8".into(),
-            QuantizeNvfp4 { block } => format!("oxmoe::QuantizeNvfp4Blocks<{block}>"),
+            QuantizeNvfp4 { block } => format!("oxmoe::QuantizeNvfp4<{block}>"),
         }
     }
 
@@ -101,7 +101,7 @@ impl Dense {
             MmMxfp8Few { .. } => "gemm/mm_mxfp8_few_sm90.cuh",
             MmMxfp8Wide { .. } | MmMxfp8Tokens => "gemm/mm_mxfp8_wide_sm90.cuh",
             QuantizeMxfp8 | DequantizeMxfp8 => "quant/quantize_mxfp8.cuh",
-            QuantizeNvfp4 { .. } => "quant/quantize_nvfp4_blocks.cuh",
+            QuantizeNvfp4 { .. } => "quant/quantize_nvfp4.cuh",
         }
     }
 
