@@ -4,9 +4,9 @@
 #   tests         GPU tests, and those of the kernels for any GPU
 #   experimental  the same with OXMOE_EXPERIMENTAL=1 (docs/experimental.md)
 #   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
-#   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1, and on the kernels for any GPU
+#   layers        times of routed fp8 layers, also on the kernels for any GPU
 #   rows          times of rows in expert order
-#   dense         times of dense MXFP8, without and with it, and of NVFP4's quantiser
+#   dense         times of dense MXFP8, without and with OXMOE_EXPERIMENTAL=1, and of NVFP4's quantiser
 #   multi         tests and times between all GPUs (NVLink multicast stays off)
 #
 # Default: tests experimental sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
@@ -53,11 +53,11 @@ for part; do
     sanitize)
         for tool in memcheck racecheck; do
             step "$tool" env OXMOE_EXPERIMENTAL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-                "${pytest[@]}" -m gpu -k "$few" tests/test_down_combine.py tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py
+                "${pytest[@]}" -m gpu -k "$few" tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py
         done
         ;;
     layers)
-        in_turn layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,64,1024,4096,16384 --json "$out/layers.jsonl"
+        step layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,64,1024,4096,16384 --json "$out/layers.jsonl"
         step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8-block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
         step layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
         ;;

@@ -3,10 +3,10 @@
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
-    AllReduceParams, CombineParams, DownCombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams,
-    LayoutMxfp4Params, MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params,
-    QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams,
-    RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
+    AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
+    MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params,
+    QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams, RoutedLayerParams,
+    ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
@@ -81,7 +81,6 @@ pub enum Args<'a> {
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
     RoutedLayerMxfp4(&'a RoutedLayerParams),
-    DownCombine(&'a TensorMap, &'a DownCombineParams),
     Combine(&'a CombineParams),
     PackMxfp4(&'a PackMxfp4Params),
     PackNvfp4(&'a PackNvfp4Params),
@@ -116,7 +115,6 @@ impl Args<'_> {
             Args::Gemm(p) => [address(p), none, none],
             Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::RoutedLayerMxfp4(p) => [address(p), none, none],
-            Args::DownCombine(map, p) => [address(&map.0), address(p), none],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::Combine(p) => [address(p), none, none],
             Args::PackMxfp4(p) => [address(p), none, none],
@@ -158,7 +156,6 @@ impl Args<'_> {
                     Args::RoutedLayerSm90(..),
                     Variant::LayerSm90 { routed: true, .. } | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
                 )
-                | (Args::DownCombine(..), Variant::Fp8(Fp8::DownCombineFp8Sm90))
                 | (Args::RoutedLayerMxfp4(_), Variant::RoutedLayerMxfp4Sm90 { .. })
                 | (Args::Combine(_), Variant::Combine { .. })
                 | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)

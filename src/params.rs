@@ -3,7 +3,6 @@
 
 pub mod allreduce;
 pub mod common;
-pub mod down_combine;
 pub mod moe;
 pub mod nvfp4;
 pub mod quant;
@@ -11,7 +10,6 @@ pub mod tiles;
 
 pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Workspaces};
 pub use common::ffi::{Dtype, Tile, W13Layout};
-pub use down_combine::ffi::DownCombineParams;
 pub use moe::ffi::{
     Activation, ActivationKind, CombineParams, GroupScore, GroupedGemmParams, LayerParams, RaggedParams, RouteParams,
     RoutedLayerParams, ScheduleParams, Scoring, SelectParams,

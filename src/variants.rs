@@ -517,13 +517,13 @@ impl Variant {
         }
     }
 
-    /// Whether its CTAs wait for each other: a layer in one launch, or GEMM2 and combine.
+    /// Whether its CTAs wait for each other: a layer in one launch.
     pub fn is_one_launch(&self) -> bool {
         matches!(
             self,
             Variant::LayerSm90 { .. }
                 | Variant::RoutedLayerMxfp4Sm90 { .. }
-                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. } | Fp8::DownCombineFp8Sm90)
+                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
         )
     }
 

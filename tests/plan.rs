@@ -308,13 +308,9 @@ fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
         for desc in descs(&device) {
             let plan = plan_of(&desc, &device);
-            let launch = match plan.experts {
-                Experts::Fused(launch) | Experts::Routed(launch) => launch,
-                Experts::Gemms { down, .. } if plan.panels.is_some() => down,
-                Experts::Gemms { .. } => {
-                    assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
-                    continue;
-                }
+            let (Experts::Fused(launch) | Experts::Routed(launch)) = plan.experts else {
+                assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
+                continue;
             };
             let most = device.multiprocessors * launch.variant.ctas_per_multiprocessor();
             assert!(launch.grid <= most, "{desc:?} on {device:?}: {launch}");
@@ -369,11 +365,9 @@ fn schedule_fits_its_range() {
                 Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. } | Fp8::GroupedGemmFp8Portable { tokens, .. }) => {
                     tokens
                 }
-                Variant::Fp8(
-                    Fp8::GroupedGemmFp8WideSm90 { .. }
-                    | Fp8::GroupedGemmFp8StationarySm90 { .. }
-                    | Fp8::DownCombineFp8Sm90,
-                ) => WIDE_TOKENS,
+                Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. } | Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
+                    WIDE_TOKENS
+                }
                 Variant::Mxfp8(Mxfp8::Gemm { tokens, .. } | Mxfp8::GemmPortable { tokens, .. }) => tokens,
                 Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { tokens, .. }) => tokens,
                 Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,

@@ -79,12 +79,6 @@ fn fp8_shape(kernel: Fp8) -> (u32, u32) {
     }
 }
 
-/// The map of wide tiles of e4m3.
-pub fn wide_map<'a>(op: &str, maps: &'a WeightMaps) -> Result<&'a TensorMap> {
-    let (row_tiles, consumers) = fp8_shape(Fp8::DownCombineFp8Sm90);
-    maps.get(op, row_tiles, consumers)
-}
-
 /// What both GEMMs of a layer are called with beside its weights.
 pub struct Rows {
     pub x: *const u8,

@@ -1,6 +1,5 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
-mod down_combine;
 pub mod explain;
 mod fp8;
 mod fp8_tensor;
@@ -194,13 +193,7 @@ impl Stages {
                 if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
                     stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
                 }
-                match plan.panels {
-                    Some(panels) => {
-                        let stages = (self.down, self.combine);
-                        down_combine::launch(stream, (down, panels), layer, &self.route, stages)?;
-                    }
-                    None => grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?,
-                }
+                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
             }
             Experts::Fused(launch) => {
                 let stages = (self.up, self.down, self.combine);

@@ -1,7 +1,6 @@
 //! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
 //! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
 
-pub mod down_combine;
 pub mod fp8_sm90;
 pub mod masked;
 pub mod mxfp4_sm90;
@@ -21,7 +20,6 @@ use crate::quant::fp8::GROUP;
 use crate::quant::Format;
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
-use down_combine::Panels;
 use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
 
@@ -185,8 +183,6 @@ impl Counters {
     /// Of e4m3 with one scale for all of a call: the largest magnitudes of x and of GEMM1's output, where layers in one launch count tiles.
     pub const PEAK_X: usize = 2;
     pub const PEAK_HIDDEN: usize = 3;
-    /// Of GEMM2 and combine in one launch: CTAs that have written a panel and that have read it.
-    pub const PANELS: usize = 4;
 
     pub fn rows_done(self) -> usize {
         Self::TILES_DONE + self.tiles as usize
@@ -221,8 +217,6 @@ pub struct MoePlan {
     /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
-    /// Where GEMM2's launch combines, too.
-    pub panels: Option<Panels>,
     pub workspace: MoeWorkspace,
 }
 
@@ -332,12 +326,6 @@ impl MoePlan {
                 (tile_tokens, Experts::Gemms { up, down })
             }
         };
-        let together = match (experts, kernels) {
-            (Experts::Gemms { up, .. }, Kernels::HopperFp8) => down_combine::plan(desc, tile_tokens, device)
-                .map(|(down, panels)| (Experts::Gemms { up, down }, panels)),
-            _ => None,
-        };
-        let (experts, panels) = together.map_or((experts, None), |(experts, panels)| (experts, Some(panels)));
         let quantize = if one_launch.is_some() {
             [[None; 2]; 2]
         } else if format.is_fp8() {
@@ -361,8 +349,7 @@ impl MoePlan {
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             experts,
             quantize,
-            combine: (one_launch.is_none() && panels.is_none()).then(|| combine(desc, element, device)),
-            panels,
+            combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
         })
     }
@@ -383,9 +370,6 @@ impl MoePlan {
     /// Counters that routing must set to 0.
     pub fn counter_count(&self) -> i32 {
         match self.experts {
-            Experts::Gemms { .. } if self.panels.is_some() => {
-                Counters::PANELS as i32 + self.panels.map_or(0, |panels| panels.counters(self.desc.layer.hidden))
-            }
             Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
@@ -459,7 +443,6 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
-    all.extend(down_combine::variant(device, layer));
     all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
     all.extend(masked::variants(device, layer.format));
     all.extend(routing::variants());

@@ -20,8 +20,6 @@ pub enum Fp8 {
     GroupedGemmFp8StationarySm90 {
         blocks: u32,
     },
-    /// The same with the combine, in panels of 128 weight rows: tokens stay for all of them.
-    DownCombineFp8Sm90,
     /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit. `plain`: as `Select`'s.
     RoutedLayerFp8Sm90 {
         gated: bool,
@@ -101,16 +99,7 @@ pub fn all() -> Vec<Fp8> {
         .chain([true, false].into_iter().flat_map(layers))
         .chain(stationary())
         .chain(portable())
-        .chain([
-            DownCombineFp8Sm90,
-            RowsToE4m3,
-            TilesToE4m3,
-            WholeRowsToE4m3,
-            PeakOfRows,
-            WholeRowsOfTiles,
-            PeakOfTiles,
-            ExpandScales,
-        ])
+        .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, WholeRowsOfTiles, PeakOfTiles, ExpandScales])
         .collect()
 }
 
@@ -144,7 +133,6 @@ impl Fp8 {
                 format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
             }
             GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
-            DownCombineFp8Sm90 => "down_combine_fp8_sm90".into(),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}{}", gated_name(gated), any_name(plain))
             }
@@ -168,7 +156,6 @@ impl Fp8 {
             }
             GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
             GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
-            DownCombineFp8Sm90 => "oxmoe::DownCombineFp8Sm90".into(),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}, {plain}>")
             }
@@ -190,7 +177,6 @@ impl Fp8 {
             GroupedGemmFp8Sm90 { .. } => "moe/grouped_gemm_fp8_sm90.cuh",
             GroupedGemmFp8WideSm90 { .. } => "moe/grouped_gemm_fp8_wide_sm90.cuh",
             GroupedGemmFp8StationarySm90 { .. } => "moe/grouped_gemm_fp8_stationary_sm90.cuh",
-            DownCombineFp8Sm90 => "moe/down_combine_fp8_sm90.cuh",
             RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
             GroupedGemmFp8Portable { .. } => "moe/grouped_gemm_fp8_portable.cuh",
             RowsToE4m3 => "quant/quantize_fp8.cuh",
@@ -208,10 +194,6 @@ impl Fp8 {
             }
             ExpandScales => ("const __grid_constant__ oxmoe::ExpandScalesParams p", "p"),
             GroupedGemmFp8Portable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
-            DownCombineFp8Sm90 => (
-                "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::DownCombineParams p",
-                "weights, p",
-            ),
             RoutedLayerFp8Sm90 { .. } => (
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
                 "up_weights, down_weights, p",
@@ -229,7 +211,6 @@ impl Fp8 {
             GroupedGemmFp8Sm90 { .. }
                 | GroupedGemmFp8WideSm90 { .. }
                 | GroupedGemmFp8StationarySm90 { .. }
-                | DownCombineFp8Sm90
                 | RoutedLayerFp8Sm90 { .. }
                 | WholeRowsOfTiles
                 | PeakOfTiles
@@ -250,7 +231,6 @@ impl Fp8 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
-            DownCombineFp8Sm90 => 512,
             GroupedGemmFp8Portable { warps, .. } => 32 * warps,
             RoutedLayerFp8Sm90 { .. } | ExpandScales => 256,
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => 256,
@@ -269,8 +249,6 @@ impl Fp8 {
             GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
             // A ring of 8 K blocks of tokens and one of 6 of weights.
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
-            // 14 blocks of 16 KB, the list of those with tokens, a number and 128 sums, barriers of blocks and of panels.
-            DownCombineFp8Sm90 => 14 * 128 * 128 + 10 * 16 + 8 + 128 * 4 + 8 * (2 * 14 + 3 * 8),
             // All that its CTAs can have.
             RoutedLayerFp8Sm90 { ctas, .. } => 228 * 1024 / ctas - 1024,
             GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(0, PortableTile::shared_bytes),
@@ -287,7 +265,7 @@ impl Fp8 {
                 let by_registers = if tokens > 32 { 512 } else { 1152 } / self.threads();
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } | DownCombineFp8Sm90 => 1,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
             RoutedLayerFp8Sm90 { ctas, .. } => ctas,
             GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
             RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,

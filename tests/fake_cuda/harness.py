@@ -31,7 +31,6 @@ SIGNATURES = {
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_stationary_sm90": (128, "GroupedGemmParams"),
-    "down_combine_fp8_sm90": (128, "DownCombineParams"),
     "quantize_fp8": ("QuantizeFp8Params",),
     "expand_scales": ("ExpandScalesParams",),
     "grouped_gemm_mxfp4_e4m3_sm90": ("GroupedGemmParams",),
