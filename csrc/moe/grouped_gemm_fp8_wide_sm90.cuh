@@ -154,6 +154,9 @@ private:
                 const int block = min(block_of(p, work, i), p.rows / kBlockRows - 1);
                 part.scales.weight[i] = reinterpret_cast<const float*>(p.block_scales) +
                                         size_t(work.expert * (p.rows / kBlockRows) + block) * Base::k_blocks(p);
+                // NOTE: plus 0 of a lane: known to be the same in all lanes, each scale would be moved to a uniform register
+                // as soon as it is asked for, and waited for.
+                part.scales.weight[i] += threadIdx.x & p.k >> 30;
             }
             part.first = part.scales[0];
         }
