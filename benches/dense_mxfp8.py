@@ -1,8 +1,9 @@
 """Times oxmoe.mm_mxfp8 beside torch's bf16 matmul (cuBLAS) on a GPU, with cold L2: `python benches/dense_mxfp8.py`.
 
 Several weights of a shape are multiplied in turn in a CUDA graph, so that none is in L2 when its turn comes; graphs are
-replayed in rounds, one after the other. The floor is the larger of the bytes of b, a, scales and output over memory's
-measured 4.3 TB/s and of flops over bf16's measured 790 TFLOP/s (docs/measured.md).
+replayed in rounds, one after the other, each behind a pause in which the host is done with its launch. The floor is the
+larger of the bytes of b, a, scales and output over memory's measured 4.3 TB/s and of flops over bf16's measured 790
+TFLOP/s (docs/measured.md).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ SHAPES = [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 4096]
 COLD_BYTES = 240e6
 ROUNDS = 7
+# So many calls at least, that the beginning of a graph hardly counts.
+CALLS = 12
+PAUSE_CYCLES = 60_000
 
 
 def graph_of(calls: list[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
@@ -36,6 +41,7 @@ def graph_of(calls: list[Callable[[], Tensor]]) -> torch.cuda.CUDAGraph:
 
 def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(PAUSE_CYCLES)
     start.record()
     graph.replay()
     end.record()
@@ -45,19 +51,20 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 def measure(n: int, k: int, m: int) -> dict[str, float]:
     count = max(2, int(COLD_BYTES / (n * k)) + 1)
+    rounds = -(-CALLS // count)
     x = torch.randn((m, k), device="cuda", dtype=torch.bfloat16)
     dense = [torch.randn((n, k), device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(count)]
     weights = [oxmoe.mxfp8_quantize(weight) for weight in dense]
     a, a_scales = oxmoe.mxfp8_quantize(x)
     graphs = {
-        "mm_mxfp8": graph_of([lambda w=w: oxmoe.mm_mxfp8(a, w[0].t(), a_scales, w[1]) for w in weights]),
-        "mxfp8_linear": graph_of([lambda w=w: oxmoe.mxfp8_linear(x, *w) for w in weights]),
-        "cublas_bf16": graph_of([lambda w=w: x @ w.t() for w in dense]),
+        "mm_mxfp8": graph_of([partial(oxmoe.mm_mxfp8, a, w[0].t(), a_scales, w[1]) for w in weights * rounds]),
+        "mxfp8_linear": graph_of([partial(oxmoe.mxfp8_linear, x, *w) for w in weights * rounds]),
+        "cublas_bf16": graph_of([partial(torch.matmul, x, w.t()) for w in dense * rounds]),
     }
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            times[name].append(microseconds(graph) / count)
+            times[name].append(microseconds(graph) / (count * rounds))
     floor = max((n * k + m * k) * 33 / 32 + 2 * m * n, 2 * m * n * k / 790e12 * 4.3e12) / 4.3e6
     return {"floor": floor} | {name: statistics.median(values) for name, values in times.items()}
 
@@ -66,11 +73,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="a JSON line for each size")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--shapes", nargs="+", help="as 7168x16384", default=[f"{n}x{k}" for n, k in SHAPES])
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, oxmoe {oxmoe.__version__}; us")
-    for n, k in SHAPES:
+    for n, k in (map(int, shape.split("x")) for shape in arguments.shapes):
         for m in arguments.tokens:
-            row = {"n": n, "k": k, "m": m} | {name: round(value, 2) for name, value in measure(n, k, m).items()}
+            row = {"n": n, "k": k, "m": m}
+            row |= {name: round(value, 2) for name, value in measure(n, k, m).items()}
             if arguments.json:
                 print(json.dumps(row), flush=True)
                 continue
