@@ -34,7 +34,7 @@ fn main() {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let bridges = ["allreduce", "common", "moe", "nvfp4", "quant", "tiles"];
+    let bridges = ["allreduce", "common", "dense", "moe", "nvfp4", "quant", "tiles"];
     let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 

@@ -6,7 +6,7 @@
 #   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
 #   layers        times of routed fp8 layers, also on the kernels for any GPU
 #   rows          times of rows in expert order
-#   dense         times of dense MXFP8, without and with OXMOE_EXPERIMENTAL=1, and of NVFP4's quantiser
+#   dense         times of dense MXFP8 and of NVFP4's quantiser
 #   multi         tests and times between all GPUs (NVLink multicast stays off)
 #
 # Default: tests experimental sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
@@ -67,7 +67,7 @@ for part; do
         step rows-fp4 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 --format nvfp4,nvfp4-a4,mxfp4 --json "$out/rows.jsonl"
         ;;
     dense)
-        in_turn dense "$python" benches/dense_mxfp8.py --json
+        step dense "$python" benches/dense_mxfp8.py --json
         step quantise "$python" benches/nvfp4_quantize.py
         ;;
     multi)

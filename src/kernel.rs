@@ -4,9 +4,9 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
-    MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params,
-    QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams, RoutedLayerParams,
-    ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
+    MmMxfp8FewParams, MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params,
+    QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams,
+    RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
@@ -96,6 +96,7 @@ pub enum Args<'a> {
     ExpandScales(&'a ExpandScalesParams),
     QuantizeMxfp8(&'a QuantizeMxfp8Params),
     MmMxfp8(&'a MmMxfp8Params),
+    MmMxfp8Few(&'a MmMxfp8FewParams),
 }
 
 fn address<T>(value: &T) -> *mut c_void {
@@ -131,6 +132,7 @@ impl Args<'_> {
             Args::ExpandScales(p) => [address(p), none, none],
             Args::QuantizeMxfp8(p) => [address(p), none, none],
             Args::MmMxfp8(p) => [address(p), none, none],
+            Args::MmMxfp8Few(p) => [address(p), none, none],
         }
     }
 
@@ -185,15 +187,8 @@ impl Args<'_> {
                 )
                 | (Args::ExpandScales(_), Variant::Fp8(Fp8::ExpandScales))
                 | (Args::QuantizeMxfp8(_), Variant::Dense(Dense::QuantizeMxfp8 | Dense::DequantizeMxfp8))
-                | (
-                    Args::MmMxfp8(_),
-                    Variant::Dense(
-                        Dense::MmMxfp8 { .. }
-                            | Dense::MmMxfp8Few { .. }
-                            | Dense::MmMxfp8Wide { .. }
-                            | Dense::MmMxfp8Tokens
-                    )
-                )
+                | (Args::MmMxfp8(_), Variant::Dense(Dense::MmMxfp8Wide { .. } | Dense::MmMxfp8Tokens))
+                | (Args::MmMxfp8Few(_), Variant::Dense(Dense::MmMxfp8Few { .. }))
         )
     }
 }

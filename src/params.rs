@@ -3,6 +3,7 @@
 
 pub mod allreduce;
 pub mod common;
+pub mod dense;
 pub mod moe;
 pub mod nvfp4;
 pub mod quant;
@@ -10,6 +11,7 @@ pub mod tiles;
 
 pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Workspaces};
 pub use common::ffi::{Dtype, Tile, W13Layout};
+pub use dense::ffi::MmMxfp8FewParams;
 pub use moe::ffi::{
     Activation, ActivationKind, CombineParams, GroupScore, GroupedGemmParams, LayerParams, RaggedParams, RouteParams,
     RoutedLayerParams, ScheduleParams, Scoring, SelectParams,

@@ -18,7 +18,7 @@ import pytest
 from fake_cuda.harness import STRUCTS
 
 ROOT = Path(__file__).parents[1]
-PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "quant", "tiles")
+PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "quant", "dense", "tiles")
 TYPES = {
     "bool": "bool",
     "i32": "int32_t",

@@ -64,67 +64,47 @@ def few(m: int, n: int, k: int) -> dict[str, Any]:
     return {"m": m, "n": n, "k": k, "a_scales": [m, k // 32], "b_scales": [k // 32, n]}
 
 
+# Rows of a pass, its stages, passes, and a pass' share of a CTA's rows, for 132 multiprocessors.
+PASSES = {
+    (7168, 16384): {8: (32, 4, 1, 28), 16: (64, 3, 1, 56), 32: (64, 2, 1, 56)},
+    (18432, 7168): {8: (32, 4, 3, 24), 16: (32, 3, 3, 24), 32: (64, 3, 3, 48)},
+    (4096, 7168): {8: (32, 8, 1, 32), 16: (32, 5, 1, 32), 32: (32, 4, 1, 32)},
+    (2112, 7168): {8: (16, 8, 1, 16), 16: (16, 5, 1, 16), 32: (16, 3, 1, 16)},
+    (101, 64): {8: (16, 8, 1, 4), 16: (16, 5, 1, 4), 32: (16, 3, 1, 4)},
+}
+
+
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 32])
 def test_few_tokens(m: int, driver: Path, tmp_path: Path) -> None:
-    """One launch, with as many parts of K as for one token."""
-    for n, k in ((7168, 16384), (2112, 7168), (24576, 1536), (100, 64)):
+    """One launch: every row of b in one pass of one CTA, K shared by its warps, room for rings, sums and K's scales."""
+    tokens = 8 if m <= 8 else 16 if m <= 16 else 32
+    for (n, k), by_tokens in PASSES.items():
+        rows, stages, passes, pass_rows = by_tokens[tokens]
         result = execute(driver, tmp_path, "dense_mm", few(m, n, k))
         (launch,) = launches(result["records"])
-        assert launch["kernel"].startswith("mm_mxfp8_sm90_t") and launch["pdl"]
-        (p,) = parameters_of(launch)
+        assert launch["kernel"] == f"mm_mxfp8_few_sm90_t{tokens}_r{rows // 16}_s{stages}" and launch["pdl"]
+        grid = -(-n // (passes * pass_rows))
+        assert (launch["grid"][0], launch["block"][0], launch["cluster"]) == (grid, 256, [1, 1, 1])
+        scales, sums = 2 * 8 * -(-k // 512) * (rows + tokens), 8 * tokens * (min(rows, 32) + 4) * 4
+        assert launch["shared"] == 8 * stages * 64 * (rows + tokens) + sums + scales
+        (few_params,) = parameters_of(launch)
+        assert (few_params.passes, few_params.pass_rows) == (passes, pass_rows)
+        p = few_params.product
         assert [p.a, p.b, p.a_scales.data, p.b_scales.data, p.out] == result["addresses"]
         assert (p.m, p.n, p.k, p.out_dtype, p.tokens) == (m, n, k, 2, 0) and result["shape"] == [m, n]
         assert (p.a_scales.tile_rows, p.a_scales.row_stride, p.a_scales.block_stride) == (0, k // 32, 1)
         assert (p.b_scales.tile_rows, p.b_scales.row_stride, p.b_scales.block_stride) == (0, 1, n)
-        one = launches(execute(driver, tmp_path, "dense_mm", few(1, n, k))["records"])[0]
-        assert launch["cluster"] == one["cluster"] == [p.splits, 1, 1] and launch["grid"] == one["grid"]
-        assert launch["grid"][0] % p.splits == 0
 
 
-@pytest.mark.parametrize("m", [1, 8, 9, 17, 32])
-def test_scales_on_sums(m: int, driver: Path, tmp_path: Path) -> None:
-    """Kernels that are not measured: a CTA for 16 or 32 rows, K shared by its warps, room for K's scales."""
-    tokens = 8 if m <= 8 else 16 if m <= 16 else 32
-    rows = 16 if m <= 8 else 32
-    for n, k in ((7168, 16384), (2112, 7168), (24576, 1536), (100, 64)):
-        result = execute(driver, tmp_path, "dense_mm", few(m, n, k), experimental=True)
-        (launch,) = launches(result["records"])
-        prefix, stages = launch["kernel"].rsplit("_s", 1)
-        assert prefix == f"mm_mxfp8_few_sm90_t{tokens}_r{rows // 16}" and launch["pdl"]
-        assert (launch["grid"][0], launch["block"][0], launch["cluster"]) == (-(-n // rows), 256, [1, 1, 1])
-        scales = 2 * 8 * -(-k // 512) * (rows + tokens)
-        assert launch["shared"] == 8 * int(stages) * 64 * (rows + tokens) + scales
-        (p,) = parameters_of(launch)
-        assert [p.a, p.b, p.a_scales.data, p.b_scales.data, p.out] == result["addresses"]
-        assert (p.m, p.n, p.k, p.out_dtype, p.splits, p.tokens) == (m, n, k, 2, 1, 0)
-
-
-@pytest.mark.parametrize("m", [33, 64])
-def test_scales_on_sums_of_more_tokens(m: int, driver: Path, tmp_path: Path) -> None:
-    """Where most multiprocessors have one CTA; else, or without the variable, the kernels for many tokens."""
-    for n, k, experimental in (
-        (4096, 7168, True),
-        (4224, 1536, True),
-        (4225, 96, True),
-        (2112, 96, True),
-        (4096, 96, False),
-    ):
-        result = execute(driver, tmp_path, "dense_mm", few(m, n, k), experimental=experimental)
-        kernels = [launch["kernel"] for launch in launches(result["records"])]
-        if n in (2112, 4225) or not experimental:
-            assert kernels[0] == "mm_mxfp8_tokens" and kernels[1].startswith("mm_mxfp8_wide_sm90_t")
-            continue
-        assert kernels == ["mm_mxfp8_few_sm90_t64_r2_s3"]
-        (launch,) = launches(result["records"])
-        shared = 8 * 3 * 64 * 96 + 2 * 8 * -(-k // 512) * 96
-        assert (launch["grid"][0], launch["block"][0], launch["shared"]) == (-(-n // 32), 256, shared)
-
-
-def test_scales_that_have_no_room(driver: Path, tmp_path: Path) -> None:
-    """So long a K takes the measured kernel."""
-    result = execute(driver, tmp_path, "dense_mm", few(1, 64, 1 << 20), experimental=True)
-    (launch,) = launches(result["records"])
-    assert launch["kernel"].startswith("mm_mxfp8_sm90_t8")
+@pytest.mark.parametrize("m", [1, 9, 32])
+def test_scales_that_have_no_room(m: int, driver: Path, tmp_path: Path) -> None:
+    """From so long a K on, few tokens take the kernels for many, at all numbers of tokens the same."""
+    (last,) = launches(execute(driver, tmp_path, "dense_mm", few(m, 4096, 83968))["records"])
+    assert last["kernel"].startswith("mm_mxfp8_few_sm90_t")
+    _, launch = launches(execute(driver, tmp_path, "dense_mm", few(m, 4096, 84000))["records"])
+    _, one = launches(execute(driver, tmp_path, "dense_mm", few(1, 4096, 84000))["records"])
+    assert launch["kernel"].startswith("mm_mxfp8_wide_sm90_t64")
+    assert all(launch[what] == one[what] for what in ("kernel", "grid", "cluster"))
 
 
 @pytest.mark.parametrize("m", [33, 65, 256, 4096])

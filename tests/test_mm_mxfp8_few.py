@@ -15,15 +15,27 @@ from oxmoe import quantize
 from oxmoe.testing import same_bits
 
 BF16, F32 = 2, 0
-# Name -> (tokens, rows of a CTA, stages).
-KERNELS = {"t8": (8, 16, 3), "t8_deep": (8, 16, 8), "t16": (16, 32, 3), "t32": (32, 32, 3), "t64": (64, 32, 3)}
+# Name -> (tokens, rows of a pass, stages).
+KERNELS = {
+    "t8": (8, 32, 4),
+    "t8_deep": (8, 32, 8),
+    "t8_narrow": (8, 16, 8),
+    "t16": (16, 32, 3),
+    "t16_wide": (16, 64, 3),
+    "t16_narrow": (16, 16, 5),
+    "t32": (32, 32, 4),
+    "t32_wide": (32, 64, 2),
+    "t32_narrow": (32, 16, 3),
+}
 TILE_ROWS = {"128x4": 128, "8x4": 8}
+# Passes of a CTA, and rows of b in each.
+Passes = tuple[int, int] | None
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     names = {
-        name: (f"MmMxfp8FewSm90<{tokens}, {rows // 16}, {stages}>", "MmMxfp8Params")
+        name: (f"MmMxfp8FewSm90<{tokens}, {rows // 16}, {stages}>", "MmMxfp8FewParams")
         for name, (tokens, rows, stages) in KERNELS.items()
     }
     # Before sm_90: one launch after the other, no clusters.
@@ -69,16 +81,18 @@ class View:
 
 def call(
     kernels: HostCtas, name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], rng: torch.Generator,
-    forms: tuple[str, str] = ("rows", "rows"), dtype: torch.dtype = torch.float32,
+    forms: tuple[str, str] = ("rows", "rows"), dtype: torch.dtype = torch.float32, passes: Passes = None,
 ) -> Tensor:  # fmt: skip
     (m, k), n = a[0].shape, b[0].shape[0]
     out = torch.full((m + 1, n), 7.0, dtype=dtype)
     views = View(a[1], forms[0]), View(b[1], forms[1])
-    kernels.run(
-        name, -(-n // KERNELS[name][1]), int(torch.randint(1 << 40, (), generator=rng)), a=a[0].data_ptr(),
-        b=b[0].data_ptr(), a_scales=views[0].struct, b_scales=views[1].struct, out=out.data_ptr(),
+    passes = passes or (1, KERNELS[name][1])
+    product = STRUCTS["MmMxfp8Params"](
+        a=a[0].data_ptr(), b=b[0].data_ptr(), a_scales=views[0].struct, b_scales=views[1].struct, out=out.data_ptr(),
         out_dtype=F32 if dtype == torch.float32 else BF16, m=m, n=n, k=k, splits=1,
     )  # fmt: skip
+    seed = int(torch.randint(1 << 40, (), generator=rng))
+    kernels.run(name, -(-n // math.prod(passes)), seed, product=product, passes=passes[0], pass_rows=passes[1])
     assert bool((out[m] == 7).all())
     return out[:m]
 
@@ -92,31 +106,43 @@ def check(out: Tensor, a: Tensor, b: Tensor, lost: float = 2.0**-19) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "n", "k", "forms"),
+    ("name", "m", "n", "k", "passes", "forms"),
     [
-        ("t8", 1, 33, 32, ("rows", "columns")),
-        ("t8", 2, 20, 32, ("128x4", "8x4")),
-        ("t8", 8, 48, 576, ("128x4", "128x4")),
-        ("t16", 9, 32, 96, ("8x4", "128x4")),
-        ("t8", 5, 140, 1120, ("8x4", "128x4")),
-        ("t8_deep", 7, 20, 5152, ("rows", "rows")),
-        ("t8", 3, 16, 1600, ("apart", "apart")),
-        ("t16", 13, 33, 704, ("columns", "apart")),
-        ("t16", 16, 64, 1408, ("128x4", "rows")),
-        ("t32", 32, 40, 1312, ("128x4", "128x4")),
-        ("t32", 17, 32, 2048, ("8x4", "columns")),
-        ("t64", 50, 40, 736, ("128x4", "rows")),
-        ("t64", 64, 32, 1088, ("8x4", "128x4")),
+        ("t8", 1, 33, 32, None, ("rows", "columns")),
+        ("t8", 5, 100, 1120, (3, 12), ("8x4", "128x4")),
+        ("t8", 8, 70, 32, (2, 16), ("rows", "apart")),
+        ("t8_deep", 7, 20, 5152, None, ("rows", "rows")),
+        ("t8_deep", 1, 33, 5152, (1, 8), ("rows", "columns")),
+        ("t8_narrow", 2, 20, 32, None, ("128x4", "8x4")),
+        ("t8_narrow", 8, 48, 576, None, ("128x4", "128x4")),
+        ("t8_narrow", 3, 16, 1600, None, ("apart", "apart")),
+        ("t8_narrow", 5, 100, 1120, (3, 12), ("8x4", "128x4")),
+        ("t8_narrow", 8, 34, 96, (2, 16), ("rows", "apart")),
+        ("t8_narrow", 2, 70, 2592, (4, 8), ("128x4", "128x4")),
+        ("t16", 9, 32, 96, None, ("8x4", "128x4")),
+        ("t16", 13, 133, 704, (3, 28), ("columns", "apart")),
+        ("t16_wide", 16, 190, 1408, (2, 60), ("128x4", "rows")),
+        ("t16_wide", 11, 130, 576, (1, 52), ("128x4", "128x4")),
+        ("t16_narrow", 12, 33, 2080, (2, 16), ("128x4", "rows")),
+        ("t16_narrow", 16, 5, 96, (1, 4), ("8x4", "128x4")),
+        ("t32", 32, 40, 1312, None, ("128x4", "128x4")),
+        ("t32", 17, 32, 2048, None, ("8x4", "columns")),
+        ("t32_wide", 32, 150, 1312, (2, 44), ("128x4", "128x4")),
+        ("t32_wide", 20, 64, 96, None, ("rows", "columns")),
+        ("t32_narrow", 31, 40, 1120, (2, 12), ("apart", "128x4")),
     ],
 )
 def test_by_definition(
-    kernels: HostCtas, name: str, m: int, n: int, k: int, forms: tuple[str, str], rng: torch.Generator
+    kernels: HostCtas, name: str, m: int, n: int, k: int, passes: Passes, forms: tuple[str, str], rng: torch.Generator
 ) -> None:
+    """In any passes, also with a row of b that goes the long way in one of them; with the bits of other passes."""
     a, b = operand(m, k, rng), operand(n, k, rng)
-    out = call(kernels, name, a, b, rng, forms)
+    b[1][n // 2] = 3
+    out = call(kernels, name, a, b, rng, forms, passes=passes)
     check(out, values(*a), values(*b))
-    half = call(kernels, name, a, b, rng, forms, torch.bfloat16)
+    half = call(kernels, name, a, b, rng, forms, torch.bfloat16, passes)
     assert same_bits(half, out.bfloat16())
+    assert same_bits(call(kernels, "t32", a, b, rng, forms), out)
 
 
 def test_nothing_to_add(kernels: HostCtas, rng: torch.Generator) -> None:
@@ -130,14 +156,17 @@ def test_a_row_has_its_bits_in_every_kernel(kernels: HostCtas, rng: torch.Genera
     a, b = operand(32, k, rng), operand(n, k, rng)
     a[1][20] = 3
     whole = call(kernels, "t32", a, b, rng)
-    for name, rows in (
-        ("t8", slice(2, 3)),
-        ("t8_deep", slice(0, 8)),
-        ("t16", slice(3, 19)),
-        ("t8", slice(17, 24)),
-        ("t64", slice(0, 32)),
+    for name, rows, passes in (
+        ("t8", slice(2, 3), (2, 20)),
+        ("t8_deep", slice(0, 8), None),
+        ("t8_narrow", slice(17, 24), (3, 4)),
+        ("t16", slice(3, 19), (1, 24)),
+        ("t16_wide", slice(16, 32), (1, 40)),
+        ("t16_narrow", slice(1, 14), None),
+        ("t32_wide", slice(0, 32), None),
+        ("t32_narrow", slice(4, 30), (3, 8)),
     ):
-        part = call(kernels, name, (a[0][rows], a[1][rows]), b, rng)
+        part = call(kernels, name, (a[0][rows], a[1][rows]), b, rng, passes=passes)
         assert same_bits(part, whole[rows])
 
 
@@ -169,18 +198,20 @@ def test_scales_of_any_size(kernels: HostCtas, rng: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 31, 32, 33, 64])
-def test_on_a_gpu(experimental: None, m: int, rng: torch.Generator) -> None:
-    """Models' sizes with all layouts, against fp64 of 40 rows of b; the same bits twice, and among 32 tokens."""
-    for n, k in ((7168, 2304), (2112, 7168), (4096, 1536), (7168, 16384), (130, 96)):
-        a, b = operand(max(m, 32), k, rng), operand(n, k, rng)
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 31, 32])
+def test_on_a_gpu(m: int, rng: torch.Generator) -> None:
+    """Every kernel of the plan against fp64 of 40 rows of b; the same bits twice, and among 32 tokens."""
+    sizes = [(7168, 2304), (2112, 7168), (4096, 1536), (7168, 16384), (18432, 512), (130, 96)]
+    # K that leaves room for narrow passes alone, and the longest, beside one without room for scales.
+    for n, k in [*sizes, (4300, 20480), (300, 83968), (300, 84000)]:
+        a, b = operand(32, k, rng), operand(n, k, rng)
         codes = [t[0].cuda().view(torch.float8_e4m3fn) for t in (a, b)]
         swizzled = [quantize.swizzle_scales(t[1]).cuda() for t in (a, b)]
-        linear = a[1].cuda(), b[1].t().contiguous().cuda()
+        linear = b[1].t().contiguous().cuda()
         whole = oxmoe.mm_mxfp8(codes[0], codes[1].t(), *swizzled)
-        part = codes[0][:m], codes[1].t(), a[1][:m].cuda(), linear[1]
+        part = codes[0][:m], codes[1].t(), a[1][:m].cuda(), linear
         out = torch.full((m, n), math.nan, device="cuda", dtype=torch.bfloat16)
         oxmoe.mm_mxfp8(*part, out=out)
         assert same_bits(out, whole[:m]) and same_bits(oxmoe.mm_mxfp8(*part), out)
         rows = torch.randperm(n, generator=rng)[:40]
-        check(out[:, rows.cuda()].cpu(), values(*a)[:m], values(*b)[rows], 2.0**-17)
+        check(out[:, rows.cuda()].cpu(), values(*a)[:m], values(b[0][rows], b[1][rows]), 2.0**-17)

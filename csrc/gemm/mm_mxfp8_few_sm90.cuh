@@ -1,17 +1,20 @@
-// Dense MXFP8 GEMM for up to 64 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
+// Dense MXFP8 GEMM for up to 32 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
 // for 32 columns.
 //
 // e4m3 is exact in f16, two numbers an instruction. A group of 32 K is two mma whose sums begin at zero; they are added to the
 // fp32 sums times both scales, so that no operand is ever scaled. A warp owns a part of K, its ring and its scales: there is no
-// barrier before the end.
+// barrier before the end of a pass.
 //
-// Which groups are added one after the other depends on k alone. Needs k % 32 == 0, a and b aligned to 16 bytes. Grid: row tiles.
+// CTAs are as many as run at once and have equally many rows of b, in passes of up to 16 RowTiles. Rings go on from pass to
+// pass. Which groups are added one after the other depends on k alone. Needs k % 32 == 0, a and b aligned to 16 bytes.
+// Grid: CTAs of p.passes passes of p.pass_rows rows, a multiple of 4.
 #pragma once
 #include <cstdint>
 
 #include "../common/pdl.cuh"
 #include "../common/sm80.cuh"
 #include "mxfp8_operand.cuh"
+#include "oxmoe/src/params/dense.rs.h"
 
 namespace oxmoe {
 
@@ -21,29 +24,31 @@ struct MmMxfp8FewSm90 {
     // K of a stage: two groups, a chunk of 16 bytes for each of four lanes.
     static constexpr int kStageK = 64, kStageRows = kRows + Tokens, kStageBytes = kStageRows * kStageK;
     // Whose scales a warp fetches at a time.
-    static constexpr int kScaleTokens = Tokens < 32 ? Tokens : 32;
-    static constexpr int kPitch = kRows + 4;
+    static constexpr int kScaleRows = kRows < 32 ? kRows : 32;
+    // Loads of a lane on their way together: those of 1024 K of 32 rows.
+    static constexpr int kScalesAtOnce = 8;
+    // Stages of one row tile are multiplied in pairs: one is too few products to cover their latency.
+    static constexpr bool kTwoAtOnce = RowTiles == 1 && Stages > 4;
+    // Rows whose sums are in shared memory at a time.
+    static constexpr int kSumRows = kScaleRows, kPitch = kSumRows + 4;
     static constexpr int kRingBytes = kWarps * Stages * kStageBytes, kSumBytes = kWarps * Tokens * kPitch * 4;
-    static_assert(kSumBytes <= kRingBytes, "sums take the place of the rings");
-    // Scales come behind the rings: what k needs, see scale_bytes().
-    static constexpr int kSharedBytes = kRingBytes;
+    // Scales come behind: what k needs.
+    static constexpr int kSharedBytes = kRingBytes + kSumBytes;
+    static_assert(Tokens <= 32, "a lane has a token's scales");
 
-    static __device__ __forceinline__ void run(const MmMxfp8Params& p) {
+    static __device__ __forceinline__ void run(const MmMxfp8FewParams& params) {
         extern __shared__ __align__(128) uint8_t shared[];
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-        const int first_row = blockIdx.x * kRows;
+        const MmMxfp8Params& p = params.product;
+        const int passes = params.passes, pass_rows = params.pass_rows;
+        const int first_row = blockIdx.x * passes * pass_rows;
         const int blocks = (p.k + kStageK - 1) / kStageK;
         const int first = blocks * warp / kWarps, count = blocks * (warp + 1) / kWarps - first;
         const uint32_t ring = warp * Stages * kStageBytes;
-        uint8_t* const scales = shared + kRingBytes + warp * ((blocks + kWarps - 1) / kWarps) * kStageRows * 2;
+        uint8_t* const scales = shared + kSharedBytes + warp * ((blocks + kWarps - 1) / kWarps) * kStageRows * 2;
 
-        // What is copied first, to L2 meanwhile: it is where others' writes arrive, so nothing old can be met there.
-        for (int i = lane; i < kRows * 4; i += 32) {
-            const int row = first_row + i / 4, column = first * kStageK + i % 4 * 128;
-            if (row < p.n && column < (first + count) * kStageK && column < p.k) prefetch(p.b + int64_t(row) * p.k + column);
-        }
-        const Scales of_b(p.b_scales, first_row, p.n, p.k, lane, kRows);
-        of_b.template prefetch_all<kRows>(first, count);
+        // L2 is where others' writes arrive, so nothing old can be met there.
+        prefetch_scales(p, first_row, first, count, lane);
         pdl::wait();
         pdl::launch_dependents();
 
@@ -51,9 +56,9 @@ struct MmMxfp8FewSm90 {
         const int row_of_eight = lane / 4, chunk = lane % 4;
         const uint32_t to =
             sm80::shared_address(shared) + ring + row_of_eight * kStageK + (chunk ^ row_of_eight / 2 % 2 * 2) * 16;
-        const int64_t eight_rows = 8 * int64_t(p.k);
-        const int rows_left = p.n - first_row - row_of_eight, tokens_left = p.m - row_of_eight;
-        // NOTE: these go on from stage to stage: addresses made from the stage's number took more instructions than the products.
+        const int64_t eight_rows = 8 * int64_t(p.k), to_next_pass = int64_t(pass_rows) * p.k - count * kStageK;
+        const int tokens_left = p.m - row_of_eight;
+        int copied = 0, copied_row = first_row, rows_left = min(pass_rows, p.n - first_row) - row_of_eight;
         int k_left = p.k - first * kStageK - chunk * 16;
         const uint8_t *next_b = p.b + int64_t(first_row + row_of_eight) * p.k + first * kStageK + chunk * 16,
                       *next_a = p.a + int64_t(row_of_eight) * p.k + first * kStageK + chunk * 16;
@@ -67,64 +72,74 @@ struct MmMxfp8FewSm90 {
             for (int i = 0; i < Tokens / 8; ++i, a += eight_rows)
                 sm80::copy_16_async(at + (kRows + i * 8) * kStageK, a, 8 * i < tokens);
             next_b += kStageK, next_a += kStageK, k_left -= kStageK;
+            if (++copied == count) {
+                copied = 0, copied_row += pass_rows, rows_left = min(pass_rows, p.n - copied_row) - row_of_eight;
+                next_b += to_next_pass;
+                next_a -= count * kStageK, k_left += count * kStageK;
+            }
         };
+        // Stages that are not yet asked for.
+        int left = passes * count;
 #pragma unroll 1
-        for (int i = 0; i < Stages - 1; ++i) {
-            if (i < count) copy_next(i);
+        for (int i = 0; i < Stages - (kTwoAtOnce ? 2 : 1); ++i) {
+            if (left > 0) copy_next(i);
+            --left;
             sm80::copy_commit();
         }
-        bool extreme = of_b.template keep<kRows, kStageRows>(scales, first, count);
+        const Scales of_a(p.a_scales, 0, p.m, p.k, lane, Tokens);
+        const bool extreme_tokens = of_a.template keep<Tokens>(scales + kRows * 2, first, count);
+        int slot = 0;
 #pragma unroll 1
-        for (int token = 0; token < Tokens; token += kScaleTokens) {
-            const Scales of_a(p.a_scales, token, p.m, p.k, lane, kScaleTokens);
-            extreme |= of_a.template keep<kScaleTokens, kStageRows>(scales + (kRows + token) * 2, first, count);
-        }
-        // Sums of other rows may take the long way: results are the same.
-        extreme = __any_sync(0xFFFFFFFF, extreme);
+        for (int pass = 0, row = first_row; pass < passes; ++pass, row += pass_rows) {
+            // The pass before is done with its scales.
+            __syncwarp();
+            bool extreme = extreme_tokens;
+#pragma unroll 1
+            for (int part = 0; part < kRows; part += kScaleRows) {
+                const Scales of_b(p.b_scales, min(row + part, p.n - 1), p.n, p.k, lane, kScaleRows);
+                extreme |= of_b.template keep<kScaleRows>(scales + part * 2, first, count);
+            }
+            if (pass + 1 < passes) prefetch_scales(p, row + pass_rows, first, count, lane);
+            // Sums of other rows may take the long way: results are the same.
+            extreme = __any_sync(0xFFFFFFFF, extreme);
 
-        float sums[RowTiles][kTokenTiles][4] = {};
-        const auto loop = [&](auto of_any_size) {
-            int slot = 0;
+            float sums[RowTiles][kTokenTiles][4] = {};
+            const auto loop = [&](auto of_any_size) {
+                const auto part = [&](int block) {
+                    multiply<of_any_size.value>(sums, shared + ring + slot * kStageBytes, scales + block * kStageRows * 2, g, c);
+                    slot = slot + 1 == Stages ? 0 : slot + 1;
+                };
+                const auto refill = [&](int back) {
+                    if (left > 0) copy_next(slot < back ? slot + Stages - back : slot - back);
+                    --left;
+                    sm80::copy_commit();
+                };
+                int block = 0;
+                if constexpr (kTwoAtOnce) {
+                    // Both stages before this one are free again: they were multiplied together.
 #pragma unroll 1
-            for (int block = 0; block < count; ++block) {
-                sm80::copy_wait<Stages - 2>();
-                __syncwarp();  // all lanes' copies have landed, and all have read what is written next
-                if (block + Stages - 1 < count) copy_next(slot == 0 ? Stages - 1 : slot - 1);
-                sm80::copy_commit();
-                multiply<of_any_size.value>(sums, shared + ring + slot * kStageBytes, scales + block * kStageRows * 2, g, c);
-                slot = slot + 1 == Stages ? 0 : slot + 1;
-            }
-        };
-        if (extreme)
-            loop(std::true_type{});
-        else
-            loop(std::false_type{});
+                    for (; block + 1 < count; block += 2) {
+                        sm80::copy_wait<Stages - 4>();
+                        __syncwarp();
+                        refill(2), refill(1);
+                        part(block), part(block + 1);
+                    }
+                }
+#pragma unroll 1
+                for (; block < count; ++block) {
+                    sm80::copy_wait<kTwoAtOnce ? Stages - 3 : Stages - 2>();
+                    __syncwarp();  // all lanes' copies have landed, and all have read what is written next
+                    refill(kTwoAtOnce ? 2 : 1);
+                    part(block);
+                }
+            };
+            if (extreme)
+                loop(std::true_type{});
+            else
+                loop(std::false_type{});
+            add_up(p, sums, shared + kRingBytes, row, pass_rows, pass == 0, warp, g, c);
+        }
         sm80::copy_wait<0>();
-        __syncthreads();
-        float* const all = reinterpret_cast<float*>(shared);
-        float* const mine = all + warp * Tokens * kPitch + 2 * c * kPitch + g;
-#pragma unroll
-        for (int r = 0; r < RowTiles; ++r) {
-#pragma unroll
-            for (int i = 0; i < kTokenTiles; ++i) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) mine[(8 * i + j % 2) * kPitch + 16 * r + j / 2 * 8] = sums[r][i][j];
-            }
-        }
-        __syncthreads();
-        constexpr int kFours = kRows / 4;
-        for (int i = threadIdx.x; i < Tokens * kFours; i += kThreads) {
-            const int token = i / kFours, four = i % kFours;
-            if (token >= p.m) break;
-            const float4* at = reinterpret_cast<const float4*>(all + token * kPitch) + four;
-            float4 total = *at;
-#pragma unroll
-            for (int other = 1; other < kWarps; ++other) {
-                const float4 more = at[other * (Tokens * kPitch / 4)];
-                total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-            }
-            store(p, token, first_row + four * 4, total);
-        }
     }
 
 private:
@@ -150,19 +165,18 @@ private:
             for (int i = first / 2 + lane / Rows; i < (first + count + 1) / 2; i += 32 / Rows) prefetch(row + i * four);
         }
 
-        // The bytes of stages [first, first + count), Pitch pairs a stage. Whether one is 2^64 times from 1, more, or a special
-        // one.
-        template <int Rows, int Pitch>
+        // The bytes of stages [first, first + count). Whether one is 2^64 times from 1, more, or a special one.
+        template <int Rows>
         __device__ __forceinline__ bool keep(uint8_t* to, int first, int count) const {
             if (words) {
-                return keep<Rows, Pitch, 4>(to, first, count, [&](int quad) {
+                return keep_by<Rows, kScalesAtOnce>(to, first, count, [&](int quad) {
                     const uint32_t bytes = *reinterpret_cast<const uint32_t*>(row + quad * four);
                     // What pads a tile's last four may be anything.
                     const int left = groups - 4 * quad;
                     return left >= 4 ? bytes : (bytes & ((1u << 8 * left) - 1)) | 0x7F7F7F7Fu << 8 * left;
                 });
             }
-            return keep<Rows, Pitch, 1>(to, first, count, [&](int quad) {
+            return keep_by<Rows, 1>(to, first, count, [&](int quad) {
                 const uint8_t* from = row + quad * four;
                 uint32_t bytes = from[0];
 #pragma unroll
@@ -173,8 +187,8 @@ private:
 
     private:
         // `load`: the bytes of four groups; what is none of the row's multiplies zeros.
-        template <int Rows, int Pitch, int AtOnce, typename Load>
-        __device__ __forceinline__ bool keep(uint8_t* to, int first, int count, Load load) const {
+        template <int Rows, int AtOnce, typename Load>
+        __device__ __forceinline__ bool keep_by(uint8_t* to, int first, int count, Load load) const {
             constexpr int kStep = 32 / Rows;
             const int last = count ? (first + count - 1) / 2 : -1;
             bool extreme = false;
@@ -186,10 +200,10 @@ private:
 #pragma unroll
                 for (int j = 0; j < AtOnce; ++j) {
                     const int stage = 2 * min(i + j * kStep, last) - first;
-                    uint16_t* const pair = reinterpret_cast<uint16_t*>(to) + stage * Pitch + lane % Rows;
+                    uint16_t* const pair = reinterpret_cast<uint16_t*>(to) + stage * kStageRows + lane % Rows;
                     extreme |= ((bytes[j] ^ bytes[j] << 1) & 0x80808080) != 0x80808080;
                     if (stage >= 0) pair[0] = uint16_t(bytes[j]);
-                    if (stage + 1 < count) pair[Pitch] = uint16_t(bytes[j] >> 16);
+                    if (stage + 1 < count) pair[kStageRows] = uint16_t(bytes[j] >> 16);
                 }
             }
             return extreme;
@@ -269,6 +283,39 @@ private:
         }
     }
 
+    static __device__ __forceinline__ void add_up(const MmMxfp8Params& p, float (&sums)[RowTiles][kTokenTiles][4], uint8_t* to,
+                                                  int row, int pass_rows, bool free, int warp, int g, int c) {
+        float* const all = reinterpret_cast<float*>(to);
+        float* const mine = all + warp * Tokens * kPitch + 2 * c * kPitch + g;
+        constexpr int kTiles = kSumRows / 16, kFours = kSumRows / 4;
+#pragma unroll
+        for (int part = 0; part < RowTiles; part += kTiles) {
+            if (part > 0 || !free) __syncthreads();  // the sums before these are read
+#pragma unroll
+            for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+                for (int i = 0; i < kTokenTiles; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) mine[(8 * i + j % 2) * kPitch + 16 * r + j / 2 * 8] = sums[part + r][i][j];
+                }
+            }
+            __syncthreads();
+            for (int i = threadIdx.x; i < Tokens * kFours; i += kThreads) {
+                const int token = i / kFours, four = i % kFours;
+                if (token >= p.m) break;
+                if (part * 16 + four * 4 >= pass_rows) continue;
+                const float4* at = reinterpret_cast<const float4*>(all + token * kPitch) + four;
+                float4 total = *at;
+#pragma unroll
+                for (int other = 1; other < kWarps; ++other) {
+                    const float4 more = at[other * (Tokens * kPitch / 4)];
+                    total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+                }
+                store(p, token, row + part * 16 + four * 4, total);
+            }
+        }
+    }
+
     static __device__ __forceinline__ void store(const MmMxfp8Params& p, int token, int row, const float4& sums) {
         if (p.out_dtype == Dtype::Bf16)
             mxfp8_dense::store_four<__nv_bfloat16>(p, token, row, sums);
@@ -276,6 +323,14 @@ private:
             mxfp8_dense::store_four_fp32(p, token, row, sums);
         else
             mxfp8_dense::store_four<__half>(p, token, row, sums);
+    }
+
+    static __device__ __forceinline__ void prefetch_scales(const MmMxfp8Params& p, int row, int first, int count, int lane) {
+#pragma unroll 1
+        for (int part = 0; part < kRows; part += kScaleRows) {
+            const Scales of_b(p.b_scales, min(row + part, p.n - 1), p.n, p.k, lane, kScaleRows);
+            of_b.template prefetch_all<kScaleRows>(first, count);
+        }
     }
 
     static __device__ __forceinline__ void prefetch(const uint8_t* from) {

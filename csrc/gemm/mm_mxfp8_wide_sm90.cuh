@@ -67,7 +67,7 @@ struct MmMxfp8WideSm90 {
             consume(p, shared, part, first_row);
         }
         __syncthreads();
-        reduce_and_store<Tokens, kRows, kPitch, 1>(p, shared.sums, token_tile * Tokens, first_row);
+        reduce_and_store<Tokens, kRows, kPitch>(p, shared.sums, token_tile * Tokens, first_row);
     }
 
 private:

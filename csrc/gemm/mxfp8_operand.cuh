@@ -1,8 +1,8 @@
-// What the dense MXFP8 kernels share: e4m3 with its scale as bf16, the order of K, and the way of the sums to memory.
+// What the dense MXFP8 kernels share: scales, e4m3 with its scale as bf16, the order of K, and the way of the sums to memory.
 //
-// K goes by blocks of 128, and lane c of four has the 32 columns of group c, which share a scale. Step s of eight multiplies
-// bytes 4 s to 4 s + 3 of each lane: the first two are its elements 2 c, 2 c + 1 of the mma, the others 2 c + 8, + 9. Both
-// operands are ordered so, and every kernel: sums of the same products in the same order.
+// K of bf16 operands goes by blocks of 128, and lane c of four has the 32 columns of group c, which share a scale. Step s of
+// eight multiplies bytes 4 s to 4 s + 3 of each lane: the first two are its elements 2 c, 2 c + 1 of the mma, the others 2 c + 8,
+// + 9. Both operands are ordered so.
 #pragma once
 #include <cstdint>
 
@@ -71,20 +71,11 @@ __device__ __forceinline__ void store_four_fp32(const MmMxfp8Params& p, int toke
 }
 
 // Adds up the parts of a cluster, in their order, and rounds once. `sums`: [Tokens][Pitch] of Rows weight rows, in shared
-// memory, those of `Warps` warps one after the other. By all threads of all CTAs, after a barrier.
-template <int Tokens, int Rows, int Pitch, int Warps>
+// memory. By all threads of all CTAs, after a barrier.
+template <int Tokens, int Rows, int Pitch>
 __device__ __forceinline__ void reduce_and_store(const MmMxfp8Params& p, float* sums, int first_token, int first_row) {
     constexpr int kFours = Rows / 4;
-    const auto of_warps = [&](int token, int four) {
-        float4* at = reinterpret_cast<float4*>(sums + token * Pitch) + four;
-        float4 total = *at;
-#pragma unroll
-        for (int warp = 1; warp < Warps; ++warp) {
-            const float4 more = at[warp * (Tokens * Pitch / 4)];
-            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-        }
-        return total;
-    };
+    const auto own = [&](int token, int four) { return reinterpret_cast<float4*>(sums + token * Pitch)[four]; };
     const auto store = [&](int token, int four, const float4& total) {
         if (first_token + token >= p.m) return;
         if (p.out_dtype == Dtype::Bf16)
@@ -96,12 +87,8 @@ __device__ __forceinline__ void reduce_and_store(const MmMxfp8Params& p, float* 
     };
     if (p.splits == 1) {
         for (int i = threadIdx.x; i < Tokens * kFours; i += blockDim.x)
-            store(i / kFours, i % kFours, of_warps(i / kFours, i % kFours));
+            store(i / kFours, i % kFours, own(i / kFours, i % kFours));
         return;
-    }
-    if constexpr (Warps > 1) {
-        for (int i = threadIdx.x; i < Tokens * kFours; i += blockDim.x)
-            reinterpret_cast<float4*>(sums + i / kFours * Pitch)[i % kFours] = of_warps(i / kFours, i % kFours);
     }
     cluster::arrive();
     cluster::wait();

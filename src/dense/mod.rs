@@ -7,7 +7,7 @@ use crate::cpu;
 use crate::device::{gpu, Arch};
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{Dtype, MmMxfp8Params, ScaleView};
+use crate::params::{Dtype, MmMxfp8FewParams, MmMxfp8Params, ScaleView};
 use crate::quant::mxfp8::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::ops::float_dtype;
@@ -130,8 +130,11 @@ pub fn mm_mxfp8<'py>(
                 params.splits = plan.splits as i32;
                 params.tile_tokens = plan.tile_tokens as i32;
                 let stream = Stream::new(gpu, from_a.current_stream(py)?)?;
+                let (passes, pass_rows) = (plan.passes as i32, plan.pass_rows as i32);
+                let few = MmMxfp8FewParams { product: params, passes, pass_rows };
+                let args = || if passes > 0 { Args::MmMxfp8Few(&few) } else { Args::MmMxfp8(&params) };
                 for launch in plan.launches() {
-                    stream.launch("mm_mxfp8", launch, Args::MmMxfp8(&params))?;
+                    stream.launch("mm_mxfp8", launch, args())?;
                 }
             }
         }

@@ -2,11 +2,14 @@
 
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::variants::dense::{Dense, FEW, FEW_64, NARROW, WIDE};
+use crate::variants::dense::{Dense, FEW, WIDE};
 use crate::variants::{Variant, ROUTING_STATIC_SHARED};
 
 /// K that CTAs take at a time.
 const BLOCK_K: i64 = 128;
+
+/// Tokens that kernels with scales on the sums take.
+const MOST_FEW: i64 = 32;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MmPlan {
@@ -15,21 +18,15 @@ pub struct MmPlan {
     /// Of the wide kernel, and the bytes of its tokens; else 0.
     pub tile_tokens: u32,
     pub token_bytes: i64,
+    /// Of the kernels for few tokens: passes of a CTA and rows of b in each; else 0.
+    pub passes: u32,
+    pub pass_rows: u32,
     launches: [Option<Launch>; 2],
 }
 
 impl MmPlan {
     pub fn new(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
-        if let Some(launch) = few(m, n, k, device) {
-            return MmPlan { splits: 1, tile_tokens: 0, token_bytes: 0, launches: [Some(launch), None] };
-        }
-        match NARROW.into_iter().find(|kernel| m <= i64::from(kernel.tile().1)) {
-            Some(kernel) => {
-                let splits = narrow_splits(n, k, device);
-                MmPlan { splits, tile_tokens: 0, token_bytes: 0, launches: [Some(gemm(kernel, m, n, splits)), None] }
-            }
-            None => wide(m, n, k, device),
-        }
+        few(m, n, k, device).unwrap_or_else(|| wide(m, n, k, device))
     }
 
     pub fn launches(&self) -> impl Iterator<Item = &Launch> {
@@ -37,32 +34,50 @@ impl MmPlan {
     }
 }
 
-/// Few tokens with scales on the sums; up to 32 of them where K's scales have room: as deep a ring as lets all CTAs run at once, or the shallowest.
-fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<Launch> {
+fn few_shared_bytes(kernel: Dense, k: i64) -> u32 {
+    kernel.shared_bytes() + kernel.scale_bytes(k as u32)
+}
+
+/// A CTA or two for a multiprocessor, with equally many rows of b each. What a row's sums go through is the same in all kernels. None: many tokens, or
+/// a K whose scales have no room beside 32 tokens, for fewer tokens too: the other kernel adds up in another order.
+fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     let most = device.shared_bytes - ROUTING_STATIC_SHARED;
-    let shared = |kernel: Dense| kernel.shared_bytes() + kernel.scale_bytes(k as u32);
-    // For every number of tokens or for none, so that a row's sums do not depend on it.
-    if !device.experimental || shared(FEW[FEW.len() - 1]) > most {
+    if m > MOST_FEW || few_shared_bytes(FEW[FEW.len() - 1], k) > most {
         return None;
     }
-    if (33..=64).contains(&m) {
-        // One CTA for a multiprocessor, and not for less than half of them: its time is that of its instructions.
-        let (ctas, all) = (tiles(FEW_64, m, n), i64::from(device.multiprocessors));
-        let fits = shared(FEW_64) <= most && (all / 2 + 1..=all).contains(&ctas);
-        return fits.then(|| Launch { shared_bytes: shared(FEW_64), ..gemm(FEW_64, m, n, 1) });
-    }
     let tokens = FEW.into_iter().map(|kernel| kernel.tile().1).find(|&tokens| m <= i64::from(tokens))?;
-    let mut fitting = FEW.into_iter().filter(|&kernel| kernel.tile().1 == tokens && shared(kernel) <= most).peekable();
-    let at_once = |kernel: Dense| {
-        let ctas = ((device.shared_bytes + 1024) / (shared(kernel) + 1024)).min(kernel.ctas());
-        tiles(kernel, m, n) <= i64::from(device.multiprocessors * ctas)
+    let up = |size: i64, unit: i64| (size + unit - 1) / unit * unit;
+    // The widest kernel that a CTA's rows fill: tokens come once for a pass.
+    let fitting = |ctas: i64, widest: u32, room: u32| {
+        let rows = up((n + ctas - 1) / ctas, 4);
+        let of_pass = (rows.min(64) as u32).next_power_of_two().clamp(16, 64);
+        let fits = |kernel: &Dense| {
+            let (rows, of) = kernel.tile();
+            of == tokens && rows <= of_pass.min(widest) && few_shared_bytes(*kernel, k) <= room
+        };
+        FEW.into_iter().find(fits).map(|kernel| (kernel, rows))
     };
-    while let Some(kernel) = fitting.next() {
-        if at_once(kernel) || fitting.peek().is_none() {
-            return Some(Launch { shared_bytes: shared(kernel), ..gemm(kernel, m, n, 1) });
-        }
-    }
-    None
+    let ctas = i64::from(device.multiprocessors);
+    // Two are faster where each fills passes of 32 rows (H200).
+    let two =
+        || fitting(2 * ctas, 32, (device.shared_bytes + 1024) / 2 - 1024).filter(|(kernel, _)| kernel.tile().0 == 32);
+    let (kernel, rows) = two().or_else(|| fitting(ctas, 64, most))?;
+    let widest = i64::from(kernel.tile().0);
+    let passes = (rows + widest - 1) / widest;
+    let pass_rows = up((rows + passes - 1) / passes, 4);
+    let launch = Launch {
+        grid: ((n + passes * pass_rows - 1) / (passes * pass_rows)) as u32,
+        shared_bytes: few_shared_bytes(kernel, k),
+        ..gemm(kernel, m, n, 1)
+    };
+    Some(MmPlan {
+        splits: 1,
+        tile_tokens: 0,
+        token_bytes: 0,
+        passes: passes as u32,
+        pass_rows: pass_rows as u32,
+        launches: [Some(launch), None],
+    })
 }
 
 fn tiles(kernel: Dense, m: i64, n: i64) -> i64 {
@@ -79,22 +94,6 @@ fn gemm(kernel: Dense, m: i64, n: i64, splits: u32) -> Launch {
         cluster: splits,
         shared_bytes: kernel.shared_bytes(),
     }
-}
-
-/// The parts of K: as few as leave hardly a multiprocessor without a CTA, and two where K is long and CTAs are fewer than two for each. The number of tokens does not count, so that a row's sums do not
-/// depend on those beside it.
-fn narrow_splits(n: i64, k: i64, device: &Device) -> u32 {
-    let kernel = NARROW[0];
-    let blocks = (k + BLOCK_K - 1) / BLOCK_K;
-    let wanted = i64::from(device.multiprocessors) * 9 / 10;
-    let mut splits = 1;
-    while splits < 8 && tiles(kernel, 1, n) * splits < wanted && blocks / (2 * splits) >= 8 {
-        splits *= 2;
-    }
-    if splits == 1 && tiles(kernel, 1, n) < 2 * i64::from(device.multiprocessors) && blocks >= 128 {
-        splits = 2;
-    }
-    splits as u32
 }
 
 /// The tile and the parts of K that take least by what an H200 took: tiles read and decode more for what they multiply the smaller they
@@ -129,6 +128,8 @@ fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
         splits: splits as u32,
         tile_tokens: tokens as u32,
         token_bytes,
+        passes: 0,
+        pass_rows: 0,
         launches: [Some(prepare), Some(gemm(kernel, m, n, splits as u32))],
     }
 }
@@ -138,65 +139,104 @@ mod tests {
     use super::*;
     use crate::device::Arch;
 
-    #[test]
-    fn few_tokens_do_not_change_the_order_of_sums() {
-        let device = Device::typical(Arch::SM90);
-        for (n, k) in [(7168, 16384), (4096, 7168), (2112, 7168), (24576, 1536), (128, 128), (1, 32)] {
-            let splits: Vec<u32> = [1, 8, 9, 32].map(|m| MmPlan::new(m, n, k, &device).splits).to_vec();
-            assert!(splits.iter().all(|&s| s == splits[0] && s.is_power_of_two() && s <= 8), "{n} {k} {splits:?}");
+    /// Models' n and k.
+    const NAMED: [(i64, i64); 6] =
+        [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536), (7168, 2304)];
+    /// Tokens of every kernel for few.
+    const FEW_TOKENS: [i64; 6] = [1, 8, 9, 16, 17, 32];
+
+    /// Rows of a pass and stages of the kernel, passes and rows of each.
+    fn few_kernel(plan: &MmPlan) -> Option<(u32, u32, u32, u32)> {
+        match plan.launches().next().map(|launch| launch.variant) {
+            Some(Variant::Dense(kernel @ Dense::MmMxfp8Few { stages, .. })) => {
+                Some((kernel.tile().0, stages, plan.passes, plan.pass_rows))
+            }
+            _ => None,
         }
-    }
-
-    const NAMED: [(i64, i64); 4] = [(7168, 16384), (4096, 7168), (2112, 7168), (24576, 1536)];
-
-    fn chosen(device: &Device) -> std::collections::HashSet<Variant> {
-        let plans = [1, 16, 20, 40, 64, 65, 200, 1024, 5000]
-            .into_iter()
-            .flat_map(|m| NAMED.map(|(n, k)| MmPlan::new(m, n, k, device)));
-        plans.flat_map(|plan| plan.launches().map(|launch| launch.variant).collect::<Vec<_>>()).collect()
     }
 
     #[test]
     fn every_kernel_is_chosen() {
         let device = Device::typical(Arch::SM90);
-        let all = |kernels: &[Dense]| kernels.iter().map(|&kernel| Variant::Dense(kernel)).collect();
-        let measured = chosen(&device);
-        assert_eq!(measured, all(&[&NARROW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
-        let experimental = chosen(&Device { experimental: true, ..device });
-        assert_eq!(experimental, all(&[&FEW[..], &[FEW_64], &WIDE, &[Dense::MmMxfp8Tokens]].concat()));
+        let sizes = NAMED.into_iter().chain([(18432, 20480)]);
+        let plans =
+            sizes.flat_map(|(n, k)| [1, 16, 20, 40, 64, 65, 200, 1024, 5000].map(|m| MmPlan::new(m, n, k, &device)));
+        let chosen: std::collections::HashSet<Variant> =
+            plans.flat_map(|plan| plan.launches().map(|launch| launch.variant).collect::<Vec<_>>()).collect();
+        let table = [&FEW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat();
+        assert_eq!(chosen, table.into_iter().map(Variant::Dense).collect());
     }
 
-    /// A row must be added up alike by all kernels for few tokens, so K decides which family they are of.
+    /// What an H200 was fastest with: docs/measured.md.
     #[test]
-    fn scales_decide_for_all_tokens_alike() {
-        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
-        for k in [32, 96, 1536, 7168, 16384, 40960, 60928, 60960, 1 << 20] {
-            let families = [1, 8, 9, 16, 17, 32].map(|m| {
-                let plan = MmPlan::new(m, 7168, k, &device);
-                let launch = *plan.launches().next().expect("one launch");
-                assert!(launch.shared_bytes <= device.shared_bytes && plan.launches().count() == 1);
-                assert_eq!(launch.cluster, plan.splits);
-                matches!(launch.variant, Variant::Dense(Dense::MmMxfp8Few { .. }))
-            });
-            assert_eq!(families, [k <= 60928; 6], "{k}");
+    fn ctas_of_models_sizes() {
+        let device = Device::typical(Arch::SM90);
+        for (m, ctas, kernels) in [
+            (
+                8,
+                [256, 128, 256, 132, 256, 256],
+                [(32, 4, 1, 28), (32, 8, 1, 32), (32, 4, 3, 24), (16, 8, 1, 16), (32, 4, 3, 32), (32, 4, 1, 28)],
+            ),
+            (
+                16,
+                [128, 128, 256, 132, 256, 256],
+                [(64, 3, 1, 56), (32, 5, 1, 32), (32, 3, 3, 24), (16, 5, 1, 16), (32, 3, 3, 32), (32, 3, 1, 28)],
+            ),
+            (
+                32,
+                [128, 128, 128, 132, 128, 128],
+                [(64, 2, 1, 56), (32, 4, 1, 32), (64, 3, 3, 48), (16, 3, 1, 16), (64, 3, 3, 64), (64, 3, 1, 56)],
+            ),
+        ] {
+            let plans = NAMED.map(|(n, k)| MmPlan::new(m, n, k, &device));
+            let grids = plans.clone().map(|plan| plan.launches().next().expect("one launch").grid);
+            assert_eq!((grids, plans.map(|plan| few_kernel(&plan).expect("few tokens"))), (ctas, kernels), "{m}");
+        }
+    }
+
+    /// A row must be added up alike for 1 to 32 tokens, so K alone decides which family of kernels they take.
+    #[test]
+    fn k_decides_for_all_tokens_alike() {
+        let device = Device::typical(Arch::SM90);
+        for k in [0, 32, 96, 1536, 7168, 16384, 40960, 83968, 84000, 1 << 20] {
+            for n in [1, 100, 2112, 7168, 1 << 20] {
+                let families = FEW_TOKENS.map(|m| few(m, n, k, &device).is_some());
+                assert_eq!(families, [k <= 83968; 6], "{n} x {k}");
+            }
+            assert!([33, 64].iter().all(|&m| few(m, 4096, k, &device).is_none()));
+        }
+        // The wide kernel's tiles and parts of K are then those of one tile of tokens.
+        let long = |m: i64| wide(m, 7168, 1 << 17, &device);
+        assert!(FEW_TOKENS.into_iter().all(|m| long(m) == long(1)));
+    }
+
+    #[test]
+    fn every_row_is_of_one_pass() {
+        for multiprocessors in [78, 114, 132] {
+            let device = Device { multiprocessors, ..Device::typical(Arch::SM90) };
+            for n in [1, 3, 4, 33, 527, 2112, 2113, 4224, 4225, 8448, 8449, 16897, 129280, 1 << 23] {
+                for k in [32, 7168, 16384, 30000 / 32 * 32, 60000 / 32 * 32, 83968] {
+                    for m in FEW_TOKENS {
+                        let plan = few(m, n, k, &device).expect("few tokens");
+                        let (launch, rows) = (plan.launches().next().expect("one"), plan.passes * plan.pass_rows);
+                        let (of_pass, ..) = few_kernel(&plan).expect("few tokens");
+                        assert!(plan.pass_rows <= of_pass && plan.pass_rows.is_multiple_of(4) && rows > 0);
+                        let (grid, rows) = (i64::from(launch.grid), i64::from(rows));
+                        assert!((grid - 1) * rows < n && n <= grid * rows, "{n} x {k}, {m}: {plan:?}");
+                        // All CTAs run at once.
+                        let ctas = (device.shared_bytes + 1024) / (launch.shared_bytes + 1024);
+                        assert!(grid <= i64::from(ctas.min(2) * multiprocessors), "{n} x {k}, {m}: {plan:?}");
+                        assert!(launch.shared_bytes <= device.shared_bytes - ROUTING_STATIC_SHARED);
+                        assert_eq!((launch.cluster, plan.splits, launch.block), (1, 1, 256));
+                    }
+                }
+            }
         }
     }
 
     #[test]
-    fn rings_are_deep_where_multiprocessors_have_few_ctas() {
-        let device = Device { experimental: true, ..Device::typical(Arch::SM90) };
-        let stages = |m: i64, n: i64, k: i64| match MmPlan::new(m, n, k, &device).launches().next().map(|l| l.variant) {
-            Some(Variant::Dense(Dense::MmMxfp8Few { stages, .. })) => stages,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(NAMED.map(|(n, k)| stages(1, n, k)), [3, 8, 8, 3]);
-        assert_eq!(NAMED.map(|(n, k)| stages(16, n, k)), [3, 6, 6, 3]);
-        assert_eq!(NAMED.map(|(n, k)| stages(32, n, k)), [3, 5, 5, 3]);
-    }
-
-    #[test]
     fn sums_have_room() {
-        for kernel in NARROW.into_iter().chain(FEW).chain([FEW_64]).chain(WIDE) {
+        for kernel in WIDE {
             let (rows, tokens) = kernel.tile();
             assert!(tokens * (rows + 4) * 4 <= kernel.shared_bytes() && kernel.shared_bytes() <= 227 * 1024);
         }

@@ -2,14 +2,7 @@
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dense {
-    /// mma.sync, few tokens. `row_tiles` x 16 rows of b, K over `warps`.
-    MmMxfp8 {
-        tokens: u32,
-        row_tiles: u32,
-        warps: u32,
-        stages: u32,
-    },
-    /// mma.sync of f16 with scales on the sums, `row_tiles` x 16 rows of b.
+    /// mma.sync of f16 with scales on the sums, few tokens. Passes of `row_tiles` x 16 rows of b, K over eight warps.
     MmMxfp8Few {
         tokens: u32,
         row_tiles: u32,
@@ -32,23 +25,20 @@ pub enum Dense {
 }
 use Dense::*;
 
-/// By tokens.
-pub const NARROW: [Dense; 3] = [
-    MmMxfp8 { tokens: 8, row_tiles: 2, warps: 4, stages: 3 },
-    MmMxfp8 { tokens: 16, row_tiles: 2, warps: 4, stages: 3 },
-    MmMxfp8 { tokens: 32, row_tiles: 2, warps: 4, stages: 3 },
-];
-/// By tokens, deep rings first: those of the others let more CTAs share a multiprocessor.
-pub const FEW: [Dense; 6] = [
+/// By tokens, many rows first, deep rings before others.
+pub const FEW: [Dense; 11] = [
+    MmMxfp8Few { tokens: 8, row_tiles: 2, stages: 8 },
+    MmMxfp8Few { tokens: 8, row_tiles: 2, stages: 4 },
     MmMxfp8Few { tokens: 8, row_tiles: 1, stages: 8 },
-    MmMxfp8Few { tokens: 8, row_tiles: 1, stages: 3 },
-    MmMxfp8Few { tokens: 16, row_tiles: 2, stages: 6 },
+    MmMxfp8Few { tokens: 16, row_tiles: 4, stages: 3 },
+    MmMxfp8Few { tokens: 16, row_tiles: 2, stages: 5 },
     MmMxfp8Few { tokens: 16, row_tiles: 2, stages: 3 },
-    MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 5 },
-    MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 3 },
+    MmMxfp8Few { tokens: 16, row_tiles: 1, stages: 5 },
+    MmMxfp8Few { tokens: 32, row_tiles: 4, stages: 3 },
+    MmMxfp8Few { tokens: 32, row_tiles: 4, stages: 2 },
+    MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 4 },
+    MmMxfp8Few { tokens: 32, row_tiles: 1, stages: 3 },
 ];
-/// For up to 64 tokens where most multiprocessors have one row tile.
-pub const FEW_64: Dense = MmMxfp8Few { tokens: 64, row_tiles: 2, stages: 3 };
 pub const WIDE: [Dense; 4] = [
     MmMxfp8Wide { tokens: 64, consumers: 2, stages: 4 },
     MmMxfp8Wide { tokens: 64, consumers: 3, stages: 4 },
@@ -59,15 +49,12 @@ pub const WIDE: [Dense; 4] = [
 pub const NVFP4: [Dense; 2] = [QuantizeNvfp4 { block: 16 }, QuantizeNvfp4 { block: 32 }];
 
 pub fn all() -> Vec<Dense> {
-    [&NARROW[..], &FEW, &[FEW_64], &WIDE, &[MmMxfp8Tokens, QuantizeMxfp8, DequantizeMxfp8], &NVFP4].concat()
+    [&FEW[..], &WIDE, &[MmMxfp8Tokens, QuantizeMxfp8, DequantizeMxfp8], &NVFP4].concat()
 }
 
 impl Dense {
     pub fn symbol(&self) -> String {
         match *self {
-            MmMxfp8 { tokens, row_tiles, warps, stages } => {
-                format!("mm_mxfp8_sm90_t{tokens}_r{row_tiles}_w{warps}_s{stages}")
-            }
             MmMxfp8Few { tokens, row_tiles, stages } => format!("mm_mxfp8_few_sm90_t{tokens}_r{row_tiles}_s{stages}"),
             MmMxfp8Wide { tokens, consumers, stages } => format!("mm_mxfp8_wide_sm90_t{tokens}_c{consumers}_s{stages}"),
             MmMxfp8Tokens => "mm_mxfp8_tokens".into(),
@@ -79,9 +66,6 @@ impl Dense {
 
     pub fn device_type(&self) -> String {
         match *self {
-            MmMxfp8 { tokens, row_tiles, warps, stages } => {
-                format!("oxmoe::MmMxfp8Sm90<{tokens}, {row_tiles}, {warps}, {stages}>")
-            }
             MmMxfp8Few { tokens, row_tiles, stages } => {
                 format!("oxmoe::MmMxfp8FewSm90<{tokens}, {row_tiles}, {stages}>")
             }
@@ -97,7 +81,6 @@ impl Dense {
 
     pub fn header(&self) -> &'static str {
         match self {
-            MmMxfp8 { .. } => "gemm/mm_mxfp8_sm90.cuh",
             MmMxfp8Few { .. } => "gemm/mm_mxfp8_few_sm90.cuh",
             MmMxfp8Wide { .. } | MmMxfp8Tokens => "gemm/mm_mxfp8_wide_sm90.cuh",
             QuantizeMxfp8 | DequantizeMxfp8 => "quant/quantize_mxfp8.cuh",
@@ -109,6 +92,7 @@ impl Dense {
         match self {
             QuantizeMxfp8 | DequantizeMxfp8 => ("const __grid_constant__ oxmoe::QuantizeMxfp8Params p", "p"),
             QuantizeNvfp4 { .. } => ("const __grid_constant__ oxmoe::QuantizeNvfp4Params p", "p"),
+            MmMxfp8Few { .. } => ("const __grid_constant__ oxmoe::MmMxfp8FewParams p", "p"),
             _ => ("const __grid_constant__ oxmoe::MmMxfp8Params p", "p"),
         }
     }
@@ -119,29 +103,25 @@ impl Dense {
 
     pub fn threads(&self) -> u32 {
         match *self {
-            MmMxfp8 { warps, .. } => 32 * warps,
             MmMxfp8Wide { consumers, .. } => 128 * (1 + consumers),
             _ => 256,
         }
     }
 
-    /// Rows of b and tokens of a CTA.
+    /// Rows of b and tokens of a CTA, few: of a pass.
     pub fn tile(&self) -> (u32, u32) {
         match *self {
-            MmMxfp8 { tokens, row_tiles, .. } | MmMxfp8Few { tokens, row_tiles, .. } => (16 * row_tiles, tokens),
+            MmMxfp8Few { tokens, row_tiles, .. } => (16 * row_tiles, tokens),
             MmMxfp8Wide { tokens, consumers, .. } => (64 * consumers, tokens),
             _ => (1, 1),
         }
     }
 
-    /// Rings, or the sums that come where they were; few: rings, without the scales that come behind them; wide: stages and barriers.
+    /// Few: rings and the sums of up to 32 rows, without the scales that come behind them; wide: stages and barriers.
     pub fn shared_bytes(&self) -> u32 {
         let (rows, tokens) = self.tile();
         match *self {
-            MmMxfp8 { warps, stages, .. } => {
-                (warps * stages * (rows + tokens) * 128).max(warps * tokens * (rows + 4) * 4)
-            }
-            MmMxfp8Few { stages, .. } => 8 * stages * (rows + tokens) * 64,
+            MmMxfp8Few { stages, .. } => 8 * stages * (rows + tokens) * 64 + 8 * tokens * (rows.min(32) + 4) * 4,
             MmMxfp8Wide { stages, .. } => {
                 // Aligned to 1024 bytes, as a stage is.
                 (stages * (2 * tokens * 128 + rows * 128) + 16 * stages).next_multiple_of(1024)
@@ -164,9 +144,8 @@ impl Dense {
     /// CTAs on one SM: 228 KB, 1 KB of it the system's for each CTA, and 65536 registers.
     pub fn ctas(&self) -> u32 {
         match *self {
-            MmMxfp8 { .. } => (228 * 1024 / (self.shared_bytes() + 1024)).min(3),
             // Rows of up to 7168 K.
-            MmMxfp8Few { .. } => (228 * 1024 / (self.shared_bytes() + self.scale_bytes(7168) + 1024)).min(5),
+            MmMxfp8Few { .. } => (228 * 1024 / (self.shared_bytes() + self.scale_bytes(7168) + 1024)).min(2),
             MmMxfp8Wide { .. } => 1,
             // 32 numbers of fp32 are as many registers.
             QuantizeNvfp4 { block: 32 } => 2,

@@ -61,14 +61,15 @@ SIGNATURES = {
     "quantize_mxfp8": ("QuantizeMxfp8Params",),
     "dequantize_mxfp8": ("QuantizeMxfp8Params",),
     "mm_mxfp8": ("MmMxfp8Params",),
+    "mm_mxfp8_few_sm90": ("MmMxfp8FewParams",),
 }
 
 
 def parameter_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of src/params/ as C lays them out."""
     folder = Path(__file__).parents[2] / "src" / "params"
-    # Structs of common.rs and moe.rs are the others' fields.
-    first = ["common", "moe"]
+    # Structs of these are the others' fields.
+    first = ["common", "moe", "quant"]
     names = first + sorted({path.stem for path in folder.glob("*.rs")} - set(first))
     text = "".join((folder / f"{name}.rs").read_text() for name in names)
     types: dict[str, Any] = {"bool": ctypes.c_bool, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
