@@ -93,13 +93,13 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draws(x: Tensor) -> list[Tensor]:
-    """x, and beside fewer than 8 rows x with its columns rotated: a share of moved elements needs many rows.
+def draws(x: Tensor, rows: int = 8) -> list[Tensor]:
+    """x, and beside fewer than `rows` rows x with its columns rotated: a share of moved elements needs many rows.
 
     The elements of a row share the intermediate values that rounded to a neighbour: one such value of an expert with 64
     columns moves an eighth of the row, and in a single row that is luck.
     """
-    return [x, *(x.roll(3 * i, 1) for i in range(1, -(-8 // max(x.shape[0], 1)) if x.shape[0] else 1))]
+    return [x, *(x.roll(3 * i, 1) for i in range(1, -(-rows // max(x.shape[0], 1)) if x.shape[0] else 1))]
 
 
 PATTERNS = ("uniform", "skewed", "one_expert", "duplicates", "holes", "all_holes", "uneven")

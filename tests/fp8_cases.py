@@ -87,14 +87,22 @@ def make_fp8(shape: Shape, device: str, rng: torch.Generator, *, bias_dtype: tor
     return Fp8(shape, w13, w2, w13_scale, w2_scale, plain.b13, plain.b2)
 
 
+def fp8_draws(x: Tensor) -> list[Tensor]:
+    """More of them on a GPU: its sums are in another order than the reference's, and a few in a thousand of GEMM1's
+    outputs are another code then, a step of an eighth. Many numbers make that a share, not luck.
+    """
+    return draws(x, max(8, 8192 // x.shape[1]) if x.is_cuda else 8)
+
+
 def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any) -> Tensor:
     """Close to the reference; the result."""
     weights = made or layer.weights()
     given = [part.to(x.device) for part in routing]
-    results = [call(drawn, weights, *given, **options) for drawn in draws(x)]
+    results = [call(drawn, weights, *given, **options) for drawn in fp8_draws(x)]
     scales = {"w13_scale": layer.w13_scale, "w2_scale": layer.w2_scale}
     expected = [
-        reference.moe(drawn, layer.w13, layer.w2, *given, **layer.options, **scales, **options) for drawn in draws(x)
+        reference.moe(drawn, layer.w13, layer.w2, *given, **layer.options, **scales, **options)
+        for drawn in fp8_draws(x)
     ]
     result, truth = torch.cat(results), torch.cat(expected)
     assert_close_ulp(result, truth, FP8_BAR if x.is_cuda else CPU_BAR)
@@ -220,7 +228,7 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     given = [part.to(x.device) for part in routing]
     slots = given[1].shape[1] if given else options["top_k"]
     results, expected = [], []
-    for drawn in draws(x):
+    for drawn in fp8_draws(x):
         workspace = make_workspace(oxmoe.workspace_bytes(weights, drawn.shape[0], slots), x.device)
         results.append(oxmoe.moe(drawn, weights, *given, **options, workspace=workspace))
         scales: Any = (layer.a13_scale, layer.a2_scale) if mode == "static" else mode
