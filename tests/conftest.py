@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
 @pytest.fixture(autouse=True)
 def _default_generator(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(_seed_of_test(request))
+
+
+@pytest.fixture(autouse=True)
+def _share_the_gpu() -> Iterator[None]:
+    """Gives back what torch keeps of a large test: test processes beside each other have one GPU's memory."""
+    yield
+    if _GPUS and torch.cuda.memory_reserved() > 4 << 30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -24,7 +24,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 
 import oxmoe
-from sglang_server import FusedMoE, fused_moe, installed, server
+from sglang_server import NEW, FusedMoE, fused_moe, installed, server
 from test_peer_calls import Blocks
 from test_sglang_fp8 import expected, fp8_layer
 from test_sglang_swaps import GPT_OSS_CONFIG, mxfp4_layer
@@ -171,7 +171,7 @@ def stock(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 5, 64, 333])
 @pytest.mark.parametrize("size", [(8, 256, 256), (8, 2880, 2880)], ids=["small", "gpt-oss"])
 def test_mxfp4_layer_beside_triton_kernels(size: tuple[int, int, int], tokens: int, rng: torch.Generator) -> None:
-    pytest.importorskip("triton_kernels.topk")
+    pytest.importorskip("triton_kernels.matmul" if NEW else "triton_kernels.matmul_ogs")
     blocks = Blocks(*size, "cuda", rng, bytes_=(118, 121))
     x, other = (torch.randn(tokens, size[1], generator=rng).bfloat16().cuda() for _ in range(2))
     logits = tie_free_logits(tokens, size[0], rng).cuda()

@@ -39,7 +39,9 @@ def config(**more: Any) -> Any:
 
 def weight(rows: int, columns: int, device: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """(codes, scales) of a checkpoint."""
-    codes, scales = quantize.mxfp8(torch.randn((rows, columns), generator=rng).bfloat16(), layout="linear")
+    codes, scales = quantize.mxfp8(
+        torch.randn((rows, columns), generator=rng, device="cpu").bfloat16(), layout="linear"
+    )
     return codes.to(device), scales.view(rows, columns // 32).to(device)
 
 
