@@ -65,7 +65,7 @@ pub enum Algorithm {
 }
 
 /// A function of bytes and ranks alone, so that all ranks agree. Two ranks send the same bytes either way and save a trip in one shot. Four:
-/// 448 KB was faster in one shot, 896 KB in two (H200). Eight: not measured, scaled by the bytes on the wire.
+/// 560 KB took the same either way, less was faster in one shot, 672 KB in two (H200). Eight: not measured, scaled by the bytes on the wire.
 pub fn algorithm(bytes: u64, ranks: usize) -> Algorithm {
     if bytes <= oneshot_limit(ranks) {
         Algorithm::OneShot
