@@ -121,6 +121,7 @@ static uint32_t __ballot_sync(uint32_t, bool value) {
     for (int lane = 0; lane < 32; ++lane) result |= uint32_t(shuffle(value, lane)) << lane;
     return result;
 }
+static void __syncwarp() { converge(); }
 static bool launch(uint32_t grid, uint32_t threads, uint32_t seed) {
     std::mt19937 random(seed);
     gridDim.x = grid;

@@ -221,6 +221,8 @@ private:
             auto skip = [&](int steps) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    // NOTE: a lane behind the others must not meet the slot's next use but one, with the same parity.
+                    if constexpr (Shares) __syncwarp();
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
                 }
             };
