@@ -68,8 +68,12 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
             let (parameters, arguments) = variant.signature();
             let (kernel, symbol) = (variant.device_type(), variant.symbol());
             let _ = writeln!(source, "\nusing {symbol}_t = {kernel};");
-            // Routing kernels take what the launch gives them; for the others both sides must agree.
-            if let Some(bytes) = variant.shared_bytes() {
+            // Routing kernels take what the launch gives them; for the others both sides must agree (dense: what no size adds to).
+            let fixed = match variant {
+                variants::Variant::Dense(kernel) => Some(kernel.shared_bytes()),
+                _ => variant.shared_bytes(),
+            };
+            if let Some(bytes) = fixed {
                 let threads = variant.threads();
                 let _ = writeln!(
                     source,

@@ -53,7 +53,7 @@ for part; do
     sanitize)
         for tool in memcheck racecheck; do
             step "$tool" env OXMOE_EXPERIMENTAL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-                "${pytest[@]}" -m gpu -k "$few" tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py
+                "${pytest[@]}" -m gpu -k "$few" tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py tests/test_fp8.py
         done
         ;;
     layers)

@@ -201,7 +201,7 @@ private:
             for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
-            multiply(k_blocks, part, sums, shared, ring);
+            multiply<kBlocks>(k_blocks, part, sums, shared, ring, 0);
             if constexpr (Gated) {
                 finish(p, part.work, row, sums);
                 part = take_unit(p, shared, units, row);
@@ -214,8 +214,10 @@ private:
         }
     }
 
-    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, Sums& sums, Shared& shared,
-                                                    RingPosition<Stages>& ring) {
+    // The consumer's tokens, or all of a shared tile's, times `Blocks` blocks of weight rows from `first` on.
+    template <int Blocks>
+    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, float (&sums)[Blocks][kBlockRows / 2],
+                                                    Shared& shared, RingPosition<Stages>& ring, int first) {
         const int consumer = Base::consumer_index();
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         Scales next = part.first;
@@ -228,10 +230,11 @@ private:
             if (block + 1 < k_blocks) next = part.scales[block + 1];
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::fence_async_proxy();
-            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
-            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]);
+            const uint32_t tokens =
+                sm90::shared_address(shared.stage[ring.slot].tokens) + (Blocks == kBlocks ? consumer * 8192 : 0);
+            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]) + first * kBlockBytes;
 #pragma unroll
-            for (int b = 0; b < kBlocks; ++b) {
+            for (int b = 0; b < Blocks; ++b) {
                 sm90::wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -239,10 +242,10 @@ private:
                                                           sm90::descriptor_128b(weights, b * kBlockBytes + i * 32), i > 0);
                 }
                 sm90::wgmma_commit();
-                const float low = __fmul_rn(scales.token[0], scales.weight[b]),
-                            high = __fmul_rn(scales.token[1], scales.weight[b]);
+                const float weight = b + first == 0 ? scales.weight[0] : scales.weight[1];
+                const float low = __fmul_rn(scales.token[0], weight), high = __fmul_rn(scales.token[1], weight);
                 sm90::wgmma_wait<0>();
-                if (b == kBlocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+                if (b == Blocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
 #pragma unroll
                 for (int i = 0; i < kBlockRows / 2; ++i) {
                     sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
@@ -256,10 +259,10 @@ private:
     static __device__ __forceinline__ void share(const GroupedGemmParams& p, Part& part, Shared& shared,
                                                  RingPosition<kUnitSlots>& units, RingPosition<Stages>& ring, int row) {
         const int consumer = Base::consumer_index(), own_row = row % kConsumerTokens;
-        float sums[kBlockRows / 2];
+        float block_sums[1][kBlockRows / 2], (&sums)[kBlockRows / 2] = block_sums[0];
 #pragma unroll
         for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
-        multiply_block(Base::k_blocks(p), part, sums, shared, ring);
+        multiply<1>(Base::k_blocks(p), part, block_sums, shared, ring, consumer);
         const WorkUnit work = part.work;
         if constexpr (Gated) {
             float* exchange = reinterpret_cast<float*>(&shared + 1);
@@ -271,38 +274,6 @@ private:
         } else {
             part = take_unit(p, shared, units, row);
             finish_block(p, work, own_row, block_of(p, work, consumer), sums);
-        }
-    }
-
-    static __device__ __forceinline__ void multiply_block(int k_blocks, const Part& part, float (&sums)[kBlockRows / 2],
-                                                          Shared& shared, RingPosition<Stages>& ring) {
-        const int consumer = Base::consumer_index();
-        const bool is_lane_0 = threadIdx.x % 32 == 0;
-        Scales next = part.first;
-        float product[kBlockRows / 2];
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
-#pragma unroll 1
-        for (int block = 0; block < k_blocks; ++block, ring.advance()) {
-            const Scales scales = next;
-            if (block + 1 < k_blocks) next = part.scales[block + 1];
-            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-            sm90::fence_async_proxy();
-            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens);
-            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]) + consumer * kBlockBytes;
-            sm90::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sm90::WgmmaE4m3<kBlockRows>::multiply(product, sm90::descriptor_128b(tokens, i * 32),
-                                                      sm90::descriptor_128b(weights, i * 32), i > 0);
-            }
-            sm90::wgmma_commit();
-            const float weight = consumer == 0 ? scales.weight[0] : scales.weight[1];
-            const float low = __fmul_rn(scales.token[0], weight), high = __fmul_rn(scales.token[1], weight);
-            sm90::wgmma_wait<0>();
-            sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
-#pragma unroll
-            for (int i = 0; i < kBlockRows / 2; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
         }
     }
 

@@ -13,7 +13,7 @@ sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as t
 
 from allreduce_calls import failure, pair  # noqa: E402, F401
 from fp8_calls import fp8_calls, fp8_tensor_calls, fp8_tokens, refused_fp8  # noqa: E402, F401
-from recording import attempt, records  # noqa: E402
+from recording import attempt, layer_calls, records  # noqa: E402
 from tensors import Tensor, install_torch  # noqa: E402
 
 import oxmoe._oxmoe as oxmoe  # noqa: E402
@@ -239,15 +239,8 @@ def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
         tensors[f"{name}_scale"] = Tensor((experts, height, width // 32), "uint8")
     weights = oxmoe.ExpertWeights.mxfp8(**tensors, in_place=in_place)
     packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
-    load, calls = records(), []
-    for count in tokens:
-        x, out = (Tensor((count, hidden)) for _ in range(2))
-        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
-        logits = Tensor((count, experts), "float32")
-        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
-        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="mxfp8")
-        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
-        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    load = records()
+    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate)
     addresses = {name: tensor.address for name, tensor in tensors.items()}
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recording import attempt, records
+from recording import attempt, layer_calls, records
 from tensors import Tensor
 
 import oxmoe._oxmoe as oxmoe
@@ -23,15 +23,8 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
     for name, (_, height, width) in shapes.items():
         tensors[f"{name}_scale"] = Tensor((experts, height // 128, width // 128), "float32")
     weights = oxmoe.ExpertWeights.fp8_block(**tensors)
-    load, calls = records(), []
-    for count in tokens:
-        x, out = (Tensor((count, hidden)) for _ in range(2))
-        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
-        logits = Tensor((count, experts), "float32")
-        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
-        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format="fp8_block")
-        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
-        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    load = records()
+    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router)
     addresses = {name: tensor.address for name, tensor in tensors.items()}
     return {"addresses": addresses, "load": load, "calls": calls}
 
@@ -58,15 +51,8 @@ def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode):
     scales = {f"{name}_scale": Tensor((experts,), "float32") for name in shapes}
     given = {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")} if mode == "static" else {}
     weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, per_token=mode == "token")
-    load, calls = records(), []
-    for count in tokens:
-        x, out = (Tensor((count, hidden)) for _ in range(2))
-        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
-        logits = Tensor((count, experts), "float32")
-        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
-        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format)
-        addresses = {"x": x.address, "out": out.address, "workspace": workspace.address}
-        calls.append({"tokens": count, "explain": plan, "records": records(), **addresses})
+    load = records()
+    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate)
     tables = {name: getattr(weights, name) for name in scales}
     addresses = {name: tensor.address for name, tensor in {**tensors, **tables, **given}.items()}
     shapes = {name: tensor.shape for name, tensor in tables.items()}

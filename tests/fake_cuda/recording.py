@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 
+from tensors import Tensor
+
+import oxmoe._oxmoe as oxmoe
+
 _read = 0
 
 
@@ -27,3 +31,17 @@ def attempt(function, *arguments, **options) -> str | None:
     except BaseException as error:  # a panic is a BaseException
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router) -> list[dict]:
+    """The layer from router logits at each token count: plan as text, addresses, records."""
+    calls = []
+    for count in tokens:
+        x, out = (Tensor((count, hidden)) for _ in range(2))
+        workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
+        logits = Tensor((count, experts), "float32")
+        oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format)
+        given = {"x": x.address, "out": out.address, "workspace": workspace.address}
+        calls.append({"tokens": count, "explain": plan, "records": records(), **given})
+    return calls
