@@ -74,7 +74,6 @@ fmt: venv ## format everything
 gpu-test: install ## tests that need GPUs
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
 	OXMOE_PORTABLE=1 $(BIN)/python -m pytest -m gpu tests/test_moe.py tests/test_mxfp4.py tests/test_e4m3_portable_gpu.py
-	OXMOE_EXPERIMENTAL=1 $(BIN)/python -m pytest -m gpu
 
 bench: install ## times against the roofline floor and the peers that are installed
 	$(BIN)/python -m oxmoe bench

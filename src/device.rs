@@ -46,8 +46,6 @@ pub struct Device {
     pub multiprocessors: u32,
     /// Whether the kernels for any GPU take the place of this architecture's own: of tests (OXMOE_PORTABLE).
     pub portable: bool,
-    /// Whether plans take kernels that have not been measured on a GPU yet (OXMOE_EXPERIMENTAL).
-    pub experimental: bool,
     /// Most dynamic shared memory a CTA can have, bytes.
     pub shared_bytes: u32,
     /// For the roofline in `explain`, bytes a second.
@@ -68,7 +66,7 @@ impl Device {
             _ => ("RTX PRO 6000 Blackwell", 188, 99, 1.79e12, 504e12),
         };
         let (name, shared_bytes) = (name.into(), shared_kib * 1024);
-        Device { arch, name, multiprocessors, portable: false, experimental: false, shared_bytes, bandwidth, flops }
+        Device { arch, name, multiprocessors, portable: false, shared_bytes, bandwidth, flops }
     }
 
     /// Whether layers run on the kernels for Hopper.
@@ -124,11 +122,6 @@ pub fn gpu(ordinal: i32) -> Result<&'static Gpu> {
     Ok(slot.get_or_init(|| gpu))
 }
 
-/// Whether a switch of the environment is on.
-pub fn is_set(name: &str) -> bool {
-    std::env::var_os(name).is_some_and(|value| value == "1")
-}
-
 fn open(ordinal: i32) -> Result<Gpu> {
     use sys::CUdevice_attribute_enum as A;
     let n = count()?;
@@ -155,8 +148,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
         arch,
         name,
         multiprocessors: ask(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        portable: is_set("OXMOE_PORTABLE"),
-        experimental: is_set("OXMOE_EXPERIMENTAL"),
+        portable: std::env::var_os("OXMOE_PORTABLE").is_some_and(|value| value == "1"),
         shared_bytes: ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         ..typical
     };

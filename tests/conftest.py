@@ -93,13 +93,6 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def experimental() -> None:
-    """For GPU tests of kernels that plans take with OXMOE_EXPERIMENTAL=1 alone."""
-    if os.environ.get("OXMOE_EXPERIMENTAL") != "1":
-        pytest.skip("needs OXMOE_EXPERIMENTAL=1")
-
-
-@pytest.fixture(scope="session")
 def kernels_for_hopper() -> None:
     if "90a" not in extension.device_info()["archs"]:
         pytest.skip("this wheel has no kernels for 90a")

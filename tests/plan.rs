@@ -79,14 +79,10 @@ fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
     layers().filter(|(layer, _)| layer.require_cuda(device).is_ok())
 }
 
-/// A usual GPU of every architecture, each with and without the kernels that are not measured yet, and a Hopper GPU without Hopper's.
+/// A usual GPU of every architecture, and a Hopper GPU without Hopper's kernels.
 fn devices() -> impl Iterator<Item = Device> {
     let portable = Device { portable: true, ..Device::typical(Arch::SM90) };
-    let usual = ARCHS.map(|arch| Device::typical(Arch(arch)));
-    usual
-        .into_iter()
-        .chain([portable])
-        .flat_map(|device| [false, true].map(|experimental| Device { experimental, ..device.clone() }))
+    ARCHS.into_iter().map(|arch| Device::typical(Arch(arch))).chain([portable])
 }
 
 /// Every layer that a device serves, with every number of tokens, with logits and with given ids.

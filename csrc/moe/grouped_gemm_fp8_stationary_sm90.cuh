@@ -18,8 +18,7 @@
 
 namespace oxmoe {
 
-// `Shares`: a tile of up to 64 tokens, which one consumer would multiply alone, is shared: each takes every second block of rows.
-template <int UnitBlocks, bool Shares = false>
+template <int UnitBlocks>
 struct GroupedGemmFp8StationarySm90 {
     static constexpr int kTokens = 128, kConsumers = 2, kBlockRows = 128, kBlockBytes = 128 * 128;
     static constexpr int kTokenStages = 8, kWeightStages = 6;
@@ -187,8 +186,7 @@ private:
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
         const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const bool is_lane_0 = lane == 0;
-        const int k_blocks = Base::k_blocks(p), own_row = consumer * 64 + warp * 16 + lane / 4,
-                  lane_column = lane % 4 * Wide::kRun;
+        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4, lane_column = lane % 4 * Wide::kRun;
         RingPosition<kUnitSlots> units;
         RingPosition<kTokenStages> tokens;
         RingPosition<kWeightStages> ring;
@@ -201,10 +199,6 @@ private:
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
             if (work.expert < 0) break;
-            const bool shares = Shares && work.count <= 64;
-            // The 64 tokens of the tile, and of the blocks of rows the first and the distance between two.
-            const int part = shares ? 0 : consumer, row = shares ? own_row % 64 : own_row;
-            const int own_block = shares ? consumer : 0, distance = shares ? kConsumers : 1;
             const float2* token_scales[2];
             Outputs outputs;
 #pragma unroll
@@ -218,16 +212,11 @@ private:
             }
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             const int blocks = blocks_of(p, work), first_block = work.row_block * UnitBlocks;
-            auto skip = [&](int steps) {
-                for (int step = 0; step < steps; ++step, ring.advance()) {
+            if (consumer * 64 >= work.count) {
+                for (int step = 0; step < blocks * k_blocks; ++step, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    // NOTE: a lane behind the others must not meet the slot's next use but one, with the same parity.
-                    if constexpr (Shares) __syncwarp();
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
                 }
-            };
-            if (part * 64 >= work.count || (Shares && own_block >= blocks)) {
-                skip(blocks * k_blocks);
                 for (int k = 0; k < k_blocks; ++k, tokens.advance()) {
                     sm90::barrier_wait(&shared.tokens_full[tokens.slot], tokens.parity);
                     sm90::barrier_arrive_if(&shared.tokens_empty[tokens.slot], is_lane_0);
@@ -236,16 +225,15 @@ private:
             }
             const float2* weight_scales =
                 reinterpret_cast<const float2*>(reinterpret_cast<const float*>(p.block_scales) +
-                                                size_t(work.expert * (p.rows / kBlockRows) + first_block + own_block) * k_blocks);
-            if constexpr (Shares) skip(own_block * k_blocks);
+                                                size_t(work.expert * (p.rows / kBlockRows) + first_block) * k_blocks);
             Scales next = {{token_scales[0][0], token_scales[1][0]}, weight_scales[0]};
             RingPosition<kTokenStages> position = tokens;
             int stored = -1;
 #pragma unroll 1
-            for (int block = own_block; block < blocks; block += distance) {
+            for (int block = 0; block < blocks; ++block) {
                 Sums sums;
                 position = tokens;
-                const bool last = Shares ? block + distance >= blocks : block + 1 == blocks;
+                const bool last = block + 1 == blocks;
                 // The K blocks at `position` and behind it; `meanwhile()` is done while they are multiplied.
                 auto multiply_two = [&](auto first, int k, auto meanwhile) {
                     RingPosition<kTokenStages> position_behind = position;
@@ -255,8 +243,7 @@ private:
                     const Scales scales = next;
                     const bool wraps = k + 2 == k_blocks;
                     ++weight_scales;
-                    if (Shares && wraps && !last) weight_scales += (distance - 1) * (k_blocks / 2);
-                    if (block == own_block) {
+                    if (block == 0) {
                         sm90::barrier_wait(&shared.tokens_full[position.slot], position.parity);
                         sm90::barrier_wait(&shared.tokens_full[position_behind.slot], position_behind.parity);
                         sm90::fence_async_proxy();
@@ -264,7 +251,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_wait(&shared.full[ring_behind.slot], ring_behind.parity);
                     float products[2][kBlockRows / 2];
-                    start(products, shared, part, {position.slot, position_behind.slot}, {ring.slot, ring_behind.slot});
+                    start(products, shared, consumer, {position.slot, position_behind.slot}, {ring.slot, ring_behind.slot});
                     // NOTE: behind a unit's last two the same once more, which are there.
                     const int pair = wraps ? 0 : k / 2 + 1;
                     next = {{token_scales[0][pair], token_scales[1][pair]}, *(weight_scales - int(wraps && last))};
@@ -288,7 +275,6 @@ private:
                             pack<__nv_bfloat16>(sums[Wide::sum_index(2 * i, half)], sums[Wide::sum_index(2 * i + 1, half)]);
                     }
                 }
-                if constexpr (Shares) skip(min(distance - 1, blocks - 1 - block) * k_blocks);
             }
             tokens = position;
             outputs.store(stored);
@@ -296,12 +282,12 @@ private:
     }
 
     // Two K blocks, each into registers of its own.
-    static __device__ __forceinline__ void start(float (&products)[2][kBlockRows / 2], Shared& shared, int part,
+    static __device__ __forceinline__ void start(float (&products)[2][kBlockRows / 2], Shared& shared, int consumer,
                                                  const int (&token_slots)[2], const int (&weight_slots)[2]) {
         sm90::wgmma_fence();
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-            const uint32_t tokens = sm90::shared_address(shared.tokens[token_slots[b]]) + part * 8192;
+            const uint32_t tokens = sm90::shared_address(shared.tokens[token_slots[b]]) + consumer * 8192;
             const uint32_t weights = sm90::shared_address(shared.weights[weight_slots[b]]);
             sm90::start_wgmma_e4m3_128(products[b], sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
 #pragma unroll

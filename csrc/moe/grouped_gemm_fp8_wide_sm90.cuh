@@ -24,10 +24,7 @@
 
 namespace oxmoe {
 
-// `Shares`: a tile of up to 64 tokens, which one consumer would multiply alone, is shared: both have all of its tokens, and a
-// block of weight rows each. Gated, one then has a lane's gates and the other its ups, of the same tokens and columns: they give
-// each other those of one of the lane's two tokens.
-template <bool Gated, int Stages, bool Shares = false>
+template <bool Gated, int Stages>
 struct GroupedGemmFp8WideSm90 {
     static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2, kBlockRows = 128;
     // Its units are 256 weight rows, and all tiles of an expert before the next.
@@ -49,10 +46,7 @@ struct GroupedGemmFp8WideSm90 {
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
     };
-    static constexpr int kConsumerTokens = kTokens / kConsumers;
-    // Behind `Shared`: what consumers give each other, kLaneColumns numbers a thread.
-    static constexpr int kExchangeBytes = Gated && Shares ? kConsumers * kLaneColumns * 128 * 4 : 0;
-    static constexpr int kSharedBytes = sizeof(Shared) + kExchangeBytes;
+    static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
 
     static __device__ __forceinline__ void run(const CUtensorMap& weights, const GroupedGemmParams& p) {
@@ -135,8 +129,6 @@ private:
 
     using Sums = float[kBlocks][kBlockRows / 2];
 
-    static __device__ __forceinline__ bool shares(const WorkUnit& work) { return Shares && work.count <= kConsumerTokens; }
-
     // A unit as a lane sees it.
     struct Part {
         WorkUnit work;
@@ -155,7 +147,6 @@ private:
         work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
         work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
         if (work.expert >= 0) {
-            if constexpr (Shares) row = shares(work) ? row % kConsumerTokens : row;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 // A row of x has 8 vectors a block, and one scale.
@@ -182,12 +173,6 @@ private:
         pdl::wait();
         Part part = take_unit(p, shared, units, row);
         while (part.work.expert >= 0) {
-            if constexpr (Shares) {
-                if (shares(part.work)) {
-                    share(p, part, shared, units, ring, row);
-                    continue;
-                }
-            }
             if (consumer * 64 >= part.work.count) {
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
@@ -201,7 +186,7 @@ private:
             for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
-            multiply<kBlocks>(k_blocks, part, sums, shared, ring, 0);
+            multiply(k_blocks, part, sums, shared, ring);
             if constexpr (Gated) {
                 finish(p, part.work, row, sums);
                 part = take_unit(p, shared, units, row);
@@ -214,10 +199,8 @@ private:
         }
     }
 
-    // The consumer's tokens, or all of a shared tile's, times `Blocks` blocks of weight rows from `first` on.
-    template <int Blocks>
-    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, float (&sums)[Blocks][kBlockRows / 2],
-                                                    Shared& shared, RingPosition<Stages>& ring, int first) {
+    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, Sums& sums, Shared& shared,
+                                                    RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
         const bool is_lane_0 = threadIdx.x % 32 == 0;
         Scales next = part.first;
@@ -230,11 +213,10 @@ private:
             if (block + 1 < k_blocks) next = part.scales[block + 1];
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::fence_async_proxy();
-            const uint32_t tokens =
-                sm90::shared_address(shared.stage[ring.slot].tokens) + (Blocks == kBlocks ? consumer * 8192 : 0);
-            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]) + first * kBlockBytes;
+            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
+            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]);
 #pragma unroll
-            for (int b = 0; b < Blocks; ++b) {
+            for (int b = 0; b < kBlocks; ++b) {
                 sm90::wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -242,102 +224,16 @@ private:
                                                           sm90::descriptor_128b(weights, b * kBlockBytes + i * 32), i > 0);
                 }
                 sm90::wgmma_commit();
-                const float weight = b + first == 0 ? scales.weight[0] : scales.weight[1];
-                const float low = __fmul_rn(scales.token[0], weight), high = __fmul_rn(scales.token[1], weight);
+                const float low = __fmul_rn(scales.token[0], scales.weight[b]),
+                            high = __fmul_rn(scales.token[1], scales.weight[b]);
                 sm90::wgmma_wait<0>();
-                if (b == Blocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+                if (b == kBlocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
 #pragma unroll
                 for (int i = 0; i < kBlockRows / 2; ++i) {
                     sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
                 }
             }
         }
-    }
-
-    // ---- a shared unit: a consumer's own block of rows ----
-
-    static __device__ __forceinline__ void share(const GroupedGemmParams& p, Part& part, Shared& shared,
-                                                 RingPosition<kUnitSlots>& units, RingPosition<Stages>& ring, int row) {
-        const int consumer = Base::consumer_index(), own_row = row % kConsumerTokens;
-        float block_sums[1][kBlockRows / 2], (&sums)[kBlockRows / 2] = block_sums[0];
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
-        multiply<1>(Base::k_blocks(p), part, block_sums, shared, ring, consumer);
-        const WorkUnit work = part.work;
-        if constexpr (Gated) {
-            float* exchange = reinterpret_cast<float*>(&shared + 1);
-            if (consumer == 0)
-                finish_half<0>(p, work, own_row, sums, exchange);
-            else
-                finish_half<1>(p, work, own_row, sums, exchange);
-            part = take_unit(p, shared, units, row);
-        } else {
-            part = take_unit(p, shared, units, row);
-            finish_block(p, work, own_row, block_of(p, work, consumer), sums);
-        }
-    }
-
-    // Bias and router weights of a block's sums; where a lane's tokens go, -1 without a token.
-    static __device__ __forceinline__ void prepare_block(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
-                                                         float (&sums)[kBlockRows / 2], int (&place)[kRows]) {
-        if (p.bias) {
-            add_bias(p, size_t(work.expert) * p.rows + block * kBlockRows + threadIdx.x % 4 * kRun, sums);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
-            if (!p.slot_weights || place[half] < 0) continue;
-            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) sums[sum_index(i, half)] *= weight;
-        }
-    }
-
-    static __device__ __forceinline__ void finish_block(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
-                                                        float (&sums)[kBlockRows / 2]) {
-        if (block * kBlockRows >= p.rows) return;
-        int place[kRows];
-        prepare_block(p, work, row, block, sums, place);
-        if (p.activation.kind != ActivationKind::Identity) {
-            const ActivationFunction activation(p.activation);
-#pragma unroll
-            for (int i = 0; i < kBlockRows / 2; ++i) sums[i] = activation(sums[i]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) store_group(p, place[half], block, threadIdx.x % 4 * kRun, half, sums);
-    }
-
-    // Consumer `Half`, which has a block of gate rows or that of their up rows, finishes the lanes' tokens of that number: their
-    // other numbers come from the other consumer.
-    template <int Half>
-    static __device__ __forceinline__ void finish_half(const GroupedGemmParams& p, const WorkUnit& work, int row,
-                                                       float (&sums)[kBlockRows / 2], float* exchange) {
-        int place[kRows];
-        prepare_block(p, work, row, block_of(p, work, Half), sums, place);
-        const int thread = threadIdx.x % 128;
-        float* given = exchange + Half * kLaneColumns * 128 + thread;
-        const float* other = exchange + (1 - Half) * kLaneColumns * 128 + thread;
-        sm90::named_barrier(1, 256);  // what lay here has been read
-#pragma unroll
-        for (int i = 0; i < kLaneColumns; ++i) given[i * 128] = sums[sum_index(i, 1 - Half)];
-        sm90::named_barrier(1, 256);
-        const bool has_gates = (Half == 0) != (p.layout == W13Layout::UpGate);
-        const Activation own = activation_of(p, work.expert);
-        auto activate = [&](auto function) {
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; ++i) {
-                float& sum = sums[sum_index(i, Half)];
-                const float there = other[i * 128];
-                sum = function(has_gates ? sum : there, has_gates ? there : sum);
-            }
-        };
-        if (own.kind == ActivationKind::Swiglu) {
-            activate(SwigluFunction(own));
-        } else {
-            const ActivationFunction activation(own);
-            activate([&](float gate, float up) { return activation(gate) * up; });
-        }
-        store_group(p, place[Half], work.row_block, threadIdx.x % 4 * kRun, Half, sums);
     }
 
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----

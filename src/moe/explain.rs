@@ -4,7 +4,7 @@ use super::plan::{self, routing::Logits, MoeDesc};
 use super::weights::{ExpertWeights, LayerDesc};
 use super::MAX_TOP_K;
 use crate::contract;
-use crate::device::{gpu, is_set, Arch, Device};
+use crate::device::{gpu, Arch, Device};
 use crate::error::guard;
 use crate::quant;
 use pyo3::prelude::*;
@@ -75,7 +75,7 @@ pub fn explain(
         let device = match arch {
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
-                Some(arch) => Some(Device { experimental: is_set("OXMOE_EXPERIMENTAL"), ..Device::typical(arch) }),
+                Some(arch) => Some(Device::typical(arch)),
                 None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
             },
             None => gpu(0).ok().map(|g| g.device.clone()),

@@ -77,7 +77,7 @@ impl Stages {
         routing: &Routing<'_>,
         (x, x_scales, out): (*const u8, Option<GivenScales>, *mut u8),
         (ws, base): (&MoeWorkspace, *mut u8),
-        ([tile_tokens, tile_step], max_tiles, counter_count): ([i32; 2], i32, i32),
+        (tile_tokens, max_tiles, counter_count): (i32, i32, i32),
     ) -> Stages {
         let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
         let select = match routing {
@@ -98,7 +98,7 @@ impl Stages {
             experts: layer.desc.experts as i32,
             first_expert: options.first_expert as i32,
             tile_tokens,
-            tile_step,
+            tile_step: plan::tile_step(desc, tile_tokens),
             max_tiles,
             histogram: ws.histogram.at(base),
             offsets: ws.offsets.at(base),
@@ -329,7 +329,7 @@ impl<'py> Call<'_, 'py> {
         match x.place {
             Place::Cpu => {
                 let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_TOKENS);
-                let stages = stages(([plan::CPU_TILE_TOKENS, 16], most, 0));
+                let stages = stages((plan::CPU_TILE_TOKENS, most, 0));
                 let dtype = layer.desc.dtype;
                 py.detach(|| stages.run_cpu(dtype, layer));
             }
@@ -337,7 +337,7 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(([plan.tile_tokens, plan.tile_step], plan.max_tiles, plan.counter_count()))
+                stages((plan.tile_tokens, plan.max_tiles, plan.counter_count()))
                     .run_cuda(&stream, &plan, layer, slot)?;
             }
         }

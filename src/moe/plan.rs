@@ -156,11 +156,10 @@ pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
-fn tile_step(desc: &MoeDesc, tile_tokens: i32, device: &Device) -> i32 {
+/// In steps of what an expert's slots are cut into tiles.
+pub fn tile_step(desc: &MoeDesc, tile_tokens: i32) -> i32 {
     match desc.layer.format {
-        format if format.is_fp8() => {
-            fp8_sm90::tile_step(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens, device)
-        }
+        format if format.is_fp8() => fp8_sm90::tile_step(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens),
         _ => tile_tokens.min(16),
     }
 }
@@ -212,8 +211,6 @@ pub enum Experts {
 pub struct MoePlan {
     pub desc: MoeDesc,
     pub tile_tokens: i32,
-    /// In steps of what an expert's slots are cut into tiles.
-    pub tile_step: i32,
     pub max_tiles: i32,
     pub routing: RoutingPlan,
     pub experts: Experts,
@@ -348,7 +345,6 @@ impl MoePlan {
         Ok(MoePlan {
             desc: *desc,
             tile_tokens,
-            tile_step: tile_step(desc, tile_tokens, device),
             max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             experts,

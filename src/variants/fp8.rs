@@ -12,16 +12,13 @@ pub enum Fp8 {
         stages: u32,
     },
     /// The same for many tokens, which are A: 128 of them, and 256 weight rows.
-    /// `shares`: tiles of up to 64 tokens are shared by both consumers.
     GroupedGemmFp8WideSm90 {
         gated: bool,
         stages: u32,
-        shares: bool,
     },
     /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
     GroupedGemmFp8StationarySm90 {
         blocks: u32,
-        shares: bool,
     },
     /// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit. `plain`: as `Select`'s.
     RoutedLayerFp8Sm90 {
@@ -80,7 +77,7 @@ impl Fp8Tile {
     pub fn kernel(self, gated: bool) -> Fp8 {
         let Fp8Tile { tokens, consumers, stages } = self;
         if tokens == WIDE_TOKENS {
-            GroupedGemmFp8WideSm90 { gated, stages, shares: false }
+            GroupedGemmFp8WideSm90 { gated, stages }
         } else {
             GroupedGemmFp8Sm90 { gated, tokens, consumers, stages }
         }
@@ -100,7 +97,6 @@ pub fn all() -> Vec<Fp8> {
     let gemms = FP8_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
     gemms
         .chain([true, false].into_iter().flat_map(layers))
-        .chain([true, false].map(shares))
         .chain(stationary())
         .chain(portable())
         .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, WholeRowsOfTiles, PeakOfTiles, ExpandScales])
@@ -116,13 +112,7 @@ fn portable() -> impl Iterator<Item = Fp8> {
 }
 
 pub fn stationary() -> impl Iterator<Item = Fp8> {
-    let kernel = |blocks| [false, true].map(|shares| GroupedGemmFp8StationarySm90 { blocks, shares });
-    FP8_STATIONARY_BLOCKS.into_iter().flat_map(kernel)
-}
-
-/// The kernel of wide tiles whose consumers share those of up to 64 tokens.
-pub fn shares(gated: bool) -> Fp8 {
-    GroupedGemmFp8WideSm90 { gated, stages: FP8_TILES[FP8_TILES.len() - 1].stages, shares: true }
+    FP8_STATIONARY_BLOCKS.into_iter().map(|blocks| GroupedGemmFp8StationarySm90 { blocks })
 }
 
 /// Routers with bias or groups have gated layers.
@@ -133,26 +123,16 @@ pub fn layers(gated: bool) -> impl Iterator<Item = Fp8> {
     kernels.filter(move |kernel| gated || matches!(kernel, RoutedLayerFp8Sm90 { plain: true, .. }))
 }
 
-fn shares_name(shares: bool) -> &'static str {
-    if shares {
-        "_shares"
-    } else {
-        ""
-    }
-}
-
 impl Fp8 {
     pub fn symbol(&self) -> String {
         match *self {
             GroupedGemmFp8Sm90 { gated, tokens, consumers, stages } => {
                 format!("grouped_gemm_fp8_sm90_{}_t{tokens}_c{consumers}_s{stages}", gated_name(gated))
             }
-            GroupedGemmFp8WideSm90 { gated, stages, shares } => {
-                format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}{}", gated_name(gated), shares_name(shares))
+            GroupedGemmFp8WideSm90 { gated, stages } => {
+                format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
             }
-            GroupedGemmFp8StationarySm90 { blocks, shares } => {
-                format!("grouped_gemm_fp8_stationary_sm90_b{blocks}{}", shares_name(shares))
-            }
+            GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}{}", gated_name(gated), any_name(plain))
             }
@@ -174,12 +154,8 @@ impl Fp8 {
             GroupedGemmFp8Sm90 { gated, tokens, consumers, stages } => {
                 format!("oxmoe::GroupedGemmFp8Sm90<{gated}, {tokens}, {consumers}, {stages}>")
             }
-            GroupedGemmFp8WideSm90 { gated, stages, shares } => {
-                format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}, {shares}>")
-            }
-            GroupedGemmFp8StationarySm90 { blocks, shares } => {
-                format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}, {shares}>")
-            }
+            GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
+            GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}, {plain}>")
             }
@@ -270,11 +246,7 @@ impl Fp8 {
                 let chunk = if gated { tokens.min(64) * 64 } else { tokens.min(32) * 128 };
                 stages * stage + 2 * consumers * chunk + rest(tokens, stages)
             }
-            // Shared and gated: numbers that consumers give each other, 32 a thread.
-            GroupedGemmFp8WideSm90 { gated, stages, shares } => {
-                let own = stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages);
-                own.next_multiple_of(128) + if gated && shares { 2 * 32 * 128 * 4 } else { 0 }
-            }
+            GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
             // A ring of 8 K blocks of tokens and one of 6 of weights.
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
             // All that its CTAs can have.

@@ -144,19 +144,8 @@ def build(folder: Path) -> None:
     (folder / "libcuda.so").symlink_to(library)
 
 
-def execute(
-    libraries: Path,
-    tmp_path: Path,
-    call: str,
-    arguments: dict[str, Any],
-    *,
-    experimental: bool = False,
-    **settings: Any,
-) -> Any:
-    """`calls.py` in a new process with that driver; fails on a panic, and when the driver refused something.
-
-    experimental: with the kernels that no GPU has measured yet.
-    """
+def execute(libraries: Path, tmp_path: Path, call: str, arguments: dict[str, Any], **settings: Any) -> Any:
+    """`calls.py` in a new process with that driver; fails on a panic, and when the driver refused something."""
     sizes = {
         name: ",".join(str(kind if isinstance(kind, int) else ctypes.sizeof(STRUCTS[kind])) for kind in kinds)
         for name, kinds in SIGNATURES.items()
@@ -168,7 +157,6 @@ def execute(
         "LD_LIBRARY_PATH": os.pathsep.join([str(libraries), os.environ.get("LD_LIBRARY_PATH", "")]),
         "PYTHONPATH": os.pathsep.join(paths),
         "FAKE_LOG": str(log),
-        "OXMOE_EXPERIMENTAL": str(int(experimental)),
         "FAKE_PARAMETERS": ";".join(f"{name}:{text}" for name, text in sizes.items()),
     }
     environment |= {f"FAKE_{name.upper()}": str(value) for name, value in settings.items()}

@@ -148,7 +148,6 @@ def _environment(device: str) -> dict[str, Any]:
         "oxmoe": oxmoe.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "oxmoe", *_without_paths(sys.argv[1:])]),
-        "experimental": os.environ.get("OXMOE_EXPERIMENTAL") == "1",
         "portable": os.environ.get("OXMOE_PORTABLE") == "1",
     }
 

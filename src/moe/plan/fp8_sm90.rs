@@ -65,9 +65,9 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
 
 /// In steps of what an expert's slots are cut into tiles. A half of a wide tile is multiplied whole: with several tiles an expert, full ones
 /// and a rest are less work than even parts. us of GEMM1, even parts and full ones: dsv3-tp8 M = 4096 (mean 128) 367, 385; 16384 (512) 1114,
-/// 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926. Where consumers share a rest of up to 64 tokens, it is half the work.
-pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32, device: &Device) -> i32 {
-    if tile_tokens == WIDE_TOKENS as i32 && (device.experimental || slots > 192 * experts) {
+/// 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926.
+pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
+    if tile_tokens == WIDE_TOKENS as i32 && slots > 192 * experts {
         tile_tokens / 2
     } else {
         tile_tokens.min(16)
@@ -101,9 +101,7 @@ pub fn scaling(format: Format) -> Fp8Scaling {
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let shares = device.experimental && tile.tokens == WIDE_TOKENS;
-    let variant = if shares { Variant::Fp8(fp8::shares(gemm.gated)) } else { tile.variant(gemm.gated) };
-    tiles::launch(gemm, tile_tokens, (variant, tile.unit_rows()), device)
+    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
 /// GEMM2: where its K is short, the kernel whose tokens stay, with units as large as leave each multiprocessor several of them. us of GEMM2,
@@ -128,7 +126,7 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         }
         _ => few,
     };
-    let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks, shares: device.experimental });
+    let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
     tiles::launch(gemm, tile_tokens, (variant, blocks * group), device)
 }
 
@@ -181,13 +179,7 @@ pub fn quantisers() -> [Variant; 5] {
 
 pub fn variants(gated: bool) -> Vec<Variant> {
     let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    gemms
-        .chain([true, false].map(fp8::shares))
-        .chain(fp8::layers(gated))
-        .chain(fp8::stationary())
-        .map(Variant::Fp8)
-        .chain(quantisers())
-        .collect()
+    gemms.chain(fp8::layers(gated)).chain(fp8::stationary()).map(Variant::Fp8).chain(quantisers()).collect()
 }
 
 #[cfg(test)]
