@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
 # What needs a GPU, in one call, on an installed package: benches/gpu_check.sh OUT [PART...]
 #
-#   tests         GPU tests, and those of the kernels for any GPU
-#   experimental  the same with OXMOE_EXPERIMENTAL=1 (docs/experimental.md)
-#   sanitize      memcheck and racecheck of small layers of every format, with OXMOE_EXPERIMENTAL=1
-#   layers        times of routed fp8 layers, without and with OXMOE_EXPERIMENTAL=1, and on the kernels for any GPU
-#   rows          times of rows in expert order
-#   dense         times of dense MXFP8 and of NVFP4's quantiser
-#   multi         tests and times between all GPUs (NVLink multicast stays off)
+#   tests     GPU tests, and those of the kernels for any GPU
+#   sanitize  memcheck and racecheck of small layers of every format
+#   layers    times of routed fp8 layers, also on the kernels for any GPU
+#   rows      times of rows in expert order
+#   dense     times of dense MXFP8 and of NVFP4's quantiser
+#   multi     tests and times between all GPUs (NVLink multicast stays off)
 #
-# Default: tests experimental sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
+# Default: tests sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
 # processes where pytest-xdist is installed (8); PEERS of the benches (none); PYTHON. For parts beside each other: a call each, with CUDA_VISIBLE_DEVICES.
 set -uo pipefail
 out=$(realpath -m "${1:?OUT is needed}")
 shift
-[ $# -gt 0 ] || set -- tests experimental sanitize layers rows dense
+[ $# -gt 0 ] || set -- tests sanitize layers rows dense
 mkdir -p "$out"
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3} peers=${PEERS:-none} failed=0
@@ -26,13 +25,6 @@ step() { # NAME COMMAND...
     timeout "${LIMIT:-600}" "$@" >"$out/$name.log" 2>&1 || status=$?
     [ "$status" -eq 0 ] || failed=1
     printf '%s: exit %s after %s s: %s\n' "$name" "$status" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log")" | tee -a "$out/summary.txt"
-}
-
-in_turn() { # NAME COMMAND...
-    local name=$1
-    shift
-    step "$name" env OXMOE_EXPERIMENTAL=0 "$@"
-    step "$name-experimental" env OXMOE_EXPERIMENTAL=1 "$@"
 }
 
 jobs=()
@@ -47,17 +39,14 @@ for part; do
         step tests "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
         step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_moe.py tests/test_mxfp4.py tests/test_e4m3_portable_gpu.py
         ;;
-    experimental)
-        step experimental env OXMOE_EXPERIMENTAL=1 "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
-        ;;
     sanitize)
         for tool in memcheck racecheck; do
-            step "$tool" env OXMOE_EXPERIMENTAL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+            step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
                 "${pytest[@]}" -m gpu -k "$few" tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py tests/test_fp8.py
         done
         ;;
     layers)
-        in_turn layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b,dsv3-ep8 --tokens 64,1024,4096,16384 --json "$out/layers.jsonl"
+        step layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b,dsv3-ep8 --tokens 64,1024,4096,16384 --json "$out/layers.jsonl"
         step layers-few "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,16 --json "$out/layers.jsonl"
         step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8-block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
         step layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"

@@ -1,7 +1,9 @@
 """fp8's GEMMs of many tokens on the host: every thread of every CTA of a launch is a fiber, wgmma and TMA are loops.
 
-A fiber goes on until it waits; who is next is random. Hopper's instructions are replaced; the kernels' schedule and
-their gathering are cut out of grouped_gemm_sm90.cuh.
+A fiber goes on until it waits; who is next is random, and some warps are slow for a while. Hopper's instructions are
+replaced; the kernels' schedule and their gathering are cut out of grouped_gemm_sm90.cuh. wgmma and copies are done as
+late as what waits for them allows, and what a copy overwrites is poisoned at once: who reads or writes too early shows
+in the results. Fences order nothing here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from fake_cuda.harness import STRUCTS
 from host_cta import without_asm
@@ -22,13 +25,12 @@ PRELUDE = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -43,9 +45,10 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct Index { uint32_t x; };
 static Index threadIdx, blockIdx, gridDim;
-struct CUtensorMap { const uint8_t* data; int64_t row_bytes; };
+struct CUtensorMap { const uint8_t* data; int64_t width, rows; };
 #define REQUIRE(what) \
-    if (!(what)) { fprintf(stderr, "CTA %u, thread %u: %s\n", blockIdx.x, threadIdx.x, #what); exit(3); }
+    if (!(what)) fail(#what)
+static void fail(const char* what);
 
 static float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -69,14 +72,20 @@ struct Meeting { int there = 0, number = 0; };
 struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
-    Meeting meetings[16], warps[32];
+    Meeting all, warps[32];
     uint64_t lanes[32][32];  // what a warp's lanes tell each other
 };
+struct Product { float* sums; uint64_t a, b; bool keep; };
+struct Copy { uint8_t* to; const void* from; };
+constexpr size_t kStack = 32 << 10;
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     uint32_t cta, thread;
     std::function<bool()> condition;
+    std::deque<std::vector<Product>> groups;
+    std::vector<Product> products;  // not committed
+    std::vector<Copy> copies;
     bool over = false;
 };
 static std::vector<Cta> ctas;
@@ -84,13 +93,22 @@ static std::vector<Fiber> fibers;
 static Fiber* self;
 static ucontext_t scheduler;
 static std::function<void()> body;
+static std::vector<std::function<void()>> arrivals;  // of copies on their way
 
+static std::string failure;  // the first one
+static void fail(const char* what) {
+    std::string who = "all";
+    if (self) who = "CTA " + std::to_string(self->cta) + ", thread " + std::to_string(self->thread);
+    if (failure.empty()) failure = who + ": " + what;
+    if (self) swapcontext(&self->context, &scheduler);  // for good
+}
 static void wait(std::function<bool()> condition) {
     self->condition = std::move(condition);
     swapcontext(&self->context, &scheduler);
 }
 static void start() {
     body();
+    REQUIRE(self->groups.empty() && self->products.empty() && self->copies.empty());
     self->over = true;
     swapcontext(&self->context, &scheduler);
 }
@@ -100,7 +118,6 @@ static void meet(Meeting& meeting, int threads) {
     if (++meeting.there == threads) meeting.there = 0, ++meeting.number;
     wait([&meeting, number] { return meeting.number != number; });
 }
-static void meet(int id, int threads) { meet(ctas[blockIdx.x].meetings[id], threads); }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
 static void converge() { meet(ctas[blockIdx.x].warps[threadIdx.x / 32], 32); }
 template <typename T>
@@ -122,39 +139,56 @@ static uint32_t __ballot_sync(uint32_t, bool value) {
     return result;
 }
 static void __syncwarp() { converge(); }
-static bool launch(uint32_t grid, uint32_t threads, uint32_t seed) {
+static void launch(uint32_t grid, uint32_t threads, uint32_t seed) {
     std::mt19937 random(seed);
     gridDim.x = grid;
+    arrivals.clear(), failure.clear();
     ctas = std::vector<Cta>(grid);
     fibers = std::vector<Fiber>(grid * threads);
     std::vector<Fiber*> order;
     for (uint32_t i = 0; i < fibers.size(); ++i) {
         Fiber& fiber = fibers[i];
         fiber.cta = i / threads, fiber.thread = i % threads;
-        fiber.stack.reset(new char[32 << 10]);
+        fiber.stack.reset(new char[kStack]);
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = 32 << 10;
+        fiber.context.uc_stack.ss_size = kStack;
         makecontext(&fiber.context, start, 0);
         order.push_back(&fiber);
     }
     for (auto& cta : ctas) memset(cta.shared, 0x7F, 255 << 10);  // NaN
-    for (;;) {
+    std::vector<uint32_t> slowness(fibers.size() / 32);
+    std::vector<bool> sleeps(slowness.size());
+    for (int round = 0;; ++round) {
+        for (uint32_t warp = 0; warp < slowness.size(); ++warp) {
+            if (round % 64 == 0) slowness[warp] = 1 << random() % 5;
+            sleeps[warp] = random() % slowness[warp] != 0;
+        }
         bool moved = false, all_over = true;
         std::shuffle(order.begin(), order.end(), random);
         for (Fiber* fiber : order) {
             all_over &= fiber->over;
             if (fiber->over || (fiber->condition && !fiber->condition())) continue;
             moved = true;
+            if (sleeps[(fiber - fibers.data()) / 32]) continue;
             self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->cta;
             fiber->condition = nullptr;
             swapcontext(&scheduler, &fiber->context);
+            self = nullptr;
+            if (!failure.empty()) return;
         }
-        if (all_over) return true;
-        if (!moved) return false;
+        if (all_over) {
+            REQUIRE(arrivals.empty());
+            return;
+        }
+        if (moved) continue;
+        if (arrivals.empty()) return fail("nobody can go on");
+        std::shuffle(arrivals.begin(), arrivals.end(), random);
+        for (size_t left = arrivals.size() / 2; arrivals.size() > left; arrivals.pop_back()) arrivals.back()();
+        if (!failure.empty()) return;
     }
 }
-static void __syncthreads() { meet(0, 384); }
+static void __syncthreads() { meet(ctas[blockIdx.x].all, fibers.size() / ctas.size()); }
 
 namespace oxmoe {
 struct __nv_bfloat16 { uint16_t bits; };
@@ -163,35 +197,44 @@ template <typename> float2 unpack(uint32_t word) { return {float_of(word << 16),
 namespace pdl { inline void wait() {} inline void launch_dependents() {} }
 
 namespace sm90 {
-struct Barrier { uint16_t count, pending; uint32_t phase; };
+struct Barrier { uint64_t count : 12, pending : 12, phase : 8; int64_t bytes : 32; };
+static_assert(sizeof(Barrier) == 8);
 static Barrier& barrier_of(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
 inline uint32_t shared_address(const void* p) { return static_cast<const uint8_t*>(p) - shared_memory(); }
-inline void barrier_init(uint64_t* word, uint32_t count) { barrier_of(word) = {uint16_t(count), uint16_t(count), 0}; }
+inline void barrier_init(uint64_t* word, uint32_t count) { barrier_of(word) = {count, count, 0, 0}; }
 inline void barrier_init_fence() {}
-inline void barrier_arrive(uint64_t* word) {
+// `bytes`: that copies are to bring, less those that they have.
+inline void barrier_change(uint64_t* word, int arrivals, int bytes) {
     Barrier& barrier = barrier_of(word);
-    REQUIRE(barrier.pending > 0);
-    if (--barrier.pending == 0) barrier.pending = barrier.count, ++barrier.phase;
+    REQUIRE(barrier.pending >= arrivals);
+    barrier.pending -= arrivals, barrier.bytes += bytes;
+    if (barrier.pending == 0 && barrier.bytes == 0) barrier.pending = barrier.count, ++barrier.phase;
 }
+inline void barrier_arrive(uint64_t* word) { barrier_change(word, 1, 0); }
+inline void barrier_arrive_expect(uint64_t* word, uint32_t bytes) { barrier_change(word, 1, bytes); }
 inline void barrier_arrive_if(uint64_t* word, bool now) {
     converge();
     if (now) barrier_arrive(word);
 }
-inline void barrier_arrive_expect(uint64_t*, uint32_t) {}  // the copy arrives
 inline void barrier_wait(uint64_t* word, uint32_t parity) {
     Barrier& barrier = barrier_of(word);
     auto done = [&barrier, parity] { return (barrier.phase & 1) != parity; };
     if (!done()) ::wait(done);
 }
-inline void named_barrier(int id, int threads) { meet(id, threads); }
 inline void prefetch_tensor_map(const CUtensorMap*) {}
 inline void fence_async_proxy() {}
 template <int> void registers_increase() {}
 template <int> void registers_decrease() {}
-inline void copy_async_arrive(uint64_t* barrier) { barrier_arrive(barrier); }
-inline void copy_16_async(uint32_t to, const void* from, bool) {
-    REQUIRE(to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
-    memcpy(shared_memory() + to, from, 16);
+inline void copy_async_arrive(uint64_t* barrier) {
+    arrivals.push_back([copies = std::exchange(self->copies, {}), barrier] {
+        for (const Copy& copy : copies) memcpy(copy.to, copy.from, 16);
+        barrier_arrive(barrier);
+    });
+}
+inline void copy_16_async(uint32_t to, const void* from, bool valid) {
+    REQUIRE(valid && to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
+    memset(shared_memory() + to, 0x7F, 16);
+    self->copies.push_back({shared_memory() + to, from});
 }
 inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) memcpy(to, &value, 16); }
 inline void store_global_16(void* to, const uint4& value) { memcpy(to, &value, 16); }
@@ -199,67 +242,87 @@ inline void store_global_8_if(void* to, uint32_t a, uint32_t b, bool now) {
     const uint32_t words[2] = {a, b};
     if (now) memcpy(to, words, 8);
 }
-// A box of the weights' map: 64 pairs of 2 x 4 x 4 x 4 rows.
+// A box of the weights' map: 64 pairs of 2 x 4 x 4 x 4 rows; zeros beyond the last.
 inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
-    for (int n = 0; n < 128; ++n) {
-        const int row = n % 2 + n / 2 % 4 * 8 + n / 8 % 4 * 2 + (at[4] + n / 32) * 32;
-        const uint8_t* from = map->data + row * map->row_bytes + at[0] * 2;
-        for (int i = 0; i < 8; ++i) memcpy(static_cast<uint8_t*>(to) + n * 128 + (i ^ n % 8) * 16, from + i * 16, 16);
-    }
-    barrier_arrive(barrier);
+    memset(to, 0x7F, 128 * 128);
+    arrivals.push_back([to, map, column = at[0] * 2, strip = at[4], barrier] {
+        for (int n = 0; n < 128; ++n) {
+            const int row = n % 2 + n / 2 % 4 * 8 + n / 8 % 4 * 2 + (strip + n / 32) * 32;
+            for (int i = 0; i < 8; ++i) {
+                uint8_t* chunk = static_cast<uint8_t*>(to) + n * 128 + (i ^ n % 8) * 16;
+                if (row < map->rows) memcpy(chunk, map->data + row * map->width + column + i * 16, 16);
+                else memset(chunk, 0, 16);
+            }
+        }
+        barrier_change(barrier, 0, -128 * 128);
+    });
 }
 
-inline void wgmma_fence() { converge(); }
-inline void wgmma_commit() {}
-template <int> void wgmma_wait() {}
 inline uint64_t descriptor_128b(uint32_t address, uint32_t offset) { return address + offset; }
 // Rows of 128 bytes whose 16-byte chunks are swizzled in atoms of 1024; the step's 32 bytes start at `at`.
-inline float element(uint64_t at, int row, int k) {
-    const uint32_t base = at / 1024 * 1024, column = at % 1024 + k;
-    REQUIRE(column < 128);
-    return from_e4m3(shared_memory()[base + row * 128 + ((column / 16 ^ row % 8) * 16) + column % 16]);
+inline void read_row(float (&numbers)[32], uint64_t at, int row) {
+    static const std::vector<float> values = [] {
+        std::vector<float> all(256);
+        for (int code = 0; code < 256; ++code) all[code] = from_e4m3(code);
+        return all;
+    }();
+    const uint32_t column = at % 1024;
+    REQUIRE(column <= 96 && column % 32 == 0);
+    const uint8_t* codes = shared_memory() + at / 1024 * 1024 + row * 128;
+    for (int k = 0; k < 32; ++k) numbers[k] = values[codes[((column + k) / 16 ^ row % 8) * 16 + k % 16]];
+}
+// A lane's sums of rows g and g + 8 of its warp's 16: two neighbours of each eight columns.
+inline void multiply_now(const Product& p) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    float a[2][32], b[32];
+    for (int half = 0; half < 2; ++half) read_row(a[half], p.a, row + 8 * half);
+    for (int i = 0; i < 32; ++i) {
+        read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
+        for (int half = 0; half < 2; ++half) {
+            double sum = 0;
+            for (int k = 0; k < 32; ++k) sum += double(a[half][k]) * b[k];
+            float& total = p.sums[i / 2 * 4 + half * 2 + i % 2];
+            total = p.keep ? float(total + sum) : float(sum);
+        }
+    }
+}
+inline void wgmma_fence() { converge(); }
+inline void wgmma_commit() { self->groups.push_back(std::exchange(self->products, {})); }
+template <int Unfinished>
+void wgmma_wait() {
+    for (; self->groups.size() > Unfinished; self->groups.pop_front())
+        for (const Product& product : self->groups.front()) multiply_now(product);
 }
 template <int N>
 struct WgmmaE4m3 {
+    static_assert(N == 128);
     static void multiply(float (&d)[64], uint64_t a, uint64_t b, bool keep) {
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        for (int half = 0; half < 2; ++half) {
-            float row[32];
-            for (int k = 0; k < 32; ++k) row[k] = element(a, warp * 16 + lane / 4 + 8 * half, k);
-            for (int i = 0; i < 32; ++i) {
-                const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                double sum = 0;
-                for (int k = 0; k < 32; ++k) sum += double(row[k]) * element(b, column, k);
-                float& total = d[i / 2 * 4 + half * 2 + i % 2];
-                total = keep ? float(total + sum) : float(sum);
-            }
-        }
+        self->products.push_back({d, a, b, keep});
     }
 };
 inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { WgmmaE4m3<128>::multiply(d, a, b, false); }
 }  // namespace sm90
-
-CUT
 }  // namespace oxmoe
 """
 
 ENTRY = """
+using oxmoe::GroupedGemmParams;
 template <typename Kernel>
-static bool run(const oxmoe::GroupedGemmParams* p, int64_t row_bytes, uint32_t grid, uint32_t seed) {
-    const CUtensorMap map{p->weights, row_bytes};
+static const char* run(const GroupedGemmParams* p, int64_t width, int64_t rows, uint32_t grid, uint32_t seed) {
+    static_assert(sizeof(typename Kernel::Shared) <= 227 << 10);
+    const CUtensorMap map{p->weights, width, rows};
     body = [p, &map] { Kernel::run(map, *p); };
-    return launch(grid, Kernel::kThreads, seed);
+    launch(grid, Kernel::kThreads, seed);
+    return failure.c_str();
 }
 #define KERNEL(name, ...) \\
-    extern "C" bool name(const oxmoe::GroupedGemmParams* p, int64_t row_bytes, uint32_t grid, uint32_t seed) { \\
-        return run<oxmoe::__VA_ARGS__>(p, row_bytes, grid, seed); \\
+    extern "C" const char* name(const GroupedGemmParams* p, int64_t w, int64_t rows, uint32_t grid, uint32_t seed) { \\
+        return run<oxmoe::__VA_ARGS__>(p, w, rows, grid, seed); \\
     }
-KERNEL(gated, GroupedGemmFp8WideSm90<true, 4, false>)
-KERNEL(gated_shares, GroupedGemmFp8WideSm90<true, 4, true>)
-KERNEL(plain, GroupedGemmFp8WideSm90<false, 4, false>)
-KERNEL(plain_shares, GroupedGemmFp8WideSm90<false, 4, true>)
-KERNEL(stationary, GroupedGemmFp8StationarySm90<4, false>)
-KERNEL(stationary_shares, GroupedGemmFp8StationarySm90<4, true>)
+KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
+KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
+KERNEL(stationary_4, GroupedGemmFp8StationarySm90<4>)
+KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 """
 
 # What the cut-out schedule and gathering take of their template.
@@ -279,7 +342,6 @@ static void min_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::isnan(b) ? NAN : max(a, b); }
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
-static void cvt_rn_satfinite_e4m3x2_f32(uint16_t&, float, float) {}
 static void mov_b32(float& d) { d = 0; }
 }  // namespace ptx
 """
@@ -320,17 +382,17 @@ class HostFp8:
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
         text += f"\nnamespace oxmoe {{\n{BASE}{''.join(parts)}}};\n}}\n" + kernels
         source, library = folder / "fp8.cpp", folder / "fp8.so"
-        prelude = PRELUDE.replace("CUT", "")
         headers = '#include "oxmoe/src/params/moe.rs.h"\n'
-        source.write_text(headers + prelude + INSTRUCTIONS + without_asm(text) + ENTRY)
+        source.write_text(headers + PRELUDE + INSTRUCTIONS + without_asm(text) + ENTRY)
         flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
         subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
         self.library = ctypes.CDLL(str(library))
 
-    def run(self, name: str, row_bytes: int, grid: int, seed: int, **parameters: Any) -> bool:
-        """False: somebody waits for ever."""
-        p = STRUCTS["GroupedGemmParams"](**parameters)
+    def run(self, name: str, weights: Tensor, grid: int, seed: int, **parameters: Any) -> None:
+        """weights: e4m3 [experts, rows, k]."""
+        p = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
         function = getattr(self.library, name)
-        function.restype = ctypes.c_bool
-        numbers = ctypes.c_int64(row_bytes), ctypes.c_uint32(grid), ctypes.c_uint32(seed & 0xFFFFFFFF)
-        return function(ctypes.byref(p), *numbers)
+        function.restype = ctypes.c_char_p
+        shape = ctypes.c_int64(weights.shape[2]), ctypes.c_int64(weights.shape[0] * weights.shape[1])
+        failure = function(ctypes.byref(p), *shape, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
+        assert not failure, failure

@@ -58,6 +58,9 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         inside = len(stages) == 3
         quantize, up, *between, down = stages
         kernels |= {up["kernel"], down["kernel"]}
+        # Where tiles are wide and experts have several, these are full ones and a rest.
+        steps = {p.tile_step for launch in made for p in parameters_of(launch) if hasattr(p, "tile_step")}
+        assert steps == {64 if inside and 4 * tokens > 192 * experts else 16}
         assert inside == ("wide" in up["kernel"]) == ("wide" in down["kernel"] or "stationary" in down["kernel"])
         (of_x,), (up_map, p), (down_map, q) = (parameters_of(launch) for launch in (quantize, up, down))
         assert (of_x.x, of_x.codes, of_x.scales) == (call["x"], ranges["x_codes"], ranges["x_scales"])

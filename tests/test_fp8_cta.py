@@ -1,0 +1,186 @@
+"""Whole CTAs of fp8's GEMMs of many tokens on the host (host_hopper.py), against sums with the same rounding points.
+
+The host's wgmma adds 32 exact products and rounds to fp32, a GPU's keeps 14 bits of them: what follows the products is
+the kernels', bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda.harness import STRUCTS
+from host_hopper import HostFp8
+from oxmoe import reference
+from oxmoe.testing import Bar, assert_close_ulp, same_bits
+
+IDENTITY, SWIGLU, GEGLU, RELU2 = 0, 1, 2, 4
+NAMES = {SWIGLU: "silu", GEGLU: "gelu", RELU2: "relu2"}
+DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+# Approximations of exp and of 1 / x move a result to its neighbour where it was near the border.
+BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
+# Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
+TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
+ORDERS = 3  # of threads
+EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
+POISON = 0x7F  # NaN in every dtype here
+
+
+@dataclasses.dataclass
+class Case:
+    kernel: str
+    inner: int
+    columns: int
+    activation: int = IDENTITY
+    up_gate: bool = False
+    bias: torch.dtype | None = None
+    weighted: bool = False
+    quantised: bool = False
+    strided: bool = False  # units in a fixed stride
+
+    @property
+    def gated(self) -> bool:
+        return self.kernel == "gated"
+
+    @property
+    def unit_columns(self) -> int:
+        return {"gated": 128, "plain": 256, "stationary_4": 512, "stationary_16": 2048}[self.kernel]
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+CASES = {
+    "gated": Case("gated", 384, 384, SWIGLU),
+    "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
+    "gated-quantised": Case("gated", 256, 256, SWIGLU, bias=F32, quantised=True),
+    "gated-up-gate": Case("gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
+    "gated-up-gate-quantised": Case("gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True),
+    "plain": Case("plain", 384, 384, bias=BF16),
+    "plain-long": Case("plain", 1152, 512, weighted=True),
+    "plain-activated": Case("plain", 256, 384, RELU2, bias=F32, weighted=True, quantised=True, strided=True),
+    "stationary": Case("stationary_4", 256, 640, bias=BF16),
+    "stationary-long": Case("stationary_4", 1024, 768, strided=True),
+    "stationary-16": Case("stationary_16", 256, 2304, bias=F32),
+    "stationary-16-k3": Case("stationary_16", 768, 384),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostFp8:
+    return HostFp8(tmp_path_factory.mktemp("fp8_cta"))
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)
+
+
+def products(x: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
+    """fp32 sums; a step of 32 products is exact in fp64."""
+    sums = torch.zeros((len(x[0]), len(weights)))
+    for block in range(scales.shape[1]):
+        product = torch.zeros_like(sums)
+        for first in range(128 * block, 128 * block + 128, 32):
+            step = slice(first, first + 32)
+            product = (product + x[0][:, step].double() @ weights[:, step].double().T).float()
+        scale = x[1][:, block, None] * scales[:, block].repeat_interleave(128)
+        sums = (product.double() * scale + sums).float()
+    return sums
+
+
+class Gemm:
+    """Random operands of a case, NaN wherever no tile's token needs them, and the numbers to be expected."""
+
+    def __init__(self, case: Case, rng: torch.Generator) -> None:
+        self.case, rows = case, case.columns * (2 if case.gated else 1)
+        groups = case.inner // 128
+        self.tiles, mine, place = [], [], GAP
+        for expert, count in TILES:
+            self.tiles.append([expert, place, count, 0])
+            mine.append(torch.arange(place, place + count))
+            place += count + GAP
+        self.places, self.inside = place, torch.cat(mine)
+        # Behind the last tile one that must not be looked at.
+        self.tile_table = torch.tensor([*self.tiles, [TILES[-1][0], 0, 128, 0]], dtype=torch.int32)
+        self.divisor = 2 if case.gated else 1
+        self.slots = torch.randperm(3 * place, generator=rng)[:place].int() if case.gated else None
+        source = torch.arange(place) if self.slots is None else self.slots.long() // self.divisor
+        used = source[self.inside]
+        height = int(source.max()) + 1
+        self.x, self.x_scales = poisoned((height, case.inner), torch.float8_e4m3fn), poisoned((height, groups), F32)
+        self.x[used] = torch.randn((len(used), case.inner), generator=rng).to(torch.float8_e4m3fn)
+        self.x_scales[used] = torch.rand((len(used), groups), generator=rng) + 0.5
+        self.weights = torch.randn((EXPERTS, rows, case.inner), generator=rng).to(torch.float8_e4m3fn)
+        self.scales = torch.rand((EXPERTS, rows // 128, groups), generator=rng) / 16 + 0.01
+        self.bias = torch.randn((EXPERTS, rows), generator=rng).to(case.bias) if case.bias else None
+        slot_of_place = torch.arange(place) if self.slots is None else self.slots.long()
+        self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
+        self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
+
+        idle = set(range(EXPERTS)) - {expert for expert, _ in TILES}
+        for tensor in (self.weights, self.scales, *([] if self.bias is None else [self.bias])):
+            tensor.view(torch.uint8)[list(idle)] = POISON
+        self.expected = []
+        for (expert, _, _, _), rows_of in zip(self.tiles, mine, strict=True):
+            row = source[rows_of]
+            sums = products((self.x[row], self.x_scales[row]), self.weights[expert], self.scales[expert])
+            sums = sums if self.bias is None else sums + self.bias[expert].float()
+            sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
+            if case.activation != IDENTITY:
+                layout = "up_gate" if case.up_gate else "gate_up"
+                sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation])
+            self.expected.append(sums.bfloat16())
+
+    def run(self, kernels: HostFp8, rng: torch.Generator, *, quantised: bool, tiles: int | None = None) -> list[Tensor]:
+        """out, and its scales where quantised; what is no tile's is as it was."""
+        case, infinity = self.case, float("inf")
+        out = poisoned((self.places, case.columns), torch.float8_e4m3fn if quantised else BF16)
+        out_scales = poisoned((self.places, case.columns // 128), F32)
+        tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
+        next_unit = torch.zeros(1, dtype=torch.int32)
+        limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}
+        grid, seed = 3, int(torch.randint(1 << 32, (), generator=rng))
+        kernels.run(
+            case.kernel, self.weights, grid, seed, x=self.x.data_ptr(), x_scales=self.x_scales.data_ptr(),
+            slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
+            tiles=self.tile_table.data_ptr(), tile_count=tile_count.data_ptr(),
+            next_unit=0 if case.strided else next_unit.data_ptr(), block_scales=self.scales.data_ptr(),
+            rows=self.weights.shape[1], k=case.inner // 2, out_columns=case.columns,
+            bias=0 if self.bias is None else self.bias.data_ptr(), bias_dtype=DTYPES[case.bias or F32],
+            layout=int(case.up_gate), slot_weights=self.factors.data_ptr() if case.weighted else 0,
+            activation=STRUCTS["Activation"](kind=case.activation, alpha=1.0, beta=0.0, **limits),
+            out=out.data_ptr(), out_scales=out_scales.data_ptr() if quantised else 0,
+        )  # fmt: skip
+        units = int(tile_count) * -(-case.columns // case.unit_columns)
+        assert tiles is not None or units > grid, "several units a CTA"
+        assert int(next_unit) == (0 if case.strided else units)
+        results = [out, out_scales] if quantised else [out]
+        written = self.inside if tiles is None else self.inside[:0]
+        for tensor in results:
+            others = tensor.view(torch.uint8).clone()
+            others[written] = POISON
+            assert (others == POISON).all(), "rows beyond the tiles"
+        return [tensor[written] for tensor in results]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+    case = CASES[name]
+    gemm = Gemm(case, rng)
+    (out,), *others = (gemm.run(kernels, rng, quantised=False) for _ in range(ORDERS))
+    assert all(same_bits(other, out) for (other,) in others)
+    expected = torch.cat(gemm.expected)
+    if case.gated:
+        assert_close_ulp(out, expected, BAR)
+    else:
+        assert same_bits(out, expected)
+    if case.quantised:
+        codes, scales = gemm.run(kernels, rng, quantised=True)
+        expected_codes, expected_scales = reference.fp8_groups(out)
+        assert same_bits(scales, expected_scales) and same_bits(codes, expected_codes)
+
+
+@pytest.mark.parametrize("name", ["gated", "plain", "stationary"])
+def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+    Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
