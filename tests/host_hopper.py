@@ -343,6 +343,7 @@ static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
 static void mov_b32(float& d) { d = 0; }
+static void ld_global_f32(float& d, const float* from) { d = *from; }
 }  // namespace ptx
 """
 

@@ -122,8 +122,15 @@ private:
     struct ScaleRows {
         const float *token[kRows], *weight[kBlocks];
 
+        // NOTE: in asm, so that they are not asked for later, where a register gets free.
         __device__ __forceinline__ Scales operator[](int block) const {
-            return {{token[0][block], token[1][block]}, {weight[0][block], weight[1][block]}};
+            Scales scales;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                asm volatile("ld.global.f32 %0, [%1];" : "=f"(scales.token[i]) : "l"(token[i] + block));
+                asm volatile("ld.global.f32 %0, [%1];" : "=f"(scales.weight[i]) : "l"(weight[i] + block));
+            }
+            return scales;
         }
     };
 
@@ -171,6 +178,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         pdl::wait();
+        await_unit(shared, units, ring);
         Part part = take_unit(p, shared, units, row);
         while (part.work.expert >= 0) {
             if (consumer * 64 >= part.work.count) {
@@ -178,6 +186,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
                 }
+                await_unit(shared, units, ring);
                 part = take_unit(p, shared, units, row);
                 continue;
             }
@@ -187,6 +196,7 @@ private:
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
             multiply(k_blocks, part, sums, shared, ring);
+            await_unit(shared, units, ring);
             if constexpr (Gated) {
                 finish(p, part.work, row, sums);
                 part = take_unit(p, shared, units, row);
@@ -199,6 +209,22 @@ private:
         }
     }
 
+    // Until a stage has landed and wgmma may read it.
+    // NOTE: ptxas makes a MEMBAR of the fence, which waits for all loads and stores that the lane has in flight. So it comes
+    // while a multiplication runs, and before a unit's outputs are stored.
+    static __device__ __forceinline__ void await_stage(Shared& shared, const RingPosition<Stages>& ring) {
+        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+        sm90::fence_async_proxy();
+    }
+
+    // Until the next unit is known, and if there is one, for its first stage.
+    static __device__ __forceinline__ void await_unit(Shared& shared, const RingPosition<kUnitSlots>& units,
+                                                      const RingPosition<Stages>& ring) {
+        sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+        if (__shfl_sync(0xFFFFFFFF, shared.unit[units.slot].expert, 0) >= 0) await_stage(shared, ring);
+    }
+
+    // The unit's first stage has been waited for.
     static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
@@ -208,13 +234,12 @@ private:
 #pragma unroll
         for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
 #pragma unroll 1
-        for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+        for (int block = 0; block < k_blocks; ++block) {
             const Scales scales = next;
-            if (block + 1 < k_blocks) next = part.scales[block + 1];
-            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-            sm90::fence_async_proxy();
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
             const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]);
+            uint64_t* const empty = &shared.empty[ring.slot];
+            ring.advance();
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b) {
                 sm90::wgmma_fence();
@@ -226,8 +251,12 @@ private:
                 sm90::wgmma_commit();
                 const float low = __fmul_rn(scales.token[0], scales.weight[b]),
                             high = __fmul_rn(scales.token[1], scales.weight[b]);
+                if (block + 1 < k_blocks) {
+                    if (b == 0) next = part.scales[block + 1];
+                    if (b == kBlocks - 1) await_stage(shared, ring);
+                }
                 sm90::wgmma_wait<0>();
-                if (b == kBlocks - 1) sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+                if (b == kBlocks - 1) sm90::barrier_arrive_if(empty, is_lane_0);
 #pragma unroll
                 for (int i = 0; i < kBlockRows / 2; ++i) {
                     sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
