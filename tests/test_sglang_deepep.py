@@ -4,6 +4,7 @@ it would send is compared with `dispatch_dtype`, what it would bring is made her
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor
 
 import oxmoe
 from cases import make_routing
-from fp8_cases import make_fp8
-from oxmoe import quantize
-from oxmoe.testing import same_bits
+from fp8_cases import NORM, make_fp8
+from mxfp8_cases import make_mxfp8
+from oxmoe import quantize, reference
+from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm, same_bits
 
 pytest.importorskip("sglang")
 
@@ -29,7 +31,7 @@ from sglang.srt.layers.moe.token_dispatcher.deepep import (
 )
 from sglang.srt.layers.moe.utils import MoeA2ABackend
 
-from oxmoe.sglang import dispatch, dispatch_dtype
+from oxmoe.sglang import deepep, dispatch, dispatch_dtype
 from oxmoe.sglang.deepep import A2A_BACKENDS, tell_dispatcher
 from oxmoe.sglang.layers import check_layer
 from sglang_server import (
@@ -44,9 +46,9 @@ from sglang_server import (
     server,
 )
 from sglang_server import operands as plain_operands
-from test_peer_calls import Blocks
+from test_peer_calls import SWIGLU, Blocks
+from test_sglang_fp8 import MXFP8, fp8_layer
 from test_sglang_fp8 import SHAPE as FP8
-from test_sglang_fp8 import fp8_layer
 from test_sglang_swaps import mxfp4_layer
 
 
@@ -206,43 +208,85 @@ def test_refused_at_load(a2a: str, weights: str) -> None:
 
 # What comes
 
+# FP8's sizes for every format: Hopper's kernels take them. A share of moved elements needs many on a GPU.
+TOKENS = {"cpu": 11, "cuda": 64}
+Truth = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-def in_rows(x: Tensor, ids: Tensor, experts: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """moe_masked writes into NaN."""
+
+    def masked(x: Tensor, *operands: Any, **options: Any) -> Tensor:
+        out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16, device=x.device)
+        return oxmoe.moe_masked(x, *operands, **options, out=out)
+
+    monkeypatch.setattr(deepep, "moe_masked", masked)
+
+
+def routing(device: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    weights, ids = make_routing("holes", TOKENS[device], FP8.experts, FP8.top_k, rng)
+    return weights.to(device), ids.to(device)
+
+
+def in_rows(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Low latency's layout of tokens: rows [El, m, H], poisoned beyond the counts; counts; each slot's row."""
-    rows = torch.full((experts, room, *x.shape[1:]), float("nan"), dtype=torch.float32).to(x.dtype)
+    given, ids = x.float().cpu(), ids.cpu()
+    rows = torch.full((experts, 2 * len(x) + 1, *x.shape[1:]), torch.nan)
     counts, places = torch.zeros(experts, dtype=torch.int32), torch.zeros_like(ids)
     for t, j in ((t, j) for t in range(ids.shape[0]) for j in range(ids.shape[1])):
         expert = int(ids[t, j])
         if expert >= 0:
-            rows[expert, counts[expert]] = x[t]
+            rows[expert, counts[expert]] = given[t]
             places[t, j] = counts[expert]
             counts[expert] += 1
-    return rows, counts, places
+    return rows.to(x.dtype).to(x.device), counts.to(x.device), places.to(x.device)
 
 
 def combined(out: Tensor, weights: Tensor, ids: Tensor, places: Tensor) -> Tensor:
     """The weighted sums that DeepEP's combine makes."""
-    total = torch.zeros((ids.shape[0], out.shape[-1]))
+    total = torch.zeros((ids.shape[0], out.shape[-1]), device=out.device)
     for j in range(ids.shape[1]):
         own = out[ids[:, j].clamp(min=0).long(), places[:, j].long()].float() * weights[:, j, None]
         total += own.where(ids[:, j, None] >= 0, 0.0)
     return total.to(out.dtype)
 
 
-def check(apply: Any, x: Tensor, topk: tuple[Tensor, Tensor], experts: int, truth: Any) -> None:
-    """Both layouts give what `moe` gives; truth(x, weights, ids)."""
+def low_latency(apply: Any, x: Tensor, x_scale: Tensor | None, topk: tuple[Tensor, Tensor], experts: int) -> Tensor:
+    """What a layer's results in this layout are combined to; x_scale is sent column-major."""
     weights, ids = topk
-    wanted = truth(x, weights, ids)
+    rows, counts, places = in_rows(x, ids, experts)
+    scale = None if x_scale is None else in_rows(x_scale, ids, experts)[0].transpose(1, 2).contiguous().transpose(1, 2)
+    low = apply(DeepEPLLDispatchOutput(rows, scale, ids.long(), weights, counts, 3))
+    out = low.hidden_states
+    assert isinstance(low, DeepEPLLCombineInput) and out.shape == rows.shape and out.device == x.device
+    beyond = out[torch.arange(rows.shape[1], device=x.device)[None, :] >= counts[:, None]]
+    assert same_bits(beyond, torch.full_like(beyond, torch.nan)), "rows beyond the counts were written"
+    return combined(out, weights, ids, places)
+
+
+def agrees(result: Tensor, weights: oxmoe.ExpertWeights, truth: Truth, x: Tensor, topk: tuple[Tensor, Tensor]) -> None:
+    """On CPUs the bits of `moe`, on GPUs close to the reference: truth(x, weights, ids)."""
+    if not x.is_cuda:
+        assert same_bits(result, oxmoe.moe(x, weights, *topk))
+        return
+    expected, quantised = truth(x, *topk), weights.format in ("fp8_block", "mxfp8")
+    assert_close_ulp(result, expected, FP8_BAR if quantised else None)
+    assert not quantised or relative_norm(result, expected) < NORM
+
+
+def check(
+    apply: Any, made: oxmoe.ExpertWeights, truth: Truth, x: Tensor, topk: tuple[Tensor, Tensor], experts: int
+) -> None:
+    """Both layouts."""
+    weights, ids = topk
     normal = apply(DeepEPNormalDispatchOutput(x, None, ids.long(), weights, [1] * experts))
     assert isinstance(normal, DeepEPNormalCombineInput)
-    assert same_bits(normal.hidden_states, wanted)
+    agrees(normal.hidden_states, made, truth, x, topk)
     assert normal.topk_weights is weights and normal.topk_ids.dtype == torch.int64
-    rows, counts, places = in_rows(x, ids, experts, 2 * len(x) + 1)
-    low = apply(DeepEPLLDispatchOutput(rows, None, ids.long(), weights, counts, 3))
-    assert isinstance(low, DeepEPLLCombineInput) and low.hidden_states.shape == rows.shape
-    assert same_bits(combined(low.hidden_states, weights, ids, places), wanted)
-    nobody = apply(DeepEPLLDispatchOutput(rows, None, ids.long(), weights, torch.zeros_like(counts), 3))
-    assert nobody.hidden_states.shape == rows.shape
+    agrees(low_latency(apply, x, None, topk, experts), made, truth, x, topk)
+    nobody = low_latency(apply, x, None, (weights, torch.full_like(ids, -1)), experts)
+    assert same_bits(nobody, torch.zeros_like(x))
     empty = apply(DeepEPNormalDispatchOutput(x[:0], None, ids[:0].long(), weights[:0], [0] * experts))
     assert empty.hidden_states.shape == x[:0].shape
 
@@ -258,31 +302,33 @@ def runner_of(name: str, config: MoeRunnerConfig) -> MoeRunner:
 RUNNERS = ["deep_gemm", pytest.param("oxmoe", marks=pytest.mark.skipif(not NEW, reason="0.5.23's"))]
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("a2a", ["deepep", "nixl"])
 @pytest.mark.parametrize("name", RUNNERS)
-def test_runner_of_bf16(name: str, a2a: str, rng: torch.Generator) -> None:
-    layer, x, weights, ids = plain_operands(SHAPE, 13, "cpu", rng, "holes")
+def test_runner_of_bf16(device: str, name: str, a2a: str, rng: torch.Generator) -> None:
+    layer, x, weights, ids = plain_operands(FP8, TOKENS[device], device, rng, "holes")
     config = MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2, routed_scaling_factor=2.5)
     info = DeepGemmMoeQuantInfo if name == "deep_gemm" else TritonMoeQuantInfo
     options = {"use_fp8": False} if name == "deep_gemm" else {}
     with server(name, a2a=a2a):
         runner = runner_of(name, config)
-        experts = oxmoe.ExpertWeights.bf16(layer.w13, layer.w2)
         check(
             lambda dispatched: runner.run(dispatched, info(w13_weight=layer.w13, w2_weight=layer.w2, **options)),
+            layer.weights(),
+            lambda x, weights, ids: reference.moe(x, layer.w13, layer.w2, weights, ids),
             x,
             (weights, ids),
             8,
-            lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids),
         )
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("a2a", ["deepep", "mooncake"])
 @pytest.mark.parametrize("name", RUNNERS)
-def test_runner_of_fp8(name: str, a2a: str, rng: torch.Generator) -> None:
+def test_runner_of_fp8(device: str, name: str, a2a: str, rng: torch.Generator) -> None:
     """bf16 tokens, and tokens that were quantised before they were sent."""
-    layer = make_fp8(FP8, "cpu", rng)
-    x, (weights, ids) = layer.x(9, rng), make_routing("holes", 9, FP8.experts, FP8.top_k, rng)
+    layer = make_fp8(FP8, device, rng)
+    x, topk = layer.x(TOKENS[device], rng), routing(device, rng)
     config = MoeRunnerConfig(num_experts=FP8.experts, num_local_experts=FP8.experts, top_k=FP8.top_k)
     scales = {
         "w13_scale": torch.nn.Parameter(layer.w13_scale, requires_grad=False),
@@ -291,47 +337,51 @@ def test_runner_of_fp8(name: str, a2a: str, rng: torch.Generator) -> None:
     kind = DeepGemmMoeQuantInfo if name == "deep_gemm" else TritonMoeQuantInfo
     fp8 = {"use_fp8": True} if name == "deep_gemm" else {"use_fp8_w8a8": True}
     info = kind(w13_weight=layer.w13, w2_weight=layer.w2, block_shape=[128, 128], **scales, **fp8)
-    experts = oxmoe.ExpertWeights.fp8_block(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)
+    made = layer.weights()
     with server(name, a2a=a2a):
         runner = runner_of(name, config)
-        truth = lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids)  # noqa: E731
-        check(lambda dispatched: runner.run(dispatched, info), x, (weights, ids), FP8.experts, truth)
-        wanted = truth(x, weights, ids)
+        apply = lambda dispatched: runner.run(dispatched, info)  # noqa: E731
+        truth = lambda x, weights, ids: reference.moe(x, layer.w13, layer.w2, weights, ids, **scales)  # noqa: E731
+        check(apply, made, truth, x, topk, FP8.experts)
         codes, scale = quantize.per_token_group_quant_fp8(x, 128)
-        turned = scale.t().contiguous().t()
-        out = runner.run(DeepEPNormalDispatchOutput(codes, turned, ids.long(), weights, []), info)
-        assert same_bits(out.hidden_states, wanted)
-        rows, counts, places = in_rows(codes.float(), ids, FP8.experts, 20)
-        row_scales, _, _ = in_rows(scale, ids, FP8.experts, 20)
-        turned = row_scales.transpose(1, 2).contiguous().transpose(1, 2)
-        sent = DeepEPLLDispatchOutput(rows.to(codes.dtype), turned, ids.long(), weights, counts, 2)
-        assert same_bits(combined(runner.run(sent, info).hidden_states, weights, ids, places), wanted)
+        out = apply(DeepEPNormalDispatchOutput(codes, scale.t().contiguous().t(), topk[1].long(), topk[0], []))
+        agrees(out.hidden_states, made, truth, x, topk)
+        agrees(low_latency(apply, codes, scale, topk, FP8.experts), made, truth, x, topk)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp4"])
-def test_methods(format: str, rng: torch.Generator) -> None:
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp8", "mxfp4"])
+def test_methods(device: str, format: str, rng: torch.Generator) -> None:
     """Whole layers of the quantization "oxmoe", whose dispatchers are told what to bring."""
-    layer, x, weights, ids = plain_operands(SHAPE, 11, "cpu", rng, "holes")
+    layer, x, weights, ids = plain_operands(FP8, TOKENS[device], device, rng, "holes")
+    scales: dict[str, Tensor] = {}
     with server():
         if format == "bf16":
             module = fused_moe(layer)
-            experts = oxmoe.ExpertWeights.bf16(layer.w13, layer.w2)
-        elif format == "fp8_block":
-            fp8 = make_fp8(FP8, "cpu", rng)
-            module, x = fp8_layer(fp8, "oxmoe"), fp8.x(11, rng)
-            weights, ids = make_routing("holes", 11, FP8.experts, FP8.top_k, rng)
-            experts = oxmoe.ExpertWeights.fp8_block(fp8.w13, fp8.w2, fp8.w13_scale, fp8.w2_scale)
+            made = layer.weights()
+        elif format == "mxfp4":
+            blocks = Blocks(FP8.experts, FP8.hidden, 128, device, rng)
+            module = mxfp4_layer(blocks)
+            made = module.quant_method.weights
         else:
-            blocks = Blocks(8, 256, 128, "cpu", rng)
-            module, x = mxfp4_layer(blocks), torch.randn(11, 256, generator=rng).bfloat16()
-            experts = module.quant_method.weights
+            checkpoint = {"checkpoint": MXFP8} if format == "mxfp8" else {}
+            layer = (make_mxfp8 if format == "mxfp8" else make_fp8)(FP8, device, rng)
+            module, made = fp8_layer(layer, "oxmoe", **checkpoint), layer.weights()
+            scales = {"w13_scale": layer.w13_scale, "w2_scale": layer.w2_scale}
+
+    def truth(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if format == "mxfp4":
+            return blocks.expected(x, weights, ids, **SWIGLU, layout="interleaved")
+        return reference.moe(x, layer.w13, layer.w2, weights, ids, **scales)
+
     with server(a2a="deepep"):
         check(
             lambda dispatched: module.quant_method.apply(module, dispatched),
+            made,
+            truth,
             x,
             (weights, ids),
-            8 if format != "fp8_block" else FP8.experts,
-            lambda x, weights, ids: oxmoe.moe(x, experts, weights, ids),
+            FP8.experts,
         )
     module.dispatcher = _Layer()
     with server(a2a="deepep"):
