@@ -321,8 +321,6 @@ static const char* run(const GroupedGemmParams* p, int64_t width, int64_t rows, 
     }
 KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
 KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
-KERNEL(tall_gated, GroupedGemmFp8TallSm90<true, 3>)
-KERNEL(tall_plain, GroupedGemmFp8TallSm90<false, 5>)
 KERNEL(stationary_4, GroupedGemmFp8StationarySm90<4>)
 KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 """
@@ -378,10 +376,9 @@ class HostFp8:
             ),
             between(base, "    static __device__ __forceinline__ int k_blocks", "private:\n    // ---- weights"),
         ]
-        names = ("wide", "tall", "stationary")
-        kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}_sm90.cuh") for name in names)
+        kernels = body("moe/grouped_gemm_fp8_wide_sm90.cuh") + body("moe/grouped_gemm_fp8_stationary_sm90.cuh")
         dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
-        assert kernels.count(dynamic) == len(names)
+        assert kernels.count(dynamic) == 2
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
         text += f"\nnamespace oxmoe {{\n{BASE}{''.join(parts)}}};\n}}\n" + kernels
