@@ -53,6 +53,7 @@ class Case:
 BF16, F32 = torch.bfloat16, torch.float32
 CASES = {
     "gated": Case("gated", 384, 384, SWIGLU),
+    "gated-long": Case("gated", 1152, 128, SWIGLU),
     "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
     "gated-quantised": Case("gated", 256, 256, SWIGLU, bias=F32, quantised=True),
     "gated-up-gate": Case("gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),

@@ -210,15 +210,16 @@ def test_refused_at_load(a2a: str, weights: str) -> None:
 
 # FP8's sizes for every format: Hopper's kernels take them. A share of moved elements needs many on a GPU.
 TOKENS = {"cpu": 11, "cuda": 64}
+UNTOUCHED = -12345.0
 Truth = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """moe_masked writes into NaN."""
+    """moe_masked writes into numbers that it does not make."""
 
     def masked(x: Tensor, *operands: Any, **options: Any) -> Tensor:
-        out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16, device=x.device)
+        out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16, device=x.device)
         return oxmoe.moe_masked(x, *operands, **options, out=out)
 
     monkeypatch.setattr(deepep, "moe_masked", masked)
@@ -261,7 +262,7 @@ def low_latency(apply: Any, x: Tensor, x_scale: Tensor | None, topk: tuple[Tenso
     out = low.hidden_states
     assert isinstance(low, DeepEPLLCombineInput) and out.shape == rows.shape and out.device == x.device
     beyond = out[torch.arange(rows.shape[1], device=x.device)[None, :] >= counts[:, None]]
-    assert same_bits(beyond, torch.full_like(beyond, torch.nan)), "rows beyond the counts were written"
+    assert same_bits(beyond, torch.full_like(beyond, UNTOUCHED)), "rows beyond the counts were written"
     return combined(out, weights, ids, places)
 
 

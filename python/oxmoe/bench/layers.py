@@ -318,12 +318,11 @@ def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
     if format_name == "nvfp4-a4":
         # The reference's rows are not rounded.
         return peer_error(result, truth, most=2.5e-1)
-    quantised = format_name in ("fp8-block", "mxfp8")
-    if quantised and result.numel() > 2**24:
-        # Of so many a few miss any bar for the worst one.
-        return peer_error(result, truth, most=1.2e-2)
+    bar = FP8_BAR if format_name in ("fp8-block", "mxfp8") else None
+    if bar is not None and result.numel() > 2**24:
+        bar = replace(bar, max_ulp=4 * bar.max_ulp)  # the worst of so many: 40 was seen
     try:
-        assert_close_ulp(result, truth, FP8_BAR if quantised else None)
+        assert_close_ulp(result, truth, bar)
     except AssertionError as failure:
         return str(failure)
     return None
