@@ -24,7 +24,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 2}
 BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 # Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
 TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
-ORDERED_TILES = [(0, 192), (0, 1), (2, 64), (2, 65), (2, 128), (3, 129), (3, 191)]
 ORDERS = 3  # of threads
 EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
 POISON = 0x7F  # NaN in every dtype here
@@ -44,16 +43,11 @@ class Case:
 
     @property
     def gated(self) -> bool:
-        return self.kernel in ("gated", "ordered_gated")
-
-    @property
-    def tiles(self) -> list[tuple[int, int]]:
-        return ORDERED_TILES if self.kernel.startswith("ordered") else TILES
+        return self.kernel == "gated"
 
     @property
     def unit_columns(self) -> int:
-        few = {"gated": 128, "ordered_gated": 128, "plain": 256, "ordered_plain": 128}
-        return (few | {"stationary_4": 512, "stationary_16": 2048})[self.kernel]
+        return {"gated": 128, "plain": 256, "stationary_4": 512, "stationary_16": 2048}[self.kernel]
 
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -67,13 +61,6 @@ CASES = {
     "plain": Case("plain", 384, 384, bias=BF16),
     "plain-long": Case("plain", 1152, 512, weighted=True),
     "plain-activated": Case("plain", 256, 384, RELU2, bias=F32, weighted=True, quantised=True, strided=True),
-    "ordered-gated": Case("ordered_gated", 384, 384, SWIGLU),
-    "ordered-gated-up-gate": Case("ordered_gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
-    "ordered-gated-quantised": Case(
-        "ordered_gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True, strided=True
-    ),
-    "ordered-plain": Case("ordered_plain", 384, 384, bias=BF16),
-    "ordered-plain-long": Case("ordered_plain", 1152, 512, RELU2, weighted=True, quantised=True),
     "stationary": Case("stationary_4", 256, 640, bias=BF16),
     "stationary-long": Case("stationary_4", 1024, 768, strided=True),
     "stationary-16": Case("stationary_16", 256, 2304, bias=F32),
@@ -110,18 +97,16 @@ class Gemm:
         self.case, rows = case, case.columns * (2 if case.gated else 1)
         groups = case.inner // 128
         self.tiles, mine, place = [], [], GAP
-        for expert, count in case.tiles:
+        for expert, count in TILES:
             self.tiles.append([expert, place, count, 0])
             mine.append(torch.arange(place, place + count))
             place += count + GAP
         self.places, self.inside = place, torch.cat(mine)
         # Behind the last tile one that must not be looked at.
-        self.tile_table = torch.tensor([*self.tiles, [case.tiles[-1][0], 0, 128, 0]], dtype=torch.int32)
-        ordered = case.kernel.startswith("ordered")
-        self.divisor = place if ordered else 2 if case.gated else 1
+        self.tile_table = torch.tensor([*self.tiles, [TILES[-1][0], 0, 128, 0]], dtype=torch.int32)
+        self.divisor = 2 if case.gated else 1
         self.slots = torch.randperm(3 * place, generator=rng)[:place].int() if case.gated else None
-        in_order = ordered or self.slots is None
-        source = torch.arange(place) if in_order else self.slots.long() // self.divisor
+        source = torch.arange(place) if self.slots is None else self.slots.long() // self.divisor
         used = source[self.inside]
         height = int(source.max()) + 1
         self.x, self.x_scales = poisoned((height, case.inner), torch.float8_e4m3fn), poisoned((height, groups), F32)
@@ -134,7 +119,7 @@ class Gemm:
         self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
         self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
 
-        idle = set(range(EXPERTS)) - {expert for expert, _ in case.tiles}
+        idle = set(range(EXPERTS)) - {expert for expert, _ in TILES}
         for tensor in (self.weights, self.scales, *([] if self.bias is None else [self.bias])):
             tensor.view(torch.uint8)[list(idle)] = POISON
         self.expected = []
@@ -197,6 +182,6 @@ def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
         assert same_bits(scales, expected_scales) and same_bits(codes, expected_codes)
 
 
-@pytest.mark.parametrize("name", ["gated", "plain", "ordered-gated", "stationary"])
+@pytest.mark.parametrize("name", ["gated", "plain", "stationary"])
 def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
