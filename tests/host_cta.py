@@ -19,7 +19,8 @@ import pytest
 from fake_cuda.harness import STRUCTS
 from host_kernels import ROOT, write_parameter_headers
 
-PRELUDE = r"""
+# What both kinds of hosts start with: numbers and their formats.
+NUMBERS = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -27,30 +28,23 @@ PRELUDE = r"""
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <random>
+#include <string>
 #include <type_traits>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
-#define __CUDACC__
-#define __CUDA_ARCH__ ARCH
 #define __device__
-#define __host__
-#define __shared__
 #define __forceinline__ inline
-#define __align__(n) __attribute__((aligned(n)))
 using std::max;
 using std::min;
 struct float2 { float x, y; };
-struct uint2 { uint32_t x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
-static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct Index { uint32_t x; };
-static Index threadIdx, blockIdx, blockDim, gridDim;
-
-#define REQUIRE(what) \
-    if (!(what)) { fprintf(stderr, "thread %u: %s\n", threadIdx.x, #what); exit(3); }
+static Index threadIdx, blockIdx, gridDim;
 
 static float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -60,15 +54,30 @@ static uint32_t to_bf16(float x) {
     if (x != x) return 0x7FFF;
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-static float from_f16(uint32_t bits) {
-    const float sign = bits & 0x8000 ? -1 : 1, m = bits & 0x3FF;
-    const int e = bits >> 10 & 31;
-    return sign * (e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24));
-}
 static float from_e4m3(uint32_t code) {
     const float sign = code & 0x80 ? -1 : 1, m = code & 7;
     const int e = code >> 3 & 15;
     return sign * (e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
+}
+"""
+
+PRELUDE = r"""
+static Index blockDim;
+#define __CUDACC__
+#define __CUDA_ARCH__ ARCH
+#define __host__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+struct uint2 { uint32_t x, y; };
+static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+#define REQUIRE(what) \
+    if (!(what)) { fprintf(stderr, "thread %u: %s\n", threadIdx.x, #what); exit(3); }
+
+static float from_f16(uint32_t bits) {
+    const float sign = bits & 0x8000 ? -1 : 1, m = bits & 0x3FF;
+    const int e = bits >> 10 & 31;
+    return sign * (e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24));
 }
 static uint32_t to_f16(float x) {  // of what f16 holds
     const uint32_t sign = bits_of(x) >> 16 & 0x8000;
@@ -429,7 +438,7 @@ class HostCtas:
             for name, (kernel, parameters) in kernels.items()
         ]
         includes = [f'#include "{folder / "csrc" / header}"' for header in headers]
-        source.write_text("\n".join([PRELUDE, *includes, *entries]))
+        source.write_text("\n".join([NUMBERS, PRELUDE, *includes, *entries]))
         flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-DARCH={arch}"]
         subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels

@@ -18,46 +18,17 @@ import pytest
 from torch import Tensor
 
 from fake_cuda.harness import STRUCTS
-from host_cta import without_asm
+from host_cta import NUMBERS, without_asm
 from host_kernels import ROOT, write_parameter_headers
 
 PRELUDE = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <memory>
-#include <random>
-#include <string>
-#include <ucontext.h>
-#include <utility>
-#include <vector>
-#define __device__
-#define __forceinline__ inline
 #define __align__(n)
-using std::max;
-using std::min;
 struct int2 { int x, y; };
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct Index { uint32_t x; };
-static Index threadIdx, blockIdx, gridDim;
 struct CUtensorMap { const uint8_t* data; int64_t width, rows; };
 #define REQUIRE(what) \
     if (!(what)) fail(#what)
 static void fail(const char* what);
 
-static float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-static uint32_t to_bf16(float x) { const uint32_t bits = bits_of(x); return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; }
-static float from_e4m3(uint32_t code) {
-    const float sign = code & 0x80 ? -1 : 1, m = code & 7;
-    const int e = code >> 3 & 15;
-    return sign * (e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
-}
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __fadd_rn(float a, float b) { return a + b; }
@@ -384,7 +355,7 @@ class HostFp8:
         text += f"\nnamespace oxmoe {{\n{BASE}{''.join(parts)}}};\n}}\n" + kernels
         source, library = folder / "fp8.cpp", folder / "fp8.so"
         headers = '#include "oxmoe/src/params/moe.rs.h"\n'
-        source.write_text(headers + PRELUDE + INSTRUCTIONS + without_asm(text) + ENTRY)
+        source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + ENTRY)
         flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
         subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
         self.library = ctypes.CDLL(str(library))
