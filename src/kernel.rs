@@ -4,9 +4,9 @@ use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
-    MmMxfp8FewParams, MmMxfp8Params, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params,
-    QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams,
-    RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
+    MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params,
+    QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params,
+    RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
@@ -77,6 +77,8 @@ pub enum Args<'a> {
     Ragged(&'a RaggedParams),
     Schedule(&'a ScheduleParams),
     GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
+    /// Of weights and of tokens.
+    OrderedGemm(&'a TensorMap, &'a TensorMap, &'a OrderedGemmParams),
     Gemm(&'a GroupedGemmParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
@@ -113,6 +115,7 @@ impl Args<'_> {
             Args::Ragged(p) => [address(p), none, none],
             Args::Schedule(p) => [address(p), none, none],
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
+            Args::OrderedGemm(weights, tokens, p) => [address(&weights.0), address(&tokens.0), address(p)],
             Args::Gemm(p) => [address(p), none, none],
             Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::RoutedLayerMxfp4(p) => [address(p), none, none],
@@ -146,6 +149,7 @@ impl Args<'_> {
                 )
                 | (Args::Ragged(_), Variant::Ragged)
                 | (Args::Schedule(_), Variant::Schedule)
+                | (Args::OrderedGemm(..), Variant::Fp8(Fp8::GroupedGemmFp8OrderedSm90 { .. }))
                 | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. } | Variant::Fp8(_))
                 | (
                     Args::Gemm(_),
@@ -179,6 +183,7 @@ impl Args<'_> {
                     Variant::Fp8(
                         Fp8::RowsToE4m3
                             | Fp8::TilesToE4m3
+                            | Fp8::RowsToSlots
                             | Fp8::WholeRowsToE4m3
                             | Fp8::PeakOfRows
                             | Fp8::WholeRowsOfTiles

@@ -13,13 +13,19 @@ unsafe impl Send for TensorMap {}
 // SAFETY: as above.
 unsafe impl Sync for TensorMap {}
 
+/// e4m3 rows [rows, columns] in boxes of 64 rows x 128 columns, in the 128-byte swizzle. Rows beyond the last are read as zeros.
+pub fn encode_rows_e4m3(base: *const u8, rows: u64, columns: u64) -> Result<TensorMap> {
+    use sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    encode(base, CU_TENSOR_MAP_DATA_TYPE_UINT8, &[columns, rows], &[columns], &[128, 64])
+}
+
 /// One dimension after the contiguous one: (size, distance in rows of the matrix, box).
 pub type Dim = (u64, u64, u32);
 
 /// A matrix of 2-byte elements with `columns` contiguous columns, read in boxes of 64 columns (128 bytes) in the 128-byte swizzle.
 /// The other dimensions need not be ordered by their distance: that is how gate and up rows are interleaved without repacking.
 pub fn encode_16bit(base: *const u8, bf16: bool, columns: u64, dims: &[Dim; 4]) -> Result<TensorMap> {
-    use sys::*;
+    use sys::CUtensorMapDataType::{CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
     let mut sizes = [columns; 5];
     let mut strides = [0u64; 4];
     let mut boxes = [64u32; 5];
@@ -28,20 +34,29 @@ pub fn encode_16bit(base: *const u8, bf16: bool, columns: u64, dims: &[Dim; 4]) 
         strides[i] = rows * columns * 2;
         boxes[i + 1] = extent;
     }
-    let kind = if bf16 {
-        CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    } else {
-        CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-    };
+    let kind = if bf16 { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 } else { CU_TENSOR_MAP_DATA_TYPE_FLOAT16 };
+    encode(base, kind, &sizes, &strides, &boxes)
+}
+
+/// `sizes` and `boxes` of each dimension, `strides` in bytes of each but the first, up to five.
+fn encode(
+    base: *const u8,
+    kind: sys::CUtensorMapDataType,
+    sizes: &[u64],
+    strides: &[u64],
+    boxes: &[u32],
+) -> Result<TensorMap> {
+    use sys::*;
+    debug_assert!(sizes.len() <= 5 && strides.len() + 1 == sizes.len() && boxes.len() == sizes.len());
     let steps = [1u32; 5];
     let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
-    // SAFETY: five sizes, boxes and steps and four strides are given for rank 5; the map is written by the call. The driver checks the
+    // SAFETY: as many sizes, boxes and steps as the rank and a stride less are given; the map is written by the call. The driver checks the
     // values themselves and reports CUDA_ERROR_INVALID_VALUE.
     unsafe {
         cuTensorMapEncodeTiled(
             map.as_mut_ptr(),
             kind,
-            5,
+            sizes.len() as u32,
             base.cast_mut().cast(),
             sizes.as_ptr(),
             strides.as_ptr(),

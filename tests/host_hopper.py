@@ -229,6 +229,22 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
     });
 }
 
+// A box of 64 rows of the tokens' map; zeros beyond the last.
+inline void copy_box(uint32_t at, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
+    uint8_t* to = shared_memory() + at;
+    memset(to, 0x7F, 64 * 128);
+    arrivals.push_back([to, map, column, row, barrier] {
+        for (int n = 0; n < 64; ++n) {
+            for (int i = 0; i < 8; ++i) {
+                uint8_t* chunk = to + n * 128 + (i ^ n % 8) * 16;
+                if (row + n < map->rows) memcpy(chunk, map->data + (row + n) * map->width + column + i * 16, 16);
+                else memset(chunk, 0, 16);
+            }
+        }
+        barrier_change(barrier, 0, -64 * 128);
+    });
+}
+
 inline uint64_t descriptor_128b(uint32_t address, uint32_t offset) { return address + offset; }
 // Rows of 128 bytes whose 16-byte chunks are swizzled in atoms of 1024; the step's 32 bytes start at `at`.
 inline void read_row(float (&numbers)[32], uint64_t at, int row) {
@@ -277,21 +293,28 @@ inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { Wgmma
 """
 
 ENTRY = """
-using oxmoe::GroupedGemmParams;
+using oxmoe::OrderedGemmParams;
 template <typename Kernel>
-static const char* run(const GroupedGemmParams* p, int64_t width, int64_t rows, uint32_t grid, uint32_t seed) {
+static const char* run(
+    const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid, uint32_t seed) {
     static_assert(sizeof(typename Kernel::Shared) <= 227 << 10);
-    const CUtensorMap map{p->weights, width, rows};
-    body = [p, &map] { Kernel::run(map, *p); };
+    const CUtensorMap map{p->gemm.weights, width, rows}, tokens{p->gemm.x, width, places};
+    body = [p, &map, &tokens] {
+        if constexpr (requires { Kernel::kBoxBytes; }) Kernel::run(map, tokens, *p);
+        else Kernel::run(map, p->gemm);
+    };
     launch(grid, Kernel::kThreads, seed);
     return failure.c_str();
 }
 #define KERNEL(name, ...) \\
-    extern "C" const char* name(const GroupedGemmParams* p, int64_t w, int64_t rows, uint32_t grid, uint32_t seed) { \\
-        return run<oxmoe::__VA_ARGS__>(p, w, rows, grid, seed); \\
+    extern "C" const char* name( \\
+        const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid, uint32_t seed) { \\
+        return run<oxmoe::__VA_ARGS__>(p, width, rows, places, grid, seed); \\
     }
 KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
 KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
+KERNEL(ordered_gated, GroupedGemmFp8OrderedSm90<true, 3>)
+KERNEL(ordered_plain, GroupedGemmFp8OrderedSm90<false, 5>)
 KERNEL(stationary_4, GroupedGemmFp8StationarySm90<4>)
 KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 """
@@ -314,7 +337,12 @@ static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
 static void mov_b32(float& d) { d = 0; }
+static void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes(
+    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier) {
+    oxmoe::sm90::copy_box(to, map, column, row, reinterpret_cast<uint64_t*>(shared_memory() + barrier));
+}
 static void ld_global_f32(float& d, const float* from) { d = *from; }
+static void ld_shared_f32(float& d, uint32_t from) { memcpy(&d, shared_memory() + from, 4); }
 }  // namespace ptx
 """
 
@@ -347,24 +375,28 @@ class HostFp8:
             ),
             between(base, "    static __device__ __forceinline__ int k_blocks", "private:\n    // ---- weights"),
         ]
-        kernels = body("moe/grouped_gemm_fp8_wide_sm90.cuh") + body("moe/grouped_gemm_fp8_stationary_sm90.cuh")
+        names = ("wide", "ordered", "stationary")
+        kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}_sm90.cuh") for name in names)
         dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
-        assert kernels.count(dynamic) == 2
+        assert kernels.count(dynamic) == len(names)
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
         text += f"\nnamespace oxmoe {{\n{BASE}{''.join(parts)}}};\n}}\n" + kernels
         source, library = folder / "fp8.cpp", folder / "fp8.so"
         headers = '#include "oxmoe/src/params/moe.rs.h"\n'
         source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + ENTRY)
-        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+        flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
         subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
         self.library = ctypes.CDLL(str(library))
 
-    def run(self, name: str, weights: Tensor, grid: int, seed: int, **parameters: Any) -> None:
-        """weights: e4m3 [experts, rows, k]."""
-        p = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
+    def run(
+        self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, seed: int, **parameters: Any
+    ) -> None:
+        """weights: e4m3 [experts, rows, k]; x has as many rows as there are places where they lie in their order."""
+        gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
+        p = STRUCTS["OrderedGemmParams"](gemm=gemm, **strides)
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
-        shape = ctypes.c_int64(weights.shape[2]), ctypes.c_int64(weights.shape[0] * weights.shape[1])
+        shape = map(ctypes.c_int64, (weights.shape[2], weights.shape[0] * weights.shape[1], places))
         failure = function(ctypes.byref(p), *shape, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
         assert not failure, failure

@@ -8,7 +8,7 @@ use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
-use _oxmoe::variants::fp8::{Fp8, WIDE_TOKENS};
+use _oxmoe::variants::fp8::{Fp8, ORDERED_TOKENS, WIDE_TOKENS};
 use _oxmoe::variants::mxfp8::Mxfp8;
 use _oxmoe::variants::nvfp4::Nvfp4;
 use _oxmoe::variants::{self, Variant};
@@ -91,7 +91,7 @@ fn descs(device: &Device) -> impl Iterator<Item = MoeDesc> + '_ {
         TOKENS.into_iter().flat_map(move |tokens| {
             let logits = |plain| Some(Logits { experts: layer.experts as u32, groups: 1, plain });
             [(logits(true), true), (logits(true), false), (logits(false), true), (None, false)]
-                .map(|(logits, routes_inside)| MoeDesc { layer, tokens, top_k, logits, routes_inside })
+                .map(|(logits, routes_inside)| MoeDesc { layer, tokens, top_k, logits, routes_inside, plain_x: true })
         })
     })
 }
@@ -275,7 +275,12 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
         for (layer, top_k) in layers_on(&device) {
             let families: HashSet<bool> = TOKENS
                 .iter()
-                .map(|&tokens| plan_of(&MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false }, &device))
+                .map(|&tokens| {
+                    plan_of(
+                        &MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false, plain_x: true },
+                        &device,
+                    )
+                })
                 .flat_map(|plan| gemms(&plan).iter().map(hopper).collect::<Vec<_>>())
                 .collect();
             assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
@@ -287,7 +292,7 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
 fn e4m3_on_other_gpus_is_portable() {
     for device in devices().filter(|device| !device.is_hopper()) {
         for (layer, top_k) in layers().filter(|(layer, _)| layer.format.is_fp8() || layer.format == Format::Mxfp8) {
-            let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false };
+            let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false, plain_x: true };
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{plan:?}");
             // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
@@ -364,6 +369,7 @@ fn schedule_fits_its_range() {
                 Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. } | Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
                     WIDE_TOKENS
                 }
+                Variant::Fp8(Fp8::GroupedGemmFp8OrderedSm90 { .. }) => ORDERED_TOKENS,
                 Variant::Mxfp8(Mxfp8::Gemm { tokens, .. } | Mxfp8::GemmPortable { tokens, .. }) => tokens,
                 Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { tokens, .. }) => tokens,
                 Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,

@@ -24,6 +24,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 2}
 BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 # Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
 TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
+ORDERED_TILES = [(0, 192), (0, 1), (2, 64), (2, 65), (2, 128), (3, 129), (3, 191)]
 ORDERS = 3  # of threads
 EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
 POISON = 0x7F  # NaN in every dtype here
@@ -40,14 +41,20 @@ class Case:
     weighted: bool = False
     quantised: bool = False
     strided: bool = False  # units in a fixed stride
+    by_group: bool = False  # scales of neighbouring rows beside each other
 
     @property
     def gated(self) -> bool:
-        return self.kernel == "gated"
+        return self.kernel in ("gated", "ordered_gated")
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        return ORDERED_TILES if self.kernel.startswith("ordered") else TILES
 
     @property
     def unit_columns(self) -> int:
-        return {"gated": 128, "plain": 256, "stationary_4": 512, "stationary_16": 2048}[self.kernel]
+        few = {"gated": 128, "ordered_gated": 128, "plain": 256, "ordered_plain": 128}
+        return (few | {"stationary_4": 512, "stationary_16": 2048})[self.kernel]
 
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -61,6 +68,14 @@ CASES = {
     "plain": Case("plain", 384, 384, bias=BF16),
     "plain-long": Case("plain", 1152, 512, weighted=True),
     "plain-activated": Case("plain", 256, 384, RELU2, bias=F32, weighted=True, quantised=True, strided=True),
+    "ordered-gated": Case("ordered_gated", 384, 384, SWIGLU, by_group=True),
+    "ordered-gated-up-gate": Case("ordered_gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
+    "ordered-gated-quantised": Case(
+        "ordered_gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True, strided=True, by_group=True
+    ),
+    "ordered-gated-one-block": Case("ordered_gated", 128, 384, SWIGLU, bias=F32, quantised=True),
+    "ordered-plain": Case("ordered_plain", 384, 384, bias=BF16, by_group=True),
+    "ordered-plain-long": Case("ordered_plain", 1152, 512, RELU2, weighted=True, quantised=True),
     "stationary": Case("stationary_4", 256, 640, bias=BF16),
     "stationary-long": Case("stationary_4", 1024, 768, strided=True),
     "stationary-16": Case("stationary_16", 256, 2304, bias=F32),
@@ -97,18 +112,20 @@ class Gemm:
         self.case, rows = case, case.columns * (2 if case.gated else 1)
         groups = case.inner // 128
         self.tiles, mine, place = [], [], GAP
-        for expert, count in TILES:
+        for expert, count in case.tiles:
             self.tiles.append([expert, place, count, 0])
             mine.append(torch.arange(place, place + count))
             place += count + GAP
         self.places, self.inside = place, torch.cat(mine)
         # Behind the last tile one that must not be looked at.
-        self.tile_table = torch.tensor([*self.tiles, [TILES[-1][0], 0, 128, 0]], dtype=torch.int32)
+        self.tile_table = torch.tensor([*self.tiles, [case.tiles[-1][0], 0, 128, 0]], dtype=torch.int32)
+        ordered = case.kernel.startswith("ordered")
         self.divisor = 2 if case.gated else 1
         self.slots = torch.randperm(3 * place, generator=rng)[:place].int() if case.gated else None
-        source = torch.arange(place) if self.slots is None else self.slots.long() // self.divisor
+        in_order = ordered or self.slots is None
+        source = torch.arange(place) if in_order else self.slots.long() // self.divisor
         used = source[self.inside]
-        height = int(source.max()) + 1
+        height = place if ordered else int(source.max()) + 1
         self.x, self.x_scales = poisoned((height, case.inner), torch.float8_e4m3fn), poisoned((height, groups), F32)
         self.x[used] = torch.randn((len(used), case.inner), generator=rng).to(torch.float8_e4m3fn)
         self.x_scales[used] = torch.rand((len(used), groups), generator=rng) + 0.5
@@ -119,7 +136,7 @@ class Gemm:
         self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
         self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
 
-        idle = set(range(EXPERTS)) - {expert for expert, _ in TILES}
+        idle = set(range(EXPERTS)) - {expert for expert, _ in case.tiles}
         for tensor in (self.weights, self.scales, *([] if self.bias is None else [self.bias])):
             tensor.view(torch.uint8)[list(idle)] = POISON
         self.expected = []
@@ -137,13 +154,19 @@ class Gemm:
         """out, and its scales where quantised; what is no tile's is as it was."""
         case, infinity = self.case, float("inf")
         out = poisoned((self.places, case.columns), torch.float8_e4m3fn if quantised else BF16)
-        out_scales = poisoned((self.places, case.columns // 128), F32)
+        groups = case.columns // 128, case.inner // 128
+        out_scales = poisoned((groups[0], self.places) if case.by_group else (self.places, groups[0]), F32)
+        x_scales = self.x_scales.T.contiguous() if case.by_group else self.x_scales
+        names = ("x_scale_row", "x_scale_group", "out_scale_row", "out_scale_group")
+        by_group = (1, self.places) * 2
+        strides = dict(zip(names, by_group if case.by_group else (groups[1], 1, groups[0], 1), strict=True))
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
         limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}
         grid, seed = 3, int(torch.randint(1 << 32, (), generator=rng))
         kernels.run(
-            case.kernel, self.weights, grid, seed, x=self.x.data_ptr(), x_scales=self.x_scales.data_ptr(),
+            case.kernel, self.weights, self.places, strides, grid, seed,
+            x=self.x.data_ptr(), x_scales=x_scales.data_ptr(),
             slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
             tiles=self.tile_table.data_ptr(), tile_count=tile_count.data_ptr(),
             next_unit=0 if case.strided else next_unit.data_ptr(), block_scales=self.scales.data_ptr(),
@@ -156,7 +179,7 @@ class Gemm:
         units = int(tile_count) * -(-case.columns // case.unit_columns)
         assert tiles is not None or units > grid, "several units a CTA"
         assert int(next_unit) == (0 if case.strided else units)
-        results = [out, out_scales] if quantised else [out]
+        results = [out, out_scales.T.contiguous() if case.by_group else out_scales] if quantised else [out]
         written = self.inside if tiles is None else self.inside[:0]
         for tensor in results:
             others = tensor.view(torch.uint8).clone()
@@ -182,6 +205,6 @@ def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
         assert same_bits(scales, expected_scales) and same_bits(codes, expected_codes)
 
 
-@pytest.mark.parametrize("name", ["gated", "plain", "stationary"])
+@pytest.mark.parametrize("name", ["gated", "plain", "ordered-gated", "stationary"])
 def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)

@@ -89,6 +89,39 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     assert any("stationary" in name for name in kernels) == (intermediate % 256 == 0)
 
 
+@pytest.mark.parametrize("tokens", [384, 385, 5000])
+def test_rows_in_order(tokens: int, driver: Path, tmp_path: Path) -> None:
+    """From more than 192 slots an expert on each slot gets its row of x, where GEMM2 writes once GEMM1 has read it."""
+    layer = {"experts": 4, "hidden": 512, "intermediate": 1024}
+    result = execute(driver, tmp_path, "fp8_calls", {**layer, "top_k": 2, "tokens": [tokens]})
+    (call,) = result["calls"]
+    made, ranges, slots = launches(call["records"]), ranges_of(call), 2 * tokens
+    maps = {record["map"]: record for record in named(call["records"], "cuTensorMapEncodeTiled")}
+    assert [asked(launch) for launch in made] == planned(call["explain"])
+    *_, quantize, up, down, _ = made
+    names = [launch["kernel"].partition("_gated")[0].partition("_plain")[0] for launch in (quantize, up, down)]
+    if tokens == 384:
+        assert not maps and names[:2] == ["quantize_fp8", "grouped_gemm_fp8_wide_sm90"]
+        return
+    assert names == ["quantize_fp8_slots"] + 2 * ["grouped_gemm_fp8_ordered_sm90"]
+    (route,) = {p.place_of_slot for launch in made for p in parameters_of(launch) if hasattr(p, "block_histogram")}
+    assert {p.tile_step for launch in made for p in parameters_of(launch) if hasattr(p, "tile_step")} == {64}
+    (of_x,), (_, x, p), (_, hidden, q) = (parameters_of(launch) for launch in (quantize, up, down))
+    codes, scales = ranges["rows"], ranges["rows"] + slots * 512
+    assert (of_x.x, of_x.codes, of_x.scales, of_x.rows, of_x.columns) == (call["x"], codes, scales, tokens, 512)
+    assert (of_x.place_of_slot, of_x.top_k, of_x.row_stride, of_x.group_stride) == (route, 2, 1, slots)
+    assert scales + 4 * slots * 512 // 128 <= ranges["rows"] + 2 * slots * 512
+    assert (p.gemm.x, p.gemm.x_scales, p.gemm.schedule_is_older) == (codes, scales, True)
+    assert (p.gemm.out, p.gemm.out_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
+    assert (q.gemm.x, q.gemm.x_scales, q.gemm.out) == (p.gemm.out, p.gemm.out_scales, ranges["rows"])
+    strides = [(g.x_scale_row, g.x_scale_group) for g in (p, q)] + [(p.out_scale_row, p.out_scale_group)]
+    assert strides == 3 * [(1, slots)]
+    for (number, address), gemm, columns in ((x, p.gemm, 512), (hidden, q.gemm, 1024)):
+        assert address == gemm.x and 2 * gemm.k == columns
+        assert (maps[number]["sizes"], maps[number]["box"]) == ([columns, slots], [128, 64])
+        assert maps[number]["strides"] == [columns]
+
+
 SCALING = {"tensor": 2, "token": 1, "static": 3}  # Fp8Scaling
 
 

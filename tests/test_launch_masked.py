@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fake_cuda.harness import execute, launches, parameters_of
+from fake_cuda.harness import execute, launches, named, parameters_of
 
 STREAM, MULTIPROCESSORS = 0x1234, 132
 LAYERS = [
@@ -51,7 +51,9 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
     tiles: dict[tuple[bool, int, int], int] = {}
     for call in result["calls"]:
         made, given, m = launches(call["records"]), call["addresses"], call["m"]
-        assert call["returned"] and {r["call"] for r in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        maps = named(call["records"], "cuTensorMapEncodeTiled")
+        others = {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        assert call["returned"] and {r["call"] for r in call["records"] if r not in maps} <= others
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
         base, size = call["workspace"]
         schedule, *between, down = made
@@ -60,7 +62,11 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         assert (s.experts, s.rows, s.rows_each) == (experts, experts * m, m if call["masked"] else 0)
         assert s.alignment == (1 if call["masked"] else 128)
         (up,) = [launch for launch in between if launch["kernel"].startswith("grouped_gemm")]
-        p, q = parameters_of(up)[-1], parameters_of(down)[-1]
+        last = parameters_of(up)[-1], parameters_of(down)[-1]
+        ordered = "ordered" in up["kernel"]
+        p, q = (params.gemm for params in last) if ordered else last
+        assert ordered == ("ordered" in down["kernel"]) == bool(maps) and (s.tile_tokens == 192 or not ordered)
+        assert s.tile_step == (64 if ordered else 16)
         assert up["kernel"].startswith(KERNELS[format]) and down["kernel"].startswith(KERNELS[format])
         # Places are rows, nothing is gathered, and the schedule's tiles are the kernels'.
         for gemm in (p, q):
@@ -68,7 +74,7 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
             assert (gemm.tiles, gemm.tile_count) == (s.tiles, s.tile_count)
         tile = s.tile_tokens
         assert all(
-            f"t{tile}" in launch["kernel"] or "wide" in launch["kernel"] or "stationary" in launch["kernel"]
+            any(name in launch["kernel"] for name in (f"t{tile}", "wide", "stationary", "ordered"))
             for launch in (up, down)
         ), (tile, up["kernel"], down["kernel"])
         # Two e4m3 take the place of a bf16 number.
@@ -79,6 +85,8 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         more: list[tuple[int, int]] = []
         if format in FP8_QUANTISERS:
             check_fp8(call, between, (p, q), format, quantised, (s, layer, result["addresses"]))
+            if ordered:
+                check_order(call, maps, (up, down), quantised, (layer, experts * m))
         elif format == "mxfp8":
             check_rounded(call, between, (p, q), (s, layer))
         elif format == "mxfp4-a8":
@@ -115,7 +123,8 @@ def check_fp8(
     (p, q), (schedule, layer, weights) = gemms, given
     names, addresses = [launch["kernel"] for launch in between], call["addresses"]
     (up,) = [name for name in names if name.startswith("grouped_gemm")]
-    (quantisers, scaling), inside = FP8_QUANTISERS[format], format == "fp8_block" and "wide" in up
+    (quantisers, scaling), wide = FP8_QUANTISERS[format], "wide" in up or "ordered" in up
+    inside = format == "fp8_block" and wide
     assert names == quantisers * (not quantised) + [up] + quantisers * (not inside)
     place = names.index(up)
 
@@ -129,6 +138,8 @@ def check_fp8(
                 schedule.tile_tokens,
             )
             assert (rows.columns, rows.group, rows.scaling) == (columns, 128, scaling)
+            strides = (1, rows.rows) if "ordered" in up else (columns // 128, 1)
+            assert (rows.row_stride, rows.group_stride) == strides
             if format == "fp8_tensor-static":
                 assert rows.given == weights[("a13_scale", "a2_scale")[number]]
             else:
@@ -145,6 +156,27 @@ def check_fp8(
     else:
         assert p.out_scales == 0
         check(between[place + 1 :], (p.out, q.x, q.x_scales), layer["intermediate"], 1)
+
+
+def check_order(
+    call: dict[str, Any],
+    maps: list[dict[str, Any]],
+    gemms: tuple[Any, Any],
+    quantised: bool,
+    given: tuple[dict[str, int], int],
+) -> None:
+    """Rows come through tensor maps of all there is room for, scales in the order that their makers have."""
+    (layer, rows), by_map = given, {record["map"]: record for record in maps}
+    table = (layer["hidden"] // 128, 1)
+    for gemm, columns, scales in zip(gemms, ("hidden", "intermediate"), (quantised and table, None), strict=True):
+        _, (number, address), p = parameters_of(gemm)
+        assert address == p.gemm.x
+        tokens = by_map[number]
+        assert (tokens["sizes"], tokens["strides"]) == ([layer[columns], rows], [layer[columns]])
+        assert tokens["box"] == [128, 64]
+        assert (p.x_scale_row, p.x_scale_group) == (scales or (1, rows))
+    up, down = (parameters_of(gemm)[-1] for gemm in gemms)
+    assert (up.out_scale_row, up.out_scale_group) == (down.x_scale_row, down.x_scale_group)
 
 
 def check_tiles(rows: Any, schedule: Any, columns: int) -> Any:

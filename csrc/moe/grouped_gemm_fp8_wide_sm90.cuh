@@ -307,7 +307,10 @@ public:
             const int block = block_of(p, work, b);
             if (block * kBlockRows >= p.rows) break;
 #pragma unroll
-            for (int half = 0; half < kRows; ++half) store_group(p, place[half], block, column, half, sums[b]);
+            for (int half = 0; half < kRows; ++half) {
+                const size_t scale_at = size_t(place[half]) * (p.out_columns / kBlockRows) + block;
+                store_group(p, place[half], block, column, half, sums[b], scale_at);
+            }
         }
     }
 
@@ -339,32 +342,9 @@ public:
         }
     }
 
-private:
-    // Outputs where the sums of the first block were.
-    static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
-        constexpr int kSums = kBlockRows / 2;
-        if (p.layout == W13Layout::UpGate) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) {
-                const float up = sums[0][i];
-                sums[0][i] = sums[1][i], sums[1][i] = up;
-            }
-        }
-        const Activation own = activation_of(p, work.expert);
-        if (own.kind == ActivationKind::Swiglu) {
-            const SwigluFunction swiglu(own);
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
-            return;
-        }
-        const ActivationFunction activation(own);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[0][i] = activation(sums[0][i]) * sums[1][i];
-    }
-
-    // A token's group of 128 outputs, 32 of each of its four lanes. `place` -1: none.
+    // A token's group of 128 outputs, 32 of each of its four lanes, and its scale. `place` -1: none.
     static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
-                                                       const float (&sums)[kBlockRows / 2]) {
+                                                       const float (&sums)[kBlockRows / 2], size_t scale_at) {
         const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
         uint32_t packed[kLaneColumns / 2];
 #pragma unroll
@@ -401,7 +381,30 @@ private:
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
-        if (threadIdx.x % 4 == 0) p.out_scales[size_t(place) * (p.out_columns / kBlockRows) + block] = scale.scale;
+        if (threadIdx.x % 4 == 0) p.out_scales[scale_at] = scale.scale;
+    }
+
+private:
+    // Outputs where the sums of the first block were.
+    static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
+        constexpr int kSums = kBlockRows / 2;
+        if (p.layout == W13Layout::UpGate) {
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) {
+                const float up = sums[0][i];
+                sums[0][i] = sums[1][i], sums[1][i] = up;
+            }
+        }
+        const Activation own = activation_of(p, work.expert);
+        if (own.kind == ActivationKind::Swiglu) {
+            const SwigluFunction swiglu(own);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
+            return;
+        }
+        const ActivationFunction activation(own);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[0][i] = activation(sums[0][i]) * sums[1][i];
     }
 };
 

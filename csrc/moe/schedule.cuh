@@ -36,7 +36,8 @@ struct Schedule {
                 rows_before = limited(rows_before + int(__shfl_sync(0xFFFFFFFFu, uint32_t(sum), 31)), p.rows);
             }
             const int parts = (count + p.tile_tokens - 1) / p.tile_tokens;
-            const int size = parts > 1 ? ((count + parts - 1) / parts + 15) & ~15 : p.tile_tokens;
+            const int size =
+                parts > 1 ? ((count + parts - 1) / parts + p.tile_step - 1) / p.tile_step * p.tile_step : p.tile_tokens;
             const int tiles = (count + size - 1) / size, sum = scan(tiles, 0x3FFFFFFF);
             write(p, base + warp, of_lane(warp, first), of_lane(warp, count), of_lane(warp, size),
                   tiles_before + of_lane(warp, sum - tiles), lane);

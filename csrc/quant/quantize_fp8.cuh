@@ -12,6 +12,7 @@
 namespace oxmoe {
 
 struct QuantizeFp8Tiles;
+struct QuantizeFp8Slots;
 
 struct QuantizeFp8 {
     static constexpr int kThreads = 256;
@@ -34,6 +35,7 @@ struct QuantizeFp8 {
 
 private:
     friend struct QuantizeFp8Tiles;
+    friend struct QuantizeFp8Slots;
 
     template <typename Element, typename Pair>
     static __device__ __forceinline__ void group_of_128(const QuantizeFp8Params& p, uint32_t thread, uint32_t rows) {
@@ -52,6 +54,13 @@ private:
                                  p.scaling == Fp8Scaling::Peak ? fp8::Scale(given, p.eps) : fp8::Scale::given(given));
             return;
         }
+        const fp8::Scale scale = scale_of<Element, Pair>(p, words);
+        if (inside) store_group<Element>(p, words, first, group, scale);
+    }
+
+    // Of a group of which this is a lane's part; all lanes of the warp are here.
+    template <typename Element, typename Pair>
+    static __device__ __forceinline__ fp8::Scale scale_of(const QuantizeFp8Params& p, const uint4 (&words)[kVectors]) {
         uint32_t peak = 0;
         auto grow = [&](uint32_t pair) {
             const uint32_t magnitudes = pair & 0x7FFF7FFF;
@@ -62,9 +71,8 @@ private:
         for (int i = 0; i < kVectors; ++i) grow(words[i].x), grow(words[i].y), grow(words[i].z), grow(words[i].w);
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance *= 2) grow(__shfl_xor_sync(0xFFFFFFFF, peak, distance));
-        if (!inside) return;
         const float2 peaks = unpack<Element>(peak);
-        store_group<Element>(p, words, first, group, fp8::Scale(fmaxf(peaks.x, peaks.y), p.eps, p.powers));
+        return fp8::Scale(fmaxf(peaks.x, peaks.y), p.eps, p.powers);
     }
 
     // A lane's part of a group. `first`: its first vector.

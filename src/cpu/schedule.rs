@@ -17,7 +17,10 @@ pub unsafe fn schedule(p: &ScheduleParams) {
         next = (i64::from(next) + i64::from(wanted + p.alignment - 1) / i64::from(p.alignment) * i64::from(p.alignment))
             .min(p.rows.into()) as i32;
         let parts = ((count + p.tile_tokens - 1) / p.tile_tokens).max(1);
-        let size = if parts > 1 { ((count + parts - 1) / parts + 15) & !15 } else { p.tile_tokens };
+        let size = match parts {
+            1 => p.tile_tokens,
+            _ => ((count + parts - 1) / parts + p.tile_step - 1) / p.tile_step * p.tile_step,
+        };
         for start in (0..count).step_by(size as usize) {
             let tile = Tile { expert, first: first + start, count: (count - start).min(size), reserved: 0 };
             // SAFETY: the caller's contract.

@@ -71,6 +71,7 @@ pub fn explain(
             top_k,
             logits: Some(Logits { experts: num_experts as u32, groups: 1, plain: true }),
             routes_inside: true,
+            plain_x: true,
         };
         let device = match arch {
             Some("cpu") => None,

@@ -2,7 +2,7 @@
 //!
 //! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
-use super::grouped_gemm;
+use super::grouped_gemm::{self, Order};
 use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
 use super::tokens::GivenScales;
 use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
@@ -156,16 +156,30 @@ fn in_groups(x: *const u8, rows: i64, columns: i32, (codes, scales): (*mut u8, *
         scaling: Fp8Scaling::Groups,
         given: std::ptr::null_mut(),
         row_threads: 0,
+        place_of_slot: std::ptr::null(),
+        top_k: 0,
     }
 }
 
-/// Of `rows` rows in expert order, x and GEMM1's output: both GEMMs then read what is quantised.
+/// The scales of neighbouring rows beside each other, as the kernel for rows in order reads them best.
+fn by_group(p: QuantizeFp8Params, rows: i64) -> QuantizeFp8Params {
+    QuantizeFp8Params { row_stride: 1, group_stride: rows, ..p }
+}
+
+/// Where both GEMMs find and leave scales, those of x being in order.
+fn orders(rows: i64, x_scales: (i64, i64), hidden: &QuantizeFp8Params) -> [Order; 2] {
+    let hidden = (hidden.row_stride, hidden.group_stride);
+    [Order { rows, x_scales, out_scales: hidden }, Order { rows, x_scales: hidden, out_scales: (0, 0) }]
+}
+
+/// Of `rows` rows in expert order, x and GEMM1's output: both GEMMs then read what is quantised. `given`: x came in e4m3, with these scales.
 pub fn both(
     layer: &Layer,
     workspace: (&MoeWorkspace, *mut u8),
     (rows, counters): (i64, *mut i32),
+    (given, tile_tokens): (Option<*const f32>, i32),
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> [QuantizeFp8Params; 2] {
+) -> ([QuantizeFp8Params; 2], [Order; 2]) {
     let [of_x, of_hidden] = outputs(workspace);
     let both = [
         (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
@@ -175,12 +189,21 @@ pub fn both(
         scaling: fp8_sm90::scaling(layer.desc.format),
         given: if fixed.is_null() { counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
         row_threads: fp8_ops::row_threads(params.columns),
-        ..params
+        ..if fp8_sm90::in_order(tile_tokens) { by_group(params, rows) } else { params }
     });
-    for (gemm, quantized) in [up, down].into_iter().zip(&both) {
-        (gemm.x, gemm.x_scales) = (quantized.codes, quantized.scales.cast());
-    }
-    both
+    let [of_x, of_hidden] = &both;
+    let orders = match given {
+        Some(scales) => {
+            up.x_scales = scales;
+            orders(rows, (i64::from(up.k) / GROUP as i64, 1), of_hidden)
+        }
+        None => {
+            (up.x, up.x_scales) = (of_x.codes, of_x.scales.cast());
+            orders(rows, (of_x.row_stride, of_x.group_stride), of_hidden)
+        }
+    };
+    (down.x, down.x_scales) = (of_hidden.codes, of_hidden.scales.cast());
+    (both, orders)
 }
 
 /// What becomes of the layer's input before GEMM1.
@@ -198,6 +221,7 @@ enum Input {
 pub struct Quantize {
     x: Input,
     hidden: QuantizeFp8Params,
+    pub orders: [Order; 2],
 }
 
 impl Quantize {
@@ -220,9 +244,18 @@ impl Quantize {
         let slots = desc.tokens * desc.top_k;
         let of_x = (Counters::PEAK_X, layer.up.x_scale);
         let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
-        let x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
-        let hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
+        let mut x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
+        let mut hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
+        if fp8_sm90::in_order(route.tile_tokens) {
+            // A row of x for each slot and then its scales, where GEMM2 writes once GEMM1 has read them.
+            let (codes, bytes) = (ws.rows.at::<u8>(base), slots * layer.desc.hidden);
+            let (place_of_slot, top_k) = (route.place_of_slot.cast_const(), desc.top_k as i32);
+            let scales = codes.wrapping_add(bytes as usize);
+            x = QuantizeFp8Params { codes, scales, place_of_slot, top_k, ..by_group(x, slots) };
+            hidden = by_group(hidden, slots);
+        }
         (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
+        let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
         let groups = up.k / GROUP as i32;
         let x = match given {
             None => {
@@ -247,7 +280,7 @@ impl Quantize {
                 })
             }
         };
-        Quantize { x, hidden }
+        Quantize { x, hidden, orders }
     }
 
     pub fn launch_x(&self, stream: &Stream<'_>) -> Result<()> {

@@ -6,7 +6,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{
-    Activation, ActivationKind, Dtype, GroupedGemmParams, LayerParams, RoutedLayerParams, Tile, W13Layout,
+    Activation, ActivationKind, Dtype, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams, Tile,
+    W13Layout,
 };
 use crate::tma::{self, TensorMap};
 use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
@@ -157,7 +158,25 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
     [up, down]
 }
 
-pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps, p: &GroupedGemmParams) -> Result<()> {
+/// What a GEMM of e4m3 takes whose rows of x lie in the order of places.
+#[derive(Clone, Copy)]
+pub struct Order {
+    /// Of x.
+    pub rows: i64,
+    /// Distances between the scales of neighbouring rows and groups of columns.
+    pub x_scales: (i64, i64),
+    pub out_scales: (i64, i64),
+}
+
+/// `order`: of fp8.
+pub fn launch(
+    stream: &Stream<'_>,
+    op: &str,
+    launch: &Launch,
+    maps: &WeightMaps,
+    p: &GroupedGemmParams,
+    order: Option<Order>,
+) -> Result<()> {
     match launch.variant {
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
             stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
@@ -169,8 +188,24 @@ pub fn launch(stream: &Stream<'_>, op: &str, launch: &Launch, maps: &WeightMaps,
         Variant::Fp8(kernel) => {
             let (row_tiles, consumers) = fp8_shape(kernel);
             // Its kernels count pairs of elements.
-            let p = GroupedGemmParams { k: p.k / 2, ..*p };
-            stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, &p))
+            let (map, gemm) = (maps.get(op, row_tiles, consumers)?, GroupedGemmParams { k: p.k / 2, ..*p });
+            let Fp8::GroupedGemmFp8OrderedSm90 { .. } = kernel else {
+                return stream.launch(op, launch, Args::GemmSm90(map, &gemm));
+            };
+            let Some(order) = order else {
+                return Err(Error::Unsupported(format!("{op}: rows in no order with a kernel for rows in order")));
+            };
+            // NOTE: here and not at load: x lies elsewhere in every call.
+            let tokens = tma::encode_rows_e4m3(p.x, order.rows as u64, p.k as u64)?;
+            let (x, out) = (order.x_scales, order.out_scales);
+            let p = OrderedGemmParams {
+                gemm,
+                x_scale_row: x.0 as i32,
+                x_scale_group: x.1 as i32,
+                out_scale_row: out.0 as i32,
+                out_scale_group: out.1 as i32,
+            };
+            stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
         }
         _ => stream.launch(op, launch, Args::Gemm(p)),
     }

@@ -1,11 +1,12 @@
 //! The layer on rows that lie expert by expert, as DeepEP and DeepGEMM hand them over: no routing and no combine. Places of the schedule
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
+use super::grouped_gemm::{self, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
-use super::{elem, fp8, grouped_gemm, nvfp4};
+use super::{elem, fp8, nvfp4};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -25,7 +26,7 @@ use pyo3::prelude::*;
 struct Stages {
     schedule: ScheduleParams,
     /// x, unless it came as codes, and GEMM1's output.
-    quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params)>,
+    quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params, [Order; 2])>,
     /// Of other formats whose activations are rounded: how on CPUs, and rows of x and of GEMM1's output.
     round: Option<(Rounding, [TileRowsParams; 2])>,
     nvfp4: Option<[RoundNvfp4Params; 2]>,
@@ -65,6 +66,7 @@ impl Stages {
             alignment: division.alignment as i32,
             rows: division.rows as i32,
             tile_tokens,
+            tile_step: plan::masked::tile_step(layer.desc.format, tile_tokens),
             tiles: ws.tiles.at(base),
             tile_count: ws.tile_count.at(base),
             counters: ws.counters.at(base),
@@ -89,12 +91,11 @@ impl Stages {
         let nvfp4 = nvfp4::rounding(layer, (codes_scales, None), (out.data, tile_tokens), (&mut up, &mut down));
         let quantize = layer.desc.format.is_fp8().then(|| {
             let of_rows = (division.rows, schedule.counters);
-            let [of_x, of_hidden] = fp8::both(layer, (ws, base), of_rows, (&mut up, &mut down));
+            let given = x_scales.map(|scales| scales.data.cast_const().cast());
+            let ([of_x, of_hidden], orders) =
+                fp8::both(layer, (ws, base), of_rows, (given, tile_tokens), (&mut up, &mut down));
             let of_tiles = |p| QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p };
-            if let Some(scales) = x_scales {
-                (up.x, up.x_scales) = (x.data, scales.data.cast());
-            }
-            (x_scales.is_none().then(|| of_tiles(of_x)), of_tiles(of_hidden))
+            (x_scales.is_none().then(|| of_tiles(of_x)), of_tiles(of_hidden), orders)
         });
         let rounding: Option<Rounding> = match layer.desc.format {
             Format::Mxfp4A8 => Some(cpu::round_rows_to_e4m3),
@@ -141,7 +142,7 @@ impl Stages {
             launches.into_iter().flatten().try_for_each(|launch| stream.launch(op, &launch, args))
         };
         let [x, hidden] = match (&self.quantize, &self.round, &self.nvfp4) {
-            (Some((x, hidden)), ..) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
+            (Some((x, hidden, _)), ..) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
             (None, Some((_, rows)), _) => rows.each_ref().map(|rows| Some(Args::TileRows(rows))),
             (None, None, Some(rows)) => rows.each_ref().map(|rows| Some(Args::RoundNvfp4(rows))),
             (None, None, None) => [None; 2],
@@ -150,12 +151,13 @@ impl Stages {
         quantize("moe_masked: quantisation of x", of_x, x)?;
         // What quantises x stands between the schedule and GEMM1.
         up.schedule_is_older = of_x.iter().any(Option::is_some);
-        if let (Some((_, hidden)), [None, None]) = (&self.quantize, of_hidden) {
+        if let (Some((_, hidden, _)), [None, None]) = (&self.quantize, of_hidden) {
             (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
         }
-        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, &layer.up_maps, &up)?;
+        let [up_order, down_order] = self.quantize.map_or([None; 2], |(.., orders)| orders.map(Some));
+        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, &layer.up_maps, &up, up_order)?;
         quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
-        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan.down, &layer.down_maps, &self.down)
+        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan.down, &layer.down_maps, &self.down, down_order)
     }
 
     fn run_cpu(&self, layer: &Layer) {
@@ -163,7 +165,7 @@ impl Stages {
         // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
         unsafe {
             cpu::schedule(&self.schedule);
-            if let Some((Some(x), _)) = &self.quantize {
+            if let Some((Some(x), ..)) = &self.quantize {
                 cpu::quantize_fp8(x);
             }
             if let Some((rounding, [x, _])) = &self.round {
@@ -173,7 +175,7 @@ impl Stages {
                 cpu::round_to_nvfp4(x);
             }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
-            if let Some((_, hidden)) = &self.quantize {
+            if let Some((_, hidden, _)) = &self.quantize {
                 cpu::quantize_fp8(hidden);
             }
             if let Some((rounding, [_, hidden])) = &self.round {

@@ -179,7 +179,8 @@ impl Stages {
                 if let (Some([round, _]), Some(x)) = (&self.nvfp4, x) {
                     stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
                 }
-                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params)?;
+                let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
+                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params, up_order)?;
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
                     quantize.launch_hidden(stream)?;
                 }
@@ -193,7 +194,7 @@ impl Stages {
                 if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
                     stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
                 }
-                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down)?;
+                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down, down_order)?;
             }
             Experts::Fused(launch) => {
                 let stages = (self.up, self.down, self.combine);
@@ -423,7 +424,8 @@ pub fn moe<'py>(
             let routes_inside =
                 tokens_of_x.scale.is_none() && topk::routes_inside(&select, apply_router_weight_on_input);
             let (tokens, logits) = (tokens_of_x.x.shape()[0], Some(selection.logits(&select)));
-            let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside };
+            let plain_x = tokens_of_x.scale.is_none();
+            let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside, plain_x };
             return Call {
                 layer,
                 x: (x, tokens_of_x),
@@ -461,7 +463,14 @@ fn forward<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
-    let desc = MoeDesc { layer: layer.desc, tokens: tokens.x.shape()[0], top_k, logits: None, routes_inside: false };
+    let desc = MoeDesc {
+        layer: layer.desc,
+        tokens: tokens.x.shape()[0],
+        top_k,
+        logits: None,
+        routes_inside: false,
+        plain_x: tokens.scale.is_none(),
+    };
     Call {
         layer,
         x: (x, tokens),

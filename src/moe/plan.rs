@@ -34,6 +34,8 @@ pub struct MoeDesc {
     /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh): weights are made of the chosen logits alone
     /// and multiply GEMM2's rows.
     pub routes_inside: bool,
+    /// x is of the layer's dtype, not quantised by the caller.
+    pub plain_x: bool,
 }
 
 /// Where everything lies in the workspace. The same for every arch; CPU uses the same ranges.
@@ -306,7 +308,11 @@ impl MoePlan {
                 (tile_tokens, Experts::Gemms { up, down })
             }
             (None, Kernels::HopperFp8) => {
-                let tile_tokens = fp8_sm90::tile_tokens(&up);
+                let order = match desc.plain_x && format == Format::Fp8Block {
+                    true => fp8_sm90::Order::Possible,
+                    false => fp8_sm90::Order::Gathered,
+                };
+                let tile_tokens = fp8_sm90::tile_tokens(&up, order);
                 let (up, down) = (fp8_sm90::gemm(&up, tile_tokens, device), fp8_sm90::down(&down, tile_tokens, device));
                 (tile_tokens, Experts::Gemms { up, down })
             }
@@ -330,7 +336,7 @@ impl MoePlan {
             [[None; 2]; 2]
         } else if format.is_fp8() {
             let inside = kernels == Kernels::HopperFp8 && fp8_sm90::quantises_inside(format, tile_tokens);
-            fp8_sm90::quantize(layer, (desc.tokens, slots), inside)
+            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens, inside)
         } else if format == Format::Mxfp4A8 {
             [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
         } else if kernels == Kernels::HopperNvfp4 {
@@ -406,6 +412,13 @@ pub struct GemmDesc {
     pub experts: i64,
     pub rows: i64,
     pub k: i64,
+}
+
+impl GemmDesc {
+    /// Columns of the output.
+    pub fn outputs(&self) -> i64 {
+        self.rows / if self.gated { 2 } else { 1 }
+    }
 }
 
 /// Bytes of workspace for up to `tokens` tokens, on any device.

@@ -150,7 +150,7 @@ pub mod ffi {
         block_histogram: *mut i32,
     }
 
-    /// Rows that lie expert by expert: the schedule of their grouped GEMMs, cut as RouteParams has it.
+    /// Rows that lie expert by expert: the schedule of their grouped GEMMs.
     #[derive(Clone, Copy, Debug)]
     struct ScheduleParams {
         /// i32 `[experts]`: rows of each expert. Those beyond `rows_each` or `rows` do not count.
@@ -161,7 +161,9 @@ pub mod ffi {
         alignment: i32,
         /// Rows there are.
         rows: i32,
+        /// As in RouteParams.
         tile_tokens: i32,
+        tile_step: i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
         /// i32 `[counter_count]` that get zeros.
@@ -239,6 +241,18 @@ pub mod ffi {
         expert_limit: *const f32,
         /// `expert_limit` is up_limit and silu_limit, not up_limit and gate_limit.
         expert_limit_after: bool,
+    }
+
+    /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
+    /// of neighbouring rows and groups of columns.
+    #[derive(Clone, Copy, Debug)]
+    struct OrderedGemmParams {
+        /// `slot_of_place` serves `slot_weights` alone.
+        gemm: GroupedGemmParams,
+        x_scale_row: i32,
+        x_scale_group: i32,
+        out_scale_row: i32,
+        out_scale_group: i32,
     }
 
     /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.

@@ -140,6 +140,9 @@ pub mod ffi {
         given: *mut f32,
         /// Of `Rows`: threads of a row, a power of two up to 256.
         row_threads: i32,
+        /// Of `QuantizeFp8Slots`: the places that a row and its scales go to, i32 `[rows, top_k]`, -1: none. Else null.
+        place_of_slot: *const i32,
+        top_k: i32,
     }
 
     /// Scales of given e4m3 rows, in whatever order or form, as the GEMMs read them: fp32 `[rows, groups]`.

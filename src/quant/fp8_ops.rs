@@ -79,6 +79,8 @@ pub fn quantize_fp8<'py>(
             scaling: Fp8Scaling::Groups,
             given: std::ptr::null_mut(),
             row_threads: 0,
+            place_of_slot: std::ptr::null(),
+            top_k: 0,
         };
         if from.numel() == 0 {
             return Ok((codes_object, scales_object));
@@ -101,6 +103,9 @@ pub fn quantize_fp8<'py>(
 
 /// The launch that quantises rows of `p`'s form: 32 numbers a thread in groups of 128 16-bit numbers, else eight.
 fn plan_of(p: &QuantizeFp8Params) -> Launch {
+    if !p.place_of_slot.is_null() {
+        return to_slots(p.rows, p.columns.into());
+    }
     let numbers = if p.group == 128 && p.dtype != Dtype::F32 { 32 } else { 8 };
     launch_of(Fp8::RowsToE4m3, p.rows * i64::from(p.columns) / numbers)
 }
@@ -126,6 +131,11 @@ pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2]
         }
         _ => [None, Some(groups)],
     }
+}
+
+/// The launch that quantises rows of bf16 in groups of 128 and brings them to their slots' places.
+pub fn to_slots(rows: i64, columns: i64) -> Launch {
+    launch_of(Fp8::RowsToSlots, rows * columns / 32)
 }
 
 /// Threads of a row with one scale: four vectors of eight numbers each, as far as a CTA goes.

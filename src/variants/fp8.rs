@@ -16,6 +16,11 @@ pub enum Fp8 {
         gated: bool,
         stages: u32,
     },
+    /// As the wide one, 192 tokens and 128 weight rows, gated 256, where rows of x lie in the order of places.
+    GroupedGemmFp8OrderedSm90 {
+        gated: bool,
+        stages: u32,
+    },
     /// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
     GroupedGemmFp8StationarySm90 {
         blocks: u32,
@@ -39,6 +44,8 @@ pub enum Fp8 {
     RowsToE4m3,
     /// The same of a schedule's rows.
     TilesToE4m3,
+    /// Of rows that go to several places each.
+    RowsToSlots,
     /// With one scale a row, which its groups get.
     WholeRowsToE4m3,
     /// The largest magnitude of all rows.
@@ -59,6 +66,7 @@ pub const FP8_TILES: [Fp8Tile; 4] = [
     Fp8Tile { tokens: WIDE_TOKENS, consumers: 2, stages: 4 },
 ];
 pub const WIDE_TOKENS: u32 = 128;
+pub const ORDERED_TOKENS: u32 = 192;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fp8Tile {
@@ -97,9 +105,19 @@ pub fn all() -> Vec<Fp8> {
     let gemms = FP8_TILES.iter().flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
     gemms
         .chain([true, false].into_iter().flat_map(layers))
+        .chain([true, false].map(ordered))
         .chain(stationary())
         .chain(portable())
-        .chain([RowsToE4m3, TilesToE4m3, WholeRowsToE4m3, PeakOfRows, WholeRowsOfTiles, PeakOfTiles, ExpandScales])
+        .chain([
+            RowsToE4m3,
+            TilesToE4m3,
+            RowsToSlots,
+            WholeRowsToE4m3,
+            PeakOfRows,
+            WholeRowsOfTiles,
+            PeakOfTiles,
+            ExpandScales,
+        ])
         .collect()
 }
 
@@ -109,6 +127,11 @@ fn portable() -> impl Iterator<Item = Fp8> {
         GroupedGemmFp8Portable { gated, tokens, rows, warps, stages }
     };
     FP8_PORTABLE_TILES.iter().flat_map(move |tile| [true, false].map(|gated| kernel(tile, gated)))
+}
+
+/// Gated, the sums of gate rows leave less room for stages.
+pub fn ordered(gated: bool) -> Fp8 {
+    GroupedGemmFp8OrderedSm90 { gated, stages: if gated { 3 } else { 5 } }
 }
 
 pub fn stationary() -> impl Iterator<Item = Fp8> {
@@ -132,6 +155,9 @@ impl Fp8 {
             GroupedGemmFp8WideSm90 { gated, stages } => {
                 format!("grouped_gemm_fp8_wide_sm90_{}_s{stages}", gated_name(gated))
             }
+            GroupedGemmFp8OrderedSm90 { gated, stages } => {
+                format!("grouped_gemm_fp8_ordered_sm90_{}_s{stages}", gated_name(gated))
+            }
             GroupedGemmFp8StationarySm90 { blocks } => format!("grouped_gemm_fp8_stationary_sm90_b{blocks}"),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("routed_layer_fp8_sm90_{}_e{experts}_x{ctas}{}", gated_name(gated), any_name(plain))
@@ -141,6 +167,7 @@ impl Fp8 {
             }
             RowsToE4m3 => "quantize_fp8".into(),
             TilesToE4m3 => "quantize_fp8_tiles".into(),
+            RowsToSlots => "quantize_fp8_slots".into(),
             WholeRowsToE4m3 => "quantize_fp8_rows".into(),
             PeakOfRows => "quantize_fp8_peak".into(),
             WholeRowsOfTiles => "quantize_fp8_tile_rows".into(),
@@ -155,6 +182,9 @@ impl Fp8 {
                 format!("oxmoe::GroupedGemmFp8Sm90<{gated}, {tokens}, {consumers}, {stages}>")
             }
             GroupedGemmFp8WideSm90 { gated, stages } => format!("oxmoe::GroupedGemmFp8WideSm90<{gated}, {stages}>"),
+            GroupedGemmFp8OrderedSm90 { gated, stages } => {
+                format!("oxmoe::GroupedGemmFp8OrderedSm90<{gated}, {stages}>")
+            }
             GroupedGemmFp8StationarySm90 { blocks } => format!("oxmoe::GroupedGemmFp8StationarySm90<{blocks}>"),
             RoutedLayerFp8Sm90 { gated, experts, ctas, plain } => {
                 format!("oxmoe::RoutedLayerFp8Sm90<{gated}, {experts}, {ctas}, {plain}>")
@@ -164,6 +194,7 @@ impl Fp8 {
             }
             RowsToE4m3 => "oxmoe::QuantizeFp8".into(),
             TilesToE4m3 => "oxmoe::QuantizeFp8Tiles".into(),
+            RowsToSlots => "oxmoe::QuantizeFp8Slots".into(),
             WholeRowsToE4m3 => "oxmoe::QuantizeFp8Rows".into(),
             PeakOfRows => "oxmoe::QuantizeFp8Peak".into(),
             WholeRowsOfTiles => "oxmoe::QuantizeFp8TileRows".into(),
@@ -176,11 +207,13 @@ impl Fp8 {
         match self {
             GroupedGemmFp8Sm90 { .. } => "moe/grouped_gemm_fp8_sm90.cuh",
             GroupedGemmFp8WideSm90 { .. } => "moe/grouped_gemm_fp8_wide_sm90.cuh",
+            GroupedGemmFp8OrderedSm90 { .. } => "moe/grouped_gemm_fp8_ordered_sm90.cuh",
             GroupedGemmFp8StationarySm90 { .. } => "moe/grouped_gemm_fp8_stationary_sm90.cuh",
             RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
             GroupedGemmFp8Portable { .. } => "moe/grouped_gemm_fp8_portable.cuh",
             RowsToE4m3 => "quant/quantize_fp8.cuh",
             TilesToE4m3 => "quant/quantize_fp8_tiles.cuh",
+            RowsToSlots => "quant/quantize_fp8_slots.cuh",
             WholeRowsToE4m3 | PeakOfRows => "quant/quantize_fp8_rows.cuh",
             WholeRowsOfTiles | PeakOfTiles => "quant/quantize_fp8_tile_rows.cuh",
             ExpandScales => "quant/expand_scales.cuh",
@@ -189,11 +222,15 @@ impl Fp8 {
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => {
+            RowsToE4m3 | TilesToE4m3 | RowsToSlots | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => {
                 ("const __grid_constant__ oxmoe::QuantizeFp8Params p", "p")
             }
             ExpandScales => ("const __grid_constant__ oxmoe::ExpandScalesParams p", "p"),
             GroupedGemmFp8Portable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            GroupedGemmFp8OrderedSm90 { .. } => (
+                "const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, const __grid_constant__ oxmoe::OrderedGemmParams p",
+                "weights, tokens, p",
+            ),
             RoutedLayerFp8Sm90 { .. } => (
                 "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
                 "up_weights, down_weights, p",
@@ -210,8 +247,10 @@ impl Fp8 {
             self,
             GroupedGemmFp8Sm90 { .. }
                 | GroupedGemmFp8WideSm90 { .. }
+                | GroupedGemmFp8OrderedSm90 { .. }
                 | GroupedGemmFp8StationarySm90 { .. }
                 | RoutedLayerFp8Sm90 { .. }
+                | RowsToSlots
                 | WholeRowsOfTiles
                 | PeakOfTiles
         );
@@ -231,9 +270,12 @@ impl Fp8 {
         match *self {
             GroupedGemmFp8Sm90 { consumers, .. } => 128 * (1 + consumers),
             GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 384,
+            GroupedGemmFp8OrderedSm90 { .. } => 512,
             GroupedGemmFp8Portable { warps, .. } => 32 * warps,
             RoutedLayerFp8Sm90 { .. } | ExpandScales => 256,
-            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => 256,
+            RowsToE4m3 | TilesToE4m3 | RowsToSlots | WholeRowsToE4m3 | PeakOfRows | WholeRowsOfTiles | PeakOfTiles => {
+                256
+            }
         }
     }
 
@@ -247,12 +289,17 @@ impl Fp8 {
                 stages * stage + 2 * consumers * chunk + rest(tokens, stages)
             }
             GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
+            // A scale of each token in a stage; gated, the sums of 128 gate rows.
+            GroupedGemmFp8OrderedSm90 { gated, stages } => {
+                let stage = (ORDERED_TOKENS + 128) * 128 + ORDERED_TOKENS * 4;
+                stages * stage + if gated { ORDERED_TOKENS * 128 * 4 } else { 512 } + rest(ORDERED_TOKENS, stages)
+            }
             // A ring of 8 K blocks of tokens and one of 6 of weights.
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),
             // All that its CTAs can have.
             RoutedLayerFp8Sm90 { ctas, .. } => 228 * 1024 / ctas - 1024,
             GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(0, PortableTile::shared_bytes),
-            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 0,
+            RowsToE4m3 | TilesToE4m3 | RowsToSlots | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 0,
             WholeRowsOfTiles | PeakOfTiles => 0,
         };
         bytes.next_multiple_of(128)
@@ -265,10 +312,10 @@ impl Fp8 {
                 let by_registers = if tokens > 32 { 512 } else { 1152 } / self.threads();
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
+            GroupedGemmFp8WideSm90 { .. } | GroupedGemmFp8OrderedSm90 { .. } | GroupedGemmFp8StationarySm90 { .. } => 1,
             RoutedLayerFp8Sm90 { ctas, .. } => ctas,
             GroupedGemmFp8Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
-            RowsToE4m3 | TilesToE4m3 | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,
+            RowsToE4m3 | TilesToE4m3 | RowsToSlots | WholeRowsToE4m3 | PeakOfRows | ExpandScales => 6,
             WholeRowsOfTiles | PeakOfTiles => 6,
         }
     }

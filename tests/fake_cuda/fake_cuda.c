@@ -395,7 +395,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     REQUIRE(rank >= 1 && rank <= 5, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(interleave == CU_TENSOR_MAP_INTERLEAVE_NONE, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CUDA_ERROR_INVALID_VALUE);
+    const int bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+    REQUIRE(bytes == 1 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            CUDA_ERROR_INVALID_VALUE);
     unsigned long long values[3][5] = {{0}};
     for (cuuint32_t i = 0; i < rank; ++i) {
         REQUIRE(sizes[i] >= 1 && sizes[i] <= 1ull << 32, CUDA_ERROR_INVALID_VALUE);
@@ -409,9 +411,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
         values[2][i] = strides[i];
     }
     const cuuint32_t spans[] = {0, 32, 64, 128};
-    REQUIRE(box[0] * 2 % 16 == 0, CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(box[0] * bytes % 16 == 0, CUDA_ERROR_INVALID_VALUE);
     REQUIRE(swizzle <= CU_TENSOR_MAP_SWIZZLE_128B, CUDA_ERROR_INVALID_VALUE);
-    REQUIRE(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || box[0] * 2 <= spans[swizzle], CUDA_ERROR_INVALID_VALUE);
+    REQUIRE(swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || box[0] * bytes <= spans[swizzle], CUDA_ERROR_INVALID_VALUE);
     memset(map, 0, sizeof *map);
     const uint64_t words[2] = {++encoded, (uint64_t)(uintptr_t)address};
     memcpy(map, words, sizeof words);

@@ -9,7 +9,9 @@ use crate::moe::weights::LayerDesc;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};
-use crate::variants::fp8::{self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, WIDE_TOKENS};
+use crate::variants::fp8::{
+    self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, ORDERED_TOKENS, WIDE_TOKENS,
+};
 use crate::variants::Variant;
 
 /// An error where no kernel takes the layer, these or the portable one of other GPUs.
@@ -54,20 +56,56 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
 /// both GEMMs and what quantises, with tiles of 16, 64 and 128 (of these GEMM2 as `down` has it): dsv3-tp8 at M = 64 (mean 2) 302, 309, -; at
 /// 256 (8) -, 363, 411; at 1024 (32) 516, 402, 389; at 4096 (128) -, 825, 662; qwen3-30b-a3b at 64 (4) 150, 151, -; at 256 (16) 181, 158, -;
-/// at 1024 (64) -, 207, 183. The border between 16 and 32 is chosen.
-pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
+/// at 1024 (64) -, 207, 183. The border between 16 and 32 is chosen. `gemm`: GEMM1.
+pub fn tile_tokens(gemm: &GemmDesc, order: Order) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 4.0 => 16,
         mean if mean <= 24.0 => 64,
+        mean if mean > ORDERED_MEAN && order.least_outputs().is_some_and(|least| gemm.outputs() >= least) => {
+            ORDERED_TOKENS as i32
+        }
         _ => WIDE_TOKENS as i32,
     }
+}
+
+/// Whether rows of x lie in the order of places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// No: each slot's row is gathered.
+    Gathered,
+    /// What quantises x can write each slot's row there.
+    Possible,
+    Given,
+}
+
+/// Slots an expert from which on the kernel for rows in order is faster, us of both GEMMs alone, wide and it, at a mean of 256 and 1024: 32 experts
+/// of dsv3 (I 2048) 889, 843 and 2898, 2580; qwen3-30b-a3b (I 768) 466, 453 and 1467, 1325.
+const ORDERED_MEAN: f64 = 192.0;
+
+impl Order {
+    /// Columns between the GEMMs from which on it is. To write each slot's row costs what dsv3-ep8 gains three times, and qwen3-30b-a3b not
+    /// at all: us of quantisation 20 and 107, 20 and 120.
+    fn least_outputs(self) -> Option<i64> {
+        match self {
+            Order::Gathered => None,
+            Order::Possible => Some(1024),
+            Order::Given => Some(512),
+        }
+    }
+}
+
+/// Whether both GEMMs are the kernel for rows in order.
+pub fn in_order(tile_tokens: i32) -> bool {
+    tile_tokens == ORDERED_TOKENS as i32
 }
 
 /// In steps of what an expert's slots are cut into tiles. A half of a wide tile is multiplied whole: with several tiles an expert, full ones
 /// and a rest are less work than even parts. us of GEMM1, even parts and full ones: dsv3-tp8 M = 4096 (mean 128) 367, 385; 16384 (512) 1114,
 /// 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926.
 pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
-    if tile_tokens == WIDE_TOKENS as i32 && slots > 192 * experts {
+    if in_order(tile_tokens) {
+        tile_tokens / 3
+    } else if tile_tokens == WIDE_TOKENS as i32 && slots > 192 * experts {
         tile_tokens / 2
     } else {
         tile_tokens.min(16)
@@ -76,17 +114,26 @@ pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
 
 /// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows.
 pub fn quantises_inside(format: Format, tile_tokens: i32) -> bool {
-    format == Format::Fp8Block && tile_tokens == WIDE_TOKENS as i32
+    format == Format::Fp8Block && tile_tokens >= WIDE_TOKENS as i32
 }
 
 /// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.
-pub fn quantize(layer: &LayerDesc, (tokens, slots): (i64, i64), inside: bool) -> [[Option<Launch>; 2]; 2] {
+pub fn quantize(
+    layer: &LayerDesc,
+    (tokens, slots): (i64, i64),
+    tile_tokens: i32,
+    inside: bool,
+) -> [[Option<Launch>; 2]; 2] {
     let scaling = scaling(layer.format);
+    let before = match in_order(tile_tokens) {
+        true => [None, Some(fp8_ops::to_slots(tokens, layer.hidden))],
+        false => fp8_ops::plan(scaling, tokens, layer.hidden),
+    };
     let after = match inside {
         true => [None, None],
         false => fp8_ops::plan(scaling, slots, layer.intermediate),
     };
-    [fp8_ops::plan(scaling, tokens, layer.hidden), after]
+    [before, after]
 }
 
 /// Where the scales of a format's activations come from.
@@ -100,6 +147,10 @@ pub fn scaling(format: Format) -> Fp8Scaling {
 }
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    if in_order(tile_tokens) {
+        let unit_rows = if gemm.gated { 256 } else { 128 };
+        return tiles::launch(gemm, tile_tokens, (Variant::Fp8(fp8::ordered(gemm.gated)), unit_rows), device);
+    }
     let tile = tile(gemm, tile_tokens, device);
     tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
@@ -179,7 +230,14 @@ pub fn quantisers() -> [Variant; 5] {
 
 pub fn variants(gated: bool) -> Vec<Variant> {
     let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    gemms.chain(fp8::layers(gated)).chain(fp8::stationary()).map(Variant::Fp8).chain(quantisers()).collect()
+    let ordered = [fp8::ordered(gated), fp8::ordered(false), Fp8::RowsToSlots];
+    gemms
+        .chain(ordered)
+        .chain(fp8::layers(gated))
+        .chain(fp8::stationary())
+        .map(Variant::Fp8)
+        .chain(quantisers())
+        .collect()
 }
 
 #[cfg(test)]
@@ -195,7 +253,7 @@ mod tests {
         for tokens in [1, 64, 256, 1024, 4096, 16384] {
             let (element, format) = (Element::Bf16, Format::Fp8Block);
             let gemm = GemmDesc { element, format, gated: true, slots: tokens * 8, experts: 256, rows: 512, k: 7168 };
-            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+            let launch = super::gemm(&gemm, tile_tokens(&gemm, Order::Gathered), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);
         }

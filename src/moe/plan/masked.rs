@@ -72,7 +72,7 @@ impl MaskedPlan {
         let tile_tokens = match kernels {
             Kernels::Hopper => sm90::tile_tokens(&few_up, &few_down, device),
             Kernels::HopperMxfp4 => mxfp4_sm90::tile_tokens(&few_up),
-            Kernels::HopperFp8 => fp8_sm90::tile_tokens(&few_up),
+            Kernels::HopperFp8 => fp8_sm90::tile_tokens(&few_up, fp8_sm90::Order::Given),
             Kernels::HopperMxfp8 => mxfp8_sm90::tile_tokens(&few_up),
             Kernels::HopperNvfp4 => nvfp4_sm90::tile_tokens(&few_up),
             Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
@@ -112,6 +112,14 @@ impl MaskedPlan {
         let [x, hidden] = self.quantize;
         let gemms = [Some(self.up)].into_iter().chain(hidden).chain([Some(self.down)]);
         [Some(self.schedule)].into_iter().chain(x).chain(gemms).flatten().collect()
+    }
+}
+
+/// In steps of what an expert's rows are cut into tiles.
+pub fn tile_step(format: Format, tile_tokens: i32) -> i32 {
+    match format.is_fp8() && fp8_sm90::in_order(tile_tokens) {
+        true => tile_tokens / 3,
+        false => 16,
     }
 }
 

@@ -156,7 +156,7 @@ mod tests {
             let dtype = Dtype::Bf16;
             let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype, format: Format::Mxfp4 };
             let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
-            let desc = MoeDesc { layer, tokens, top_k: 4, logits, routes_inside: true };
+            let desc = MoeDesc { layer, tokens, top_k: 4, logits, routes_inside: true, plain_x: true };
             let plan = |desc| matches!(MoePlan::new(&desc, &device).unwrap().experts, Experts::Routed(_));
             assert!(!plan(MoeDesc { routes_inside: false, ..desc }) && !plan(MoeDesc { logits: None, ..desc }));
             plan(desc)

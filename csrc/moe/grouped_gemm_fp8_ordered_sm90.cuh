@@ -1,0 +1,325 @@
+// grouped_gemm_fp8_wide_sm90.cuh, bit for bit, where rows of x lie in the order of places (`gemm.slot_of_place` serves the
+// router's weights alone) and an expert has many: tokens and weights come by the copy engine, 192 tokens, 64 for each of three
+// consumers, times a block of 128 weight rows.
+//
+// A consumer waits for the products of a K block, then scales them, which takes nearly as long as their multiplication: two
+// consumers leave the tensor cores idle, three do not. Each has sums of one block alone, so gated units go over the tokens twice:
+// the sums of the gate rows wait in shared memory for those of the up rows.
+//
+// Scales are two numbers a lane and K block, products of a token's and the weights': two warps beside the copying one make them,
+// and load what they need two K blocks ahead. A consumer that loaded its own would wait for them in each block (docs/kernels/).
+//
+// The tokens' tensor map: e4m3 x [rows, k] in boxes of 64 rows x 128 bytes, swizzled by 128 bytes.
+#pragma once
+#include "grouped_gemm_fp8_wide_sm90.cuh"
+
+namespace oxmoe {
+namespace sm90 {
+
+// One box of a 2-D tensor map; coordinates in elements, innermost first.
+__device__ __forceinline__ void copy_tensor_2d(void* destination, const CUtensorMap* map, int column, int row,
+                                               uint64_t* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(destination)),
+                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+}  // namespace sm90
+
+template <bool Gated, int Stages>
+struct GroupedGemmFp8OrderedSm90 {
+    static constexpr int kTokens = 192, kConsumers = 3, kBlockRows = 128, kBlockBytes = 128 * 128, kPasses = Gated ? 2 : 1,
+                         kBoxRows = 64, kBoxBytes = kBoxRows * 128;
+    using Params = OrderedGemmParams;
+    using Wide = GroupedGemmFp8WideSm90<Gated, 4>;
+    // Its schedule: units of kPasses blocks, and all tiles of an expert before the next.
+    using Base = GroupedGemmSm90<__nv_bfloat16, Gated, 128, 2, kPasses, Stages>;
+    static_assert(Base::kRows == kPasses * kBlockRows, "units of blocks");
+
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kUnitSlots = Base::kUnitSlots;
+    static constexpr int kScaleThreads = 64;
+    static constexpr int kReaders = 4 * kConsumers;  // arrivals that free a stage
+    static constexpr int kSums = kBlockRows / 2;     // of a lane
+
+    struct alignas(128) Shared {
+        struct {
+            uint8_t tokens[kTokens * 128], weights[kBlockBytes];
+        } stage[Stages];
+        float gates[Gated ? kConsumers : 1][Gated ? kSums : 1][128];
+        float scale[Stages][kTokens];
+        uint32_t source[kUnitSlots][kTokens];  // the schedule's, nobody reads it
+        WorkUnit unit[kUnitSlots];
+        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+    };
+    static constexpr int kSharedBytes = sizeof(Shared);
+    static constexpr int kCtas = 1;
+
+    static __device__ __forceinline__ void run(const CUtensorMap& weights, const CUtensorMap& tokens, const Params& p) {
+        extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+        Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+        if (threadIdx.x == 0) {
+            init_barriers(shared);
+            sm90::prefetch_tensor_map(&weights);
+            sm90::prefetch_tensor_map(&tokens);
+        }
+        __syncthreads();
+        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        if (!p.gemm.schedule_is_older) pdl::wait();
+        if (threadIdx.x < 128) {
+            sm90::registers_decrease<56>();
+            const int warp = threadIdx.x / 32;
+            if (warp == 0)
+                copy(weights, tokens, p.gemm, shared);
+            else if (warp == 1)
+                Base::schedule(p.gemm, shared);
+            else
+                multiply_scales(p, shared);
+        } else {
+            sm90::registers_increase<152>();
+            consume(p, shared);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void init_barriers(Shared& shared) {
+#pragma unroll 1
+        for (int s = 0; s < Stages; ++s) {
+            sm90::barrier_init(&shared.full[s], 1 + kScaleThreads / 32);
+            sm90::barrier_init(&shared.empty[s], kReaders);
+        }
+        for (int u = 0; u < kUnitSlots; ++u) {
+            sm90::barrier_init(&shared.unit_full[u], 32);
+            sm90::barrier_init(&shared.unit_empty[u], 1 + kScaleThreads + 128 * kConsumers);
+        }
+        sm90::barrier_init(&shared.fetch_next, 1);
+        sm90::barrier_init_fence();
+    }
+
+    // Of all experts' weights, in a pass: gate rows first.
+    static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int pass) {
+        const bool second = Gated && (pass == 1) != (p.layout == W13Layout::UpGate);
+        return work.expert * (p.rows / kBlockRows) + work.row_block + (second ? p.out_columns / kBlockRows : 0);
+    }
+
+    // ---- copies: one thread; rows of a box without a token get the next places' tokens ----
+
+    static __device__ __forceinline__ void copy(const CUtensorMap& weights, const CUtensorMap& tokens, const GroupedGemmParams& p,
+                                                Shared& shared) {
+        if (threadIdx.x != 0) return;
+        const int k_blocks = Base::k_blocks(p);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
+            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            int steps = max(0, kPasses * k_blocks - Base::kFetchLead);
+#pragma unroll 1
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const int strip = block_of(p, work, pass) * Wide::kBlockStrips;
+#pragma unroll 1
+                for (int block = 0; block < k_blocks; ++block, ring.advance(), --steps) {
+                    if (steps == 0) sm90::barrier_arrive(&shared.fetch_next);
+                    auto& stage = shared.stage[ring.slot];
+                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                    sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlockBytes + boxes * kBoxBytes);
+                    sm90::copy_tensor_5d(stage.weights, &weights, {block * Base::kBlockK, 0, 0, 0, strip},
+                                         &shared.full[ring.slot]);
+                    for (int box = 0; box < boxes; ++box) {
+                        sm90::copy_tensor_2d(stage.tokens + box * kBoxBytes, &tokens, block * 128, work.first + box * kBoxRows,
+                                             &shared.full[ring.slot]);
+                    }
+                }
+            }
+        }
+    }
+
+    // ---- scales: two warps, three tokens a thread ----
+
+    // Of one K block.
+    struct Scales {
+        float token[kConsumers], weight;
+    };
+
+    static __device__ __forceinline__ void multiply_scales(const Params& p, Shared& shared) {
+        const int k_blocks = Base::k_blocks(p.gemm), thread = threadIdx.x % kScaleThreads;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const float* tokens[kConsumers];
+#pragma unroll
+            for (int i = 0; i < kConsumers; ++i) {
+                const int row = i * kScaleThreads + thread;
+                tokens[i] = p.gemm.x_scales + size_t(work.first + (row < work.count ? row : 0)) * p.x_scale_row;
+            }
+#pragma unroll 1
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const float* weights =
+                    reinterpret_cast<const float*>(p.gemm.block_scales) + size_t(block_of(p.gemm, work, pass)) * k_blocks;
+                Scales even = {}, odd = {};
+                auto load = [&](Scales& scales, int block) {
+                    if (block >= k_blocks) return;
+#pragma unroll
+                    for (int i = 0; i < kConsumers; ++i) scales.token[i] = tokens[i][size_t(block) * p.x_scale_group];
+                    scales.weight = weights[block];
+                };
+                auto store = [&](const Scales& scales) {
+                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+#pragma unroll
+                    for (int i = 0; i < kConsumers; ++i) {
+                        shared.scale[ring.slot][i * kScaleThreads + thread] = __fmul_rn(scales.token[i], scales.weight);
+                    }
+                    __syncwarp();
+                    sm90::barrier_arrive_if(&shared.full[ring.slot], thread % 32 == 0);
+                    ring.advance();
+                };
+                load(even, 0), load(odd, 1);
+#pragma unroll 1
+                for (int block = 0; block < k_blocks; block += 2) {
+                    store(even);
+                    load(even, block + 2);
+                    if (block + 1 == k_blocks) break;
+                    store(odd);
+                    load(odd, block + 3);
+                }
+            }
+        }
+    }
+
+    // ---- consumers ----
+
+    using Sums = float[kSums];
+
+    static __device__ __forceinline__ void consume(const Params& params, Shared& shared) {
+        const GroupedGemmParams& p = params.gemm;
+        const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        // NOTE: before the loop and at its ends: at its start, ptxas no longer sees that lanes agree on the ring.
+        sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+        for (;;) {
+            WorkUnit work = shared.unit[units.slot];
+            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            if (work.expert < 0) break;
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            units.advance();
+            if (consumer * 64 >= work.count) {
+                for (int step = 0; step < kPasses * k_blocks; ++step, ring.advance()) {
+                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                    __syncwarp();
+                    sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+                }
+                sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+                continue;
+            }
+            int place[2];
+            Sums sums;
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                multiply(k_blocks, row, sums, shared, ring);
+                prepare(p, work, row, block_of(p, work, pass), sums, place);
+                if (pass + 1 < kPasses) {
+#pragma unroll
+                    for (int i = 0; i < kSums; ++i) shared.gates[consumer][i][threadIdx.x % 128] = sums[i];
+                }
+            }
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            activate(p, work, shared.gates[Gated ? consumer : 0], sums);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const size_t scale_at =
+                    size_t(place[half]) * params.out_scale_row + size_t(work.row_block) * params.out_scale_group;
+                Wide::store_group(p, place[half], work.row_block, threadIdx.x % 4 * Wide::kRun, half, sums, scale_at);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ float load_shared(const float* from) {
+        float value;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(sm90::shared_address(from)) : "memory");
+        return value;
+    }
+
+    static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
+                                                    RingPosition<Stages>& ring) {
+        const int consumer = Base::consumer_index();
+        const bool is_lane_0 = threadIdx.x % 32 == 0;
+        float product[kSums];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
+#pragma unroll 1
+        for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+            const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * kBoxBytes;
+            const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights);
+            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+            sm90::wgmma_fence();
+            sm90::start_wgmma_e4m3_128(product, sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
+#pragma unroll
+            for (int i = 1; i < 4; ++i) {
+                sm90::WgmmaE4m3<kBlockRows>::multiply(product, sm90::descriptor_128b(tokens, i * 32),
+                                                      sm90::descriptor_128b(weights, i * 32), true);
+            }
+            sm90::wgmma_commit();
+            const float low = load_shared(&shared.scale[ring.slot][row]), high = load_shared(&shared.scale[ring.slot][row + 8]);
+            sm90::wgmma_wait<0>();
+            sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
+        }
+    }
+
+    // Bias and router weights of a block's sums; where a lane's tokens go, -1 without a token. `block`: of all experts' weights.
+    static __device__ __forceinline__ void prepare(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
+                                                   Sums& sums, int (&place)[2]) {
+        if (p.bias) Wide::add_bias(p, size_t(block) * kBlockRows + threadIdx.x % 4 * Wide::kRun, sums);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
+            if (!p.slot_weights || place[half] < 0) continue;
+            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
+#pragma unroll
+            for (int i = 0; i < Wide::kLaneColumns; ++i) sums[Wide::sum_index(i, half)] *= weight;
+        }
+    }
+
+    // Gated: of the sums of the up rows, with those of the gate rows.
+    static __device__ __forceinline__ void activate(const GroupedGemmParams& p, const WorkUnit& work, const float (*gates)[128],
+                                                    Sums& sums) {
+        const int thread = threadIdx.x % 128;
+        if constexpr (Gated) {
+            const Activation own = activation_of(p, work.expert);
+            if (own.kind == ActivationKind::Swiglu) {
+                const SwigluFunction swiglu(own);
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) sums[i] = swiglu(gates[i][thread], sums[i]);
+                return;
+            }
+            const ActivationFunction activation(own);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[i] = activation(gates[i][thread]) * sums[i];
+        } else if (p.activation.kind != ActivationKind::Identity) {
+            const ActivationFunction activation(p.activation);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) sums[i] = activation(sums[i]);
+        }
+    }
+};
+
+}  // namespace oxmoe

@@ -1,0 +1,151 @@
+"""fp8_block experts with many rows an expert: GEMMs of rows that lie in the order of places.
+
+The GEMMs of a call whose tokens came as e4m3 gather them instead: both have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import PATTERNS, Shape, make_routing
+from fp8_cases import CALL_OPTIONS, Fp8, call, check, make_fp8
+from oxmoe import quantize
+from oxmoe.testing import same_bits
+
+pytestmark = pytest.mark.gpu
+
+ORDERED = "fp8_ordered"
+# One expert's tokens are enough; a block, an odd number of blocks and a model's widths in every place.
+SHAPES = (
+    Shape("one-block", 4, 2, 128, 1024),
+    Shape("odd-blocks", 5, 3, 384, 1152, bias=True),
+    Shape("i1408", 3, 2, 256, 1408),
+    Shape("up-gate", 4, 2, 256, 1024).with_options(layout="up_gate", activation="gelu"),
+    Shape("relu2", 4, 2, 640, 1024, bias=True).with_options(activation="relu2", gated=False),
+)
+MODELS = (Shape("mixtral", 8, 2, 4096, 1792), Shape("dsv3", 4, 2, 7168, 2048))
+
+
+def plan_of(shape: Shape, tokens: int) -> str:
+    sizes = (shape.experts, shape.hidden, shape.intermediate, shape.top_k, tokens)
+    names = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_tokens")
+    return oxmoe.explain(**dict(zip(names, sizes, strict=True)), format="fp8_block", gated=shape.gated, arch="sm_90")
+
+
+def check_both(layer: Fp8, x: Tensor, *routing: Tensor, **options: Any) -> None:
+    """Near the reference, and with the bits of tokens that the caller quantised."""
+    assert ORDERED in plan_of(layer.shape, len(x))
+    result = check(layer, x, *routing, **options)
+    codes, scales = quantize.per_token_group_quant_fp8(x, 128)
+    given = [part.to(x.device) for part in routing]
+    made = layer.weights()
+    assert same_bits(call(x, made, *given, **options), result)
+    assert same_bits(oxmoe.moe(codes, made, *given, x_scale=scales, **options), result)
+
+
+def tokens_of(shape: Shape, mean: int) -> int:
+    return mean * shape.experts // shape.top_k + 1
+
+
+@pytest.mark.parametrize("mean", [193, 256, 400, 577])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_layer(shape: Shape, mean: int, rng: torch.Generator) -> None:
+    tokens = tokens_of(shape, mean)
+    layer = make_fp8(shape, "cuda", rng)
+    check_both(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_routing_patterns(pattern: str, rng: torch.Generator) -> None:
+    shape = SHAPES[1]
+    tokens = tokens_of(shape, 300)
+    layer = make_fp8(shape, "cuda", rng)
+    check_both(layer, layer.x(tokens, rng), *make_routing(pattern, tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("options", CALL_OPTIONS, ids=lambda options: next(iter(options)))
+def test_call_options(options: dict[str, Any], rng: torch.Generator) -> None:
+    """Expert parallel: half of the ids are another rank's, whose slots have no row."""
+    shape = SHAPES[3]
+    tokens, experts = tokens_of(shape, 500), shape.experts * options.get("ep_size", 1)
+    layer = make_fp8(shape, "cuda", rng)
+    check_both(layer, layer.x(tokens, rng), *make_routing("holes", tokens, experts, shape.top_k, rng), **options)
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
+def test_models(shape: Shape, rng: torch.Generator) -> None:
+    layer = make_fp8(shape, "cuda", rng)
+    for mean in (256, 1024):
+        tokens = tokens_of(shape, mean)
+        check_both(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:
+    """In tiles of few, of many, in order: the same bits."""
+    shape = SHAPES[1]
+    layer, tokens = make_fp8(shape, "cuda", rng), 1400
+    made, x = layer.weights(), layer.x(tokens, rng)
+    weights, ids = (part.cuda() for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+    whole = call(x, made, weights, ids)
+    for count in (1, 33, 100, 250, 333, 700):
+        assert same_bits(call(x[:count], made, weights[:count], ids[:count]), whole[:count])
+
+
+def test_not_finite_stays_in_its_row(rng: torch.Generator) -> None:
+    shape = SHAPES[0]
+    tokens = tokens_of(shape, 300)
+    layer = make_fp8(shape, "cuda", rng)
+    x, routing = layer.x(tokens, rng), make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+    made, given = layer.weights(), [part.cuda() for part in routing]
+    clean = call(x, made, *given)
+    x[5, 7], x[6, 100] = math.nan, math.inf
+    result = call(x, made, *given)
+    assert bool(result[5:7].isnan().all())
+    others = [i for i in range(tokens) if i not in (5, 6)]
+    assert same_bits(result[others], clean[others])
+
+
+def test_graph_takes_other_routing(rng: torch.Generator) -> None:
+    shape = SHAPES[1]
+    layer, tokens = make_fp8(shape, "cuda", rng), 700
+    made, x = layer.weights(), layer.x(tokens, rng)
+    first, second = (
+        [part.cuda() for part in make_routing("holes", tokens, shape.experts, shape.top_k, rng)] for _ in range(2)
+    )
+    given, out = [part.clone() for part in first], torch.empty_like(x)
+    oxmoe.moe(x, made, *given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oxmoe.moe(x, made, *given, out=out)
+    for routing in (second, first):
+        for place, part in zip(given, routing, strict=True):
+            place.copy_(part)
+        out.fill_(math.nan)
+        graph.replay()
+        assert same_bits(out, call(x, made, *routing))
+
+
+@pytest.mark.parametrize("counts", [[1000, 0, 193, 64], [192, 191, 65, 1], [0] * 4, [577, 384, 449, 1000]], ids=str)
+def test_masked(counts: list[int], rng: torch.Generator) -> None:
+    """Rows that lie expert by expert, quantised here or by the caller: as with tiles of few tokens."""
+    experts, m = len(counts), 1000
+    shape = Shape("masked", experts, 1, 384, 640, bias=True)
+    layer = make_fp8(shape, "cuda", rng)
+    made, mask = layer.weights(), torch.tensor(counts, dtype=torch.int32)
+    x = torch.randn((experts, m, shape.hidden), generator=rng).bfloat16().cuda()
+    valid = (torch.arange(m)[None, :] < mask[:, None]).cuda()
+    x[~valid] = math.nan
+    codes, scales = quantize.per_token_group_quant_fp8(x, 128)
+    few, many, given = (
+        oxmoe.moe_masked(rows, made, mask.cuda(), expected_m=expected, out=torch.full_like(x, 7.0), **more)
+        for rows, expected, more in ((x, 20, {}), (x, 1000, {}), (codes, 1000, {"x_scale": scales}))
+    )
+    assert bool((many[~valid] == 7.0).all()) and bool((given[~valid] == 7.0).all())
+    assert same_bits(many, few) and same_bits(given, few)
+    assert bool(many[valid].isfinite().all())
