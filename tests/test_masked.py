@@ -381,7 +381,8 @@ def ceil(size: int, parts: int) -> int:
     return (size + parts - 1) // parts
 
 
-def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, tile: int) -> list[list[int]]:
+def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, sizes: tuple[int, int]) -> list[list[int]]:
+    tile, step = sizes
     tiles, following = [], 0
     for expert, given in enumerate(counts):
         wanted = min(max(given, 0), rows)
@@ -389,21 +390,28 @@ def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, tile:
         count = min(wanted, rows_each if rows_each else rows - first)
         following += ceil(wanted, alignment) * alignment
         parts = ceil(count, tile)
-        size = ceil(ceil(count, parts), 16) * 16 if parts > 1 else tile
+        size = ceil(ceil(count, parts), step) * step if parts > 1 else tile
         tiles += [[expert, first + start, min(size, count - start), 0] for start in range(0, count, size)]
     return tiles
 
 
-@pytest.mark.parametrize("tile", [16, 64, 192])
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (192, 16), (192, 64)], ids=str)
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 70, 256])
-def test_schedule_kernel(kernel: HostKernels, experts: int, tile: int, rng: torch.Generator) -> None:
+def test_schedule_kernel(kernel: HostKernels, experts: int, sizes: tuple[int, int], rng: torch.Generator) -> None:
     """The GPU kernel's code on the host."""
-    for rows_each, alignment, rows in ((100, 1, 100 * experts), (0, 1, 50 * experts), (0, 128, 900), (0, 8, 2**30)):
-        counts = torch.randint(-3, 120, (experts,), generator=rng).int()
+    most = 120 if sizes[0] < 120 else 900
+    each = most - 20
+    for rows_each, alignment, rows in (
+        (each, 1, each * experts),
+        (0, 1, each // 2 * experts),
+        (0, 128, 900),
+        (0, 8, 2**30),
+    ):
+        counts = torch.randint(-3, most, (experts,), generator=rng).int()
         counts[torch.randperm(experts, generator=rng)[: experts // 8]] = 0
         if rows == 900:
             counts[:2] = 2**31 - 1
-        expected = tiles_of(counts.tolist(), rows_each, alignment, rows, tile)
+        expected = tiles_of(counts.tolist(), rows_each, alignment, rows, sizes)
         tiles = torch.full((len(expected) + 2, 4), -7, dtype=torch.int32)
         counters, total = torch.full((3,), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
         kernel.run(
@@ -415,7 +423,8 @@ def test_schedule_kernel(kernel: HostKernels, experts: int, tile: int, rng: torc
             rows_each=rows_each,
             alignment=alignment,
             rows=rows,
-            tile_tokens=tile,
+            tile_tokens=sizes[0],
+            tile_step=sizes[1],
             tiles=tiles.data_ptr(),
             tile_count=total.data_ptr(),
             counters=counters.data_ptr(),

@@ -7,7 +7,8 @@
 // the sums of the gate rows wait in shared memory for those of the up rows.
 //
 // Scales are two numbers a lane and K block, products of a token's and the weights': two warps beside the copying one make them,
-// and load what they need two K blocks ahead. A consumer that loaded its own would wait for them in each block (docs/kernels/).
+// and load what they need two K blocks ahead. A consumer that loaded its own would wait for them in each block
+// (docs/kernels/grouped_gemm_fp8_sm90.md).
 //
 // The tokens' tensor map: e4m3 x [rows, k] in boxes of 64 rows x 128 bytes, swizzled by 128 bytes.
 #pragma once
