@@ -21,7 +21,7 @@ from oxmoe.testing import same_bits
 pytestmark = pytest.mark.gpu
 
 ORDERED = "fp8_ordered"
-# One expert's tokens are enough; a block, an odd number of blocks and a model's widths in every place.
+# One K block, odd numbers of blocks in every place, and what else the epilogues do.
 SHAPES = (
     Shape("one-block", 4, 2, 128, 1024),
     Shape("odd-blocks", 5, 3, 384, 1152, bias=True),
