@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import oxmoe
-from cases import Shape, draws, make_layer, make_workspace, make_x
+from cases import Shape, draws, make_layer, make_routing, make_workspace, make_x
 from mxfp4_cases import call
 from oxmoe import reference
-from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm
+from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm, same_bits
 
 # A model's ratios, one block, an odd number of blocks in every place, and sizes that others pad: 704 is refused.
 SHAPES = (
@@ -250,3 +251,22 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     finite = truth.isfinite()
     assert relative_norm(result[finite], truth[finite]) < NORM
     return results[0]
+
+
+def check_graph(layer: Any, tokens: int, pattern: str, rng: torch.Generator) -> None:
+    """A CUDA graph takes other routing in each replay. `layer`: anything with shape, weights() and x()."""
+    shape, made, x = layer.shape, layer.weights(), layer.x(tokens, rng)
+    first, second = (
+        [part.cuda() for part in make_routing(pattern, tokens, shape.experts, shape.top_k, rng)] for _ in range(2)
+    )
+    given, out = [part.clone() for part in first], torch.empty_like(x)
+    oxmoe.moe(x, made, *given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        oxmoe.moe(x, made, *given, out=out)
+    for routing in (second, first):
+        for place, part in zip(given, routing, strict=True):
+            place.copy_(part)
+        out.fill_(math.nan)
+        graph.replay()
+        assert same_bits(out, call(x, made, *routing))

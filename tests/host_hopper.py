@@ -230,8 +230,7 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
 }
 
 // A box of 64 rows of the tokens' map; zeros beyond the last.
-inline void copy_box(uint32_t at, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
-    uint8_t* to = shared_memory() + at;
+inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
     memset(to, 0x7F, 64 * 128);
     arrivals.push_back([to, map, column, row, barrier] {
         for (int n = 0; n < 64; ++n) {
@@ -337,10 +336,6 @@ static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
 static void mov_b32(float& d) { d = 0; }
-static void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes(
-    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier) {
-    oxmoe::sm90::copy_box(to, map, column, row, reinterpret_cast<uint64_t*>(shared_memory() + barrier));
-}
 static void ld_global_f32(float& d, const float* from) { d = *from; }
 static void ld_shared_f32(float& d, uint32_t from) { memcpy(&d, shared_memory() + from, 4); }
 }  // namespace ptx

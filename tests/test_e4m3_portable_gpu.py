@@ -14,7 +14,7 @@ import torch
 
 import oxmoe
 from cases import Shape, make_routing, make_workspace
-from fp8_cases import MODES, Fp8, check, check_tensor, make_fp8, make_fp8_tensor
+from fp8_cases import MODES, Fp8, check, check_graph, check_tensor, make_fp8, make_fp8_tensor
 from mxfp4_cases import call
 from mxfp8_cases import Mxfp8, make_mxfp8
 from mxfp8_cases import check as check_mxfp8
@@ -55,11 +55,12 @@ def test_fp8_block(shape: Shape, tokens: int, rng: torch.Generator) -> None:
     check(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
 
 
+@pytest.mark.parametrize("of_rows", [False, True], ids=["of-matrix", "of-rows"])
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 @pytest.mark.parametrize("mode", MODES)
-def test_fp8_tensor(mode: str, tokens: int, rng: torch.Generator) -> None:
+def test_fp8_tensor(mode: str, tokens: int, of_rows: bool, rng: torch.Generator) -> None:
     shape = FP8[0]
-    layer = make_fp8_tensor(shape, "cuda", rng)
+    layer = make_fp8_tensor(shape, "cuda", rng, of_rows=of_rows)
     routing = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
 
@@ -120,23 +121,7 @@ def test_not_finite(format: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
 def test_graph_takes_other_routing(format: str, rng: torch.Generator) -> None:
-    shape = Shape("small", 5, 3, 384, 640)
-    layer = made(format, shape, rng)
-    weights, x = layer.weights(), layer.x(90, rng)
-    first, second = (
-        [part.cuda() for part in make_routing("uniform", 90, shape.experts, shape.top_k, rng)] for _ in range(2)
-    )
-    given, out = [part.clone() for part in first], torch.empty_like(x)
-    oxmoe.moe(x, weights, *given, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        oxmoe.moe(x, weights, *given, out=out)
-    for routing in (second, first):
-        for place, part in zip(given, routing, strict=True):
-            place.copy_(part)
-        out.fill_(math.nan)
-        graph.replay()
-        assert same_bits(out, call(x, weights, *routing))
+    check_graph(made(format, Shape("small", 5, 3, 384, 640), rng), 90, "uniform", rng)
 
 
 def test_rows_in_expert_order(rng: torch.Generator) -> None:

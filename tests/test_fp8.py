@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import ACTIVATIONS, PATTERNS, Shape, make_routing, tie_free_logits
-from fp8_cases import MODELS, SHAPES, call, check, make_fp8
+from fp8_cases import MODELS, SHAPES, call, check, check_graph, make_fp8
 from oxmoe import quantize, reference
 from oxmoe.testing import same_bits
 
@@ -228,22 +228,7 @@ def test_models(shape: Shape, tokens: int, rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_graph_takes_other_routing(rng: torch.Generator) -> None:
-    layer = make_fp8(SMALL, "cuda", rng)
-    made, x = layer.weights(), layer.x(300, rng)
-    first, second = (
-        [part.cuda() for part in make_routing("uniform", 300, SMALL.experts, SMALL.top_k, rng)] for _ in range(2)
-    )
-    given, out = [part.clone() for part in first], torch.empty_like(x)
-    oxmoe.moe(x, made, *given, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        oxmoe.moe(x, made, *given, out=out)
-    for routing in (second, first):
-        for place, part in zip(given, routing, strict=True):
-            place.copy_(part)
-        out.fill_(math.nan)
-        graph.replay()
-        assert same_bits(out, call(x, made, *routing))
+    check_graph(make_fp8(SMALL, "cuda", rng), 300, "uniform", rng)
 
 
 # SGLang's call

@@ -39,9 +39,11 @@ class Case:
     up_gate: bool = False
     bias: torch.dtype | None = None
     weighted: bool = False
+    of_rows: bool = False  # scales of weight rows beside those of blocks
     quantised: bool = False
     strided: bool = False  # units in a fixed stride
     by_group: bool = False  # scales of neighbouring rows beside each other
+    fours: bool = False  # those of x four groups at a time
 
     @property
     def gated(self) -> bool:
@@ -63,22 +65,29 @@ CASES = {
     "gated-long": Case("gated", 1152, 128, SWIGLU),
     "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
     "gated-quantised": Case("gated", 256, 256, SWIGLU, bias=F32, quantised=True),
+    "gated-rows": Case("gated", 256, 256, SWIGLU, up_gate=True, bias=BF16, of_rows=True),
     "gated-up-gate": Case("gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
     "gated-up-gate-quantised": Case("gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True),
     "plain": Case("plain", 384, 384, bias=BF16),
     "plain-long": Case("plain", 1152, 512, weighted=True),
+    "plain-rows": Case("plain", 256, 384, weighted=True, of_rows=True),
     "plain-activated": Case("plain", 256, 384, RELU2, bias=F32, weighted=True, quantised=True, strided=True),
     "ordered-gated": Case("ordered_gated", 384, 384, SWIGLU, by_group=True),
+    "ordered-gated-fours": Case(
+        "ordered_gated", 1152, 256, SWIGLU, bias=BF16, quantised=True, by_group=True, fours=True
+    ),
     "ordered-gated-up-gate": Case("ordered_gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
     "ordered-gated-quantised": Case(
         "ordered_gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True, strided=True, by_group=True
     ),
     "ordered-gated-one-block": Case("ordered_gated", 128, 384, SWIGLU, bias=F32, quantised=True),
-    "ordered-plain": Case("ordered_plain", 384, 384, bias=BF16, by_group=True),
+    "ordered-gated-rows": Case("ordered_gated", 256, 256, SWIGLU, bias=F32, of_rows=True),
+    "ordered-plain": Case("ordered_plain", 384, 384, bias=BF16, by_group=True, of_rows=True),
     "ordered-plain-long": Case("ordered_plain", 1152, 512, RELU2, weighted=True, quantised=True),
     "stationary": Case("stationary_4", 256, 640, bias=BF16),
     "stationary-long": Case("stationary_4", 1024, 768, strided=True),
     "stationary-16": Case("stationary_16", 256, 2304, bias=F32),
+    "stationary-rows": Case("stationary_4", 256, 640, bias=BF16, of_rows=True),
     "stationary-16-k3": Case("stationary_16", 768, 384),
 }
 
@@ -132,17 +141,19 @@ class Gemm:
         self.weights = torch.randn((EXPERTS, rows, case.inner), generator=rng).to(torch.float8_e4m3fn)
         self.scales = torch.rand((EXPERTS, rows // 128, groups), generator=rng) / 16 + 0.01
         self.bias = torch.randn((EXPERTS, rows), generator=rng).to(case.bias) if case.bias else None
+        self.of_rows = torch.rand((EXPERTS, rows), generator=rng) + 0.5 if case.of_rows else None
         slot_of_place = torch.arange(place) if self.slots is None else self.slots.long()
         self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
         self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
 
         idle = set(range(EXPERTS)) - {expert for expert, _ in case.tiles}
-        for tensor in (self.weights, self.scales, *([] if self.bias is None else [self.bias])):
+        for tensor in filter(lambda t: t is not None, (self.weights, self.scales, self.bias, self.of_rows)):
             tensor.view(torch.uint8)[list(idle)] = POISON
         self.expected = []
         for (expert, _, _, _), rows_of in zip(self.tiles, mine, strict=True):
             row = source[rows_of]
             sums = products((self.x[row], self.x_scales[row]), self.weights[expert], self.scales[expert])
+            sums = sums if self.of_rows is None else sums * self.of_rows[expert]
             sums = sums if self.bias is None else sums + self.bias[expert].float()
             sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
             if case.activation != IDENTITY:
@@ -157,9 +168,14 @@ class Gemm:
         groups = case.columns // 128, case.inner // 128
         out_scales = poisoned((groups[0], self.places) if case.by_group else (self.places, groups[0]), F32)
         x_scales = self.x_scales.T.contiguous() if case.by_group else self.x_scales
-        names = ("x_scale_row", "x_scale_group", "out_scale_row", "out_scale_group")
-        by_group = (1, self.places) * 2
-        strides = dict(zip(names, by_group if case.by_group else (groups[1], 1, groups[0], 1), strict=True))
+        of_x = (1, self.places, 4 * self.places) if case.by_group else (groups[1], 1, 4)
+        if case.fours:
+            padded = torch.nn.functional.pad(self.x_scales, (0, -groups[1] % 4), value=float("nan"))
+            x_scales = padded.unflatten(1, (-1, 4)).transpose(0, 1).contiguous()
+            of_x = (4, 1, 4 * self.places)
+        names = ("x_scale_row", "x_scale_group", "x_scale_four", "out_scale_row", "out_scale_group")
+        of_out = (1, self.places) if case.by_group else (groups[0], 1)
+        strides = dict(zip(names, of_x + of_out, strict=True))
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
         limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}
@@ -171,6 +187,7 @@ class Gemm:
             tiles=self.tile_table.data_ptr(), tile_count=tile_count.data_ptr(),
             next_unit=0 if case.strided else next_unit.data_ptr(), block_scales=self.scales.data_ptr(),
             rows=self.weights.shape[1], k=case.inner // 2, out_columns=case.columns,
+            expert_scales=0 if self.of_rows is None else self.of_rows.data_ptr(),
             bias=0 if self.bias is None else self.bias.data_ptr(), bias_dtype=DTYPES[case.bias or F32],
             layout=int(case.up_gate), slot_weights=self.factors.data_ptr() if case.weighted else 0,
             activation=STRUCTS["Activation"](kind=case.activation, alpha=1.0, beta=0.0, **limits),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import PATTERNS, Shape, make_routing
-from fp8_cases import CALL_OPTIONS, Fp8, call, check, make_fp8
+from fp8_cases import CALL_OPTIONS, Fp8, call, check, check_graph, make_fp8
 from oxmoe import quantize
 from oxmoe.testing import same_bits
 
@@ -112,23 +112,7 @@ def test_not_finite_stays_in_its_row(rng: torch.Generator) -> None:
 
 
 def test_graph_takes_other_routing(rng: torch.Generator) -> None:
-    shape = SHAPES[1]
-    layer, tokens = make_fp8(shape, "cuda", rng), 700
-    made, x = layer.weights(), layer.x(tokens, rng)
-    first, second = (
-        [part.cuda() for part in make_routing("holes", tokens, shape.experts, shape.top_k, rng)] for _ in range(2)
-    )
-    given, out = [part.clone() for part in first], torch.empty_like(x)
-    oxmoe.moe(x, made, *given, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        oxmoe.moe(x, made, *given, out=out)
-    for routing in (second, first):
-        for place, part in zip(given, routing, strict=True):
-            place.copy_(part)
-        out.fill_(math.nan)
-        graph.replay()
-        assert same_bits(out, call(x, made, *routing))
+    check_graph(make_fp8(SHAPES[1], "cuda", rng), 700, "holes", rng)
 
 
 @pytest.mark.parametrize("counts", [[1000, 0, 193, 64], [192, 191, 65, 1], [0] * 4, [577, 384, 449, 1000]], ids=str)

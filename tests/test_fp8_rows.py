@@ -16,7 +16,6 @@ from oxmoe.testing import relative_norm, same_bits
 from test_fp8_stages import PAIRS, check_steps
 
 SMALL = SHAPES[2]
-DEVICE = "cpu"  # GPUs refuse them by name
 
 
 @pytest.fixture(params=MODES)
@@ -24,68 +23,71 @@ def mode(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def make(shape: Shape, rng: torch.Generator) -> Fp8Tensor:
-    return make_fp8_tensor(shape, DEVICE, rng, of_rows=True)
+def make(shape: Shape, device: str, rng: torch.Generator) -> Fp8Tensor:
+    return make_fp8_tensor(shape, device, rng, of_rows=True)
+
+
+def routed(shape: Shape, tokens: int, device: str, rng: torch.Generator) -> list[torch.Tensor]:
+    return [part.to(device) for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng)]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-def test_layer(shape: Shape, tokens: int, mode: str, rng: torch.Generator) -> None:
-    layer = make(shape, rng)
+def test_layer(shape: Shape, tokens: int, mode: str, device: str, rng: torch.Generator) -> None:
+    layer = make(shape, device, rng)
     routing = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
 
 
 @pytest.mark.parametrize("tokens", [1, 70, 300])
 @pytest.mark.parametrize("shape", [SMALL, PAIRS], ids=lambda s: s.name)
-def test_steps(shape: Shape, tokens: int, mode: str, rng: torch.Generator) -> None:
-    layer = make(shape, rng)
+def test_steps(shape: Shape, tokens: int, mode: str, device: str, rng: torch.Generator) -> None:
+    layer = make(shape, device, rng)
     check_steps(layer, mode, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
 
 
 @pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
 @pytest.mark.parametrize("tokens", [6, 200])
-def test_activations(name: str, tokens: int, rng: torch.Generator) -> None:
-    layer = make(SMALL.with_options(**ACTIVATIONS[name]), rng)
+def test_activations(name: str, tokens: int, device: str, rng: torch.Generator) -> None:
+    layer = make(SMALL.with_options(**ACTIVATIONS[name]), device, rng)
     check_steps(layer, "token", layer.x(tokens, rng), *make_routing("uniform", tokens, 5, 3, rng))
 
 
 @pytest.mark.parametrize("tokens", [9, 200])
 @pytest.mark.parametrize("options", CALL_OPTIONS, ids="-".join)
-def test_call_options(options: dict[str, Any], tokens: int, rng: torch.Generator) -> None:
-    layer = make(SMALL, rng)
+def test_call_options(options: dict[str, Any], tokens: int, device: str, rng: torch.Generator) -> None:
+    layer = make(SMALL, device, rng)
     routing = make_routing("holes", tokens, SMALL.experts * options.get("ep_size", 1), SMALL.top_k, rng)
     check_tensor(layer, layer.x(tokens, rng), *routing, mode="token", **options)
 
 
-def test_router_logits(rng: torch.Generator) -> None:
-    layer = make(SHAPES[0], rng)
+def test_router_logits(device: str, rng: torch.Generator) -> None:
+    layer = make(SHAPES[0], device, rng)
     for tokens in (1, 40):
-        logits = tie_free_logits(tokens, SHAPES[0].experts, rng).to(DEVICE)
+        logits = tie_free_logits(tokens, SHAPES[0].experts, rng).to(device)
         check_tensor(layer, layer.x(tokens, rng), router_logits=logits, top_k=8, mode="token")
 
 
-def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:
+def test_a_row_does_not_depend_on_the_others(device: str, rng: torch.Generator) -> None:
     """Alone, in a tile of few, of many, and where GEMM2 keeps its tokens: the same bits."""
     for shape in (SMALL, PAIRS):
-        layer = make(shape, rng)
+        layer = make(shape, device, rng)
         made, x = layer.weights("token"), layer.x(700, rng)
-        routing = make_routing("uniform", 700, shape.experts, shape.top_k, rng)
-        weights, ids = (part.to(DEVICE) for part in routing)
+        weights, ids = routed(shape, 700, device, rng)
         whole = call(x, made, weights, ids)
         for count in (1, 8, 33, 100, 333):
             assert same_bits(call(x[:count], made, weights[:count], ids[:count]), whole[:count])
 
 
-def test_equal_scales_of_powers_of_two_are_one_scale(mode: str, rng: torch.Generator) -> None:
+def test_equal_scales_of_powers_of_two_are_one_scale(mode: str, device: str, rng: torch.Generator) -> None:
     """Powers of two multiply without rounding, wherever they do."""
-    layer = make_fp8_tensor(SMALL, DEVICE, rng, halves=True)
+    layer = make_fp8_tensor(SMALL, device, rng, halves=True)
     layer.w13_scale, layer.w2_scale = (
         torch.full_like(layer.w13_scale, 2.0**-8),
         torch.full_like(layer.w2_scale, 0.03125),
     )
     layer.w13_scale[:, 1] = 2.0**-9
-    x, routing = layer.x(20, rng), make_routing("uniform", 20, SMALL.experts, SMALL.top_k, rng)
+    x, routing = layer.x(20, rng), routed(SMALL, 20, device, rng)
     expected = call(x, layer.weights(mode), *routing)
     half = SMALL.intermediate
     layer.w13_scale = layer.w13_scale.repeat_interleave(half, 1)
@@ -96,19 +98,34 @@ def test_equal_scales_of_powers_of_two_are_one_scale(mode: str, rng: torch.Gener
     assert same_bits(call(x, layer.weights(mode), *routing), expected)
 
 
-def test_quantised_tokens(rng: torch.Generator) -> None:
-    layer = make(SMALL, rng)
-    x, routing = layer.x(9, rng), make_routing("uniform", 9, SMALL.experts, SMALL.top_k, rng)
+def test_quantised_tokens(device: str, rng: torch.Generator) -> None:
+    layer = make(SMALL, device, rng)
+    x, routing = layer.x(9, rng), routed(SMALL, 9, device, rng)
     made = layer.weights("token")
     codes, scales = reference.fp8_rows(x, None, "token")
     assert same_bits(oxmoe.moe(codes, made, *routing, x_scale=scales[:, :1].clone()), oxmoe.moe(x, made, *routing))
 
 
-def test_fused_experts(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("counts", [[300, 0, 193, 64], [17, 3, 1, 0]], ids=str)
+def test_masked(counts: list[int], device: str, rng: torch.Generator) -> None:
+    """Rows in expert order, in tiles for few and for many of them: the bits of a routed layer."""
+    shape = Shape("masked", 4, 1, 384, 640, bias=True)
+    made, m = make(shape, device, rng).weights("token"), 300
+    x = torch.randn((4, m, shape.hidden), generator=rng).bfloat16().to(device)
+    mask = torch.tensor(counts, dtype=torch.int32, device=device)
+    valid = torch.arange(m, device=device)[None, :] < mask[:, None]
+    ids = valid.nonzero()[:, :1].int()
+    expected = oxmoe.moe(x[valid], made, torch.ones_like(ids, dtype=torch.float32), ids)
+    for rows in (2, 20, 60, 300):
+        out = oxmoe.moe_masked(x, made, mask, expected_m=rows, out=torch.full_like(x, 7.0))
+        assert same_bits(out[valid], expected) and bool((out[~valid] == 7.0).all())
+
+
+def test_fused_experts(device: str, rng: torch.Generator) -> None:
     """SGLang's call of a compressed-tensors checkpoint, whose tokens are quantised one by one."""
-    layer = make(SMALL, rng)
+    layer = make(SMALL, device, rng)
     x = layer.x(20, rng)
-    routing = tuple(part.to(DEVICE) for part in make_routing("holes", 20, SMALL.experts, SMALL.top_k, rng))
+    routing = tuple(part.to(device) for part in make_routing("holes", 20, SMALL.experts, SMALL.top_k, rng))
 
     def fused(**options: Any) -> torch.Tensor:
         return oxmoe.fused_experts(
@@ -131,21 +148,21 @@ def test_fused_experts(rng: torch.Generator) -> None:
     assert same_bits(fused(per_channel_quant=True, **static), call(x, layer.weights("static"), *routing))
 
 
-def test_numbers_are_those_of_the_weights(rng: torch.Generator) -> None:
+def test_numbers_are_those_of_the_weights(device: str, rng: torch.Generator) -> None:
     """Beside the layer of the numbers that codes and scales stand for."""
-    layer = make(SMALL, rng)
-    x, routing = layer.x(64, rng), make_routing("uniform", 64, SMALL.experts, SMALL.top_k, rng)
+    layer = make(SMALL, device, rng)
+    x, routing = layer.x(64, rng), routed(SMALL, 64, device, rng)
     w13, w2 = (w.float() * s for w, s in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)))
-    plain = reference.moe(x.float(), w13, w2, *(part.to(DEVICE) for part in routing), **layer.options)
+    plain = reference.moe(x.float(), w13, w2, *routing, **layer.options)
     assert relative_norm(call(x, layer.weights("token"), *routing), plain) < 5e-2
 
 
-def test_attributes(rng: torch.Generator) -> None:
-    layer = make(SMALL, rng)
+def test_attributes(device: str, rng: torch.Generator) -> None:
+    layer = make(SMALL, device, rng)
     made = layer.weights("token")
     assert made.w13_scale is layer.w13_scale and made.w2_scale is layer.w2_scale
     assert made.format == "fp8_tensor-token" and made.a13_scale is None
-    x, routing = layer.x(3, rng), make_routing("uniform", 3, SMALL.experts, SMALL.top_k, rng)
+    x, routing = layer.x(3, rng), routed(SMALL, 3, device, rng)
     expected = call(x, made, *routing)
     again = oxmoe.ExpertWeights.fp8_tensor(
         made.w13, made.w2, made.w13_scale, made.w2_scale, per_token=True, **layer.options
@@ -155,7 +172,7 @@ def test_attributes(rng: torch.Generator) -> None:
     made.w2_scale.mul_(2)
     layer.b2.mul_(2)
     assert same_bits(call(x, made, *routing), expected * 2)
-    workspace = make_workspace(oxmoe.workspace_bytes(made, 3, 3), DEVICE)
+    workspace = make_workspace(oxmoe.workspace_bytes(made, 3, 3), device)
     with pytest.raises(ValueError, match="workspace: overlaps w13_scale"):
         small = layer.w13_scale.view(torch.uint8).flatten()
         scales = torch.cat([workspace, small]).clone()

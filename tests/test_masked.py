@@ -389,9 +389,11 @@ def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, sizes
         first = expert * rows_each if rows_each else min(following, rows)
         count = min(wanted, rows_each if rows_each else rows - first)
         following += ceil(wanted, alignment) * alignment
-        parts = ceil(count, tile)
-        size = ceil(ceil(count, parts), step) * step if parts > 1 else tile
-        tiles += [[expert, first + start, min(size, count - start), 0] for start in range(0, count, size)]
+        parts, steps, start = ceil(count, tile), ceil(count, step), 0
+        for part in range(parts):
+            size = min((steps // parts + (part < steps % parts)) * step, count - start)
+            tiles.append([expert, first + start, size, 0])
+            start += size
     return tiles
 
 

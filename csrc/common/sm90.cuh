@@ -74,7 +74,16 @@ __device__ __forceinline__ void copy_async_arrive(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One box of a 5-D tensor map; coordinates in elements, innermost first.
+// One box of a 2-D tensor map; coordinates in elements, innermost first.
+__device__ __forceinline__ void copy_tensor_2d(void* destination, const CUtensorMap* map, int column, int row,
+                                               uint64_t* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(destination)),
+                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// The same of a 5-D one.
 __device__ __forceinline__ void copy_tensor_5d(void* destination, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::

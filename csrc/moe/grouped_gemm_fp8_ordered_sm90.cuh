@@ -15,19 +15,6 @@
 #include "grouped_gemm_fp8_wide_sm90.cuh"
 
 namespace oxmoe {
-namespace sm90 {
-
-// One box of a 2-D tensor map; coordinates in elements, innermost first.
-__device__ __forceinline__ void copy_tensor_2d(void* destination, const CUtensorMap* map, int column, int row,
-                                               uint64_t* barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     shared_address(destination)),
-                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
-                 : "memory");
-}
-
-}  // namespace sm90
-
 template <bool Gated, int Stages>
 struct GroupedGemmFp8OrderedSm90 {
     static constexpr int kTokens = 192, kConsumers = 3, kBlockRows = 128, kBlockBytes = 128 * 128, kPasses = Gated ? 2 : 1,
@@ -172,8 +159,9 @@ private:
                 Scales even = {}, odd = {};
                 auto load = [&](Scales& scales, int block) {
                     if (block >= k_blocks) return;
+                    const size_t at = size_t(block / 4) * p.x_scale_four + size_t(block % 4) * p.x_scale_group;
 #pragma unroll
-                    for (int i = 0; i < kConsumers; ++i) scales.token[i] = tokens[i][size_t(block) * p.x_scale_group];
+                    for (int i = 0; i < kConsumers; ++i) scales.token[i] = tokens[i][at];
                     scales.weight = weights[block];
                 };
                 auto store = [&](const Scales& scales) {
@@ -280,16 +268,19 @@ private:
             sm90::wgmma_commit();
             const float low = load_shared(&shared.scale[ring.slot][row]), high = load_shared(&shared.scale[ring.slot][row + 8]);
             sm90::wgmma_wait<0>();
+            // NOTE: no instruction, since the warp has just waited as one. So racecheck sees none and reports the scales.
+            __syncwarp();
             sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
         }
     }
 
-    // Bias and router weights of a block's sums; where a lane's tokens go, -1 without a token. `block`: of all experts' weights.
+    // Scales of weight rows, bias and router weights of a block's sums (`block`: of all experts' weights); where a lane's tokens
+    // go, -1 without a token.
     static __device__ __forceinline__ void prepare(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
                                                    Sums& sums, int (&place)[2]) {
-        if (p.bias) Wide::add_bias(p, size_t(block) * kBlockRows + threadIdx.x % 4 * Wide::kRun, sums);
+        Wide::finish_rows(p, size_t(block) * kBlockRows + threadIdx.x % 4 * Wide::kRun, sums);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;

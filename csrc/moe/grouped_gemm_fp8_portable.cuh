@@ -1,5 +1,6 @@
 // Grouped GEMM of e4m3 weights and tokens with block scales, bf16 out, for any GPU from sm_80:
 //   out[place] = activation(sum over blocks of 128 K: weight_scale token_scale (w . x of the block) + bias[expert(place)])
+// with each sum multiplied by the scale of its weight row before the bias, where rows have one.
 //
 // GroupedGemmPortable's frame: 128 e4m3 are a row of the swizzle as 64 bf16 are. `p.k` counts pairs of elements, so that copies,
 // addresses and the loop serve as they are. Codes go through shared memory as they lie in memory; a matrix load gives a lane
@@ -27,7 +28,7 @@ struct GroupedGemmFp8Portable {
     static constexpr int kTokenScales = Base::kWeightBytes, kRowScales = kTokenScales + Tokens * 4;
     static constexpr int kWeightBytes = (kRowScales + 8 + 127) / 128 * 128;
     static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 1;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kRowsScaled = true;
     static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
     static_assert(Tokens + 2 <= kThreads && Tokens % 2 == 0, "a thread copies one scale, a lane loads two");
     static_assert(Shape::kUnitColumns <= kScaleRows, "the rows of a unit share a scale, or two");

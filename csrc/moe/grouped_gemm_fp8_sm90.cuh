@@ -1,5 +1,6 @@
 // Grouped GEMM for Hopper with e4m3 weights and tokens and block scales, bf16 out, for tiles of few tokens:
 //   out[place] = activation(sum over blocks of 128 K: weight_scale token_scale (w . x of the block) + bias[expert(place)])
+// with each sum multiplied by the scale of its weight row before the bias, where rows have one.
 //
 // GroupedGemmSm90's frame: weights are wgmma's A, tokens its N, and 128 e4m3 are a row of the swizzle as 64 bf16 are. `p.k`
 // counts pairs of elements, so that its schedule, copies and tensor map serve as they are.
@@ -158,12 +159,29 @@ private:
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
             multiply_at_width<16, MaxTokens>(work.count, Base::k_blocks(p), sums[0], shared, ring);
+            if (p.expert_scales) multiply_rows(work, p, sums[0]);
             const bool activated = Base::prepare_sums(work, sums, bias, p);
             if (!Gated || activated)
                 Base::template store<true>(work, sums, p, shared, staging);
             else
                 Base::template store<false>(work, sums, p, shared, staging);
         }
+    }
+
+    // By the scales of weight rows.
+    static __device__ __forceinline__ void multiply_rows(const WorkUnit& work, const GroupedGemmParams& p,
+                                                         float (&sums)[MaxTokens / 2]) {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const int row_tile = work.row_block * Consumers + threadIdx.x / 128 - 1;
+        if ((row_tile * 4 + warp) * 16 >= p.rows) return;
+        float scales[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = Base::template weight_row<false>(p, row_tile, warp, half, lane / 4);
+            scales[half] = p.expert_scales[size_t(work.expert) * p.rows + row];
+        }
+#pragma unroll
+        for (int i = 0; i < MaxTokens / 2; ++i) sums[i] *= scales[i / 2 % 2];
     }
 
     // The smallest width that holds the tile, by bisection.

@@ -266,7 +266,7 @@ private:
 #pragma unroll 1
                 for (int k = 2; k < k_blocks; k += 2) multiply_two(Bool<false>{}, k, [] {});
                 stored = (first_block + block) * kBlockRows + lane_column;
-                if (p.bias) Wide::add_bias(p, size_t(work.expert) * p.rows + stored, sums);
+                Wide::finish_rows(p, size_t(work.expert) * p.rows + stored, sums);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -276,12 +276,10 @@ public:
     // Bias, router weights, activation, stores. `row`: a lane's first token; it and the second may be beyond the tile.
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
         const int column = threadIdx.x % 4 * kRun;
-        if (p.bias) {
 #pragma unroll
-            for (int b = 0; b < kBlocks; ++b) {
-                const int first = block_of(p, work, b) * kBlockRows;
-                if (first < p.rows) add_bias(p, size_t(work.expert) * p.rows + first + column, sums[b]);
-            }
+        for (int b = 0; b < kBlocks; ++b) {
+            const int first = block_of(p, work, b) * kBlockRows;
+            if (first < p.rows) finish_rows(p, size_t(work.expert) * p.rows + first + column, sums[b]);
         }
         int place[kRows];
 #pragma unroll
@@ -314,7 +312,23 @@ public:
         }
     }
 
-    // `at`: of a lane's first column.
+    // Scales of weight rows and bias. `at`: of a lane's first column.
+    static __device__ __forceinline__ void finish_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
+        if (p.expert_scales) multiply_rows(p, at, sums);
+        if (p.bias) add_bias(p, at, sums);
+    }
+
+    static __device__ __forceinline__ void multiply_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
+        const float4* from = reinterpret_cast<const float4*>(p.expert_scales + at);
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; i += 4) {
+            const float4 four = from[(i / kRun * kRunStride + i % kRun) / 4];
+            const float scales[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[sum_index(i + j, 0)] *= scales[j], sums[sum_index(i + j, 1)] *= scales[j];
+        }
+    }
+
     static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
         auto add = [&](int column, float bias) {
             sums[sum_index(column, 0)] += bias;

@@ -27,7 +27,7 @@ struct GroupedGemmPackedPortable {
     static constexpr int kWeightBytes = kBlocks * (kCodeBytes + mxfp4::kScaleBytes);
     static constexpr int kThreads = Shape::kThreads, kStages = Stages;
     static constexpr int kFewestGroups = Form::kFewestGroups;
-    static constexpr bool kScaled = true;
+    static constexpr bool kScaled = true, kRowsScaled = false;
     static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
     static_assert(Shape::kBlockK == mxfp4::kBlockK && kCodeBytes % (16 * kThreads) == 0, "a pass copies of one block");
 

@@ -17,7 +17,7 @@ struct GroupedGemmPortable {
 
     static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 2;
     static constexpr int kWeightBytes = Rows * Shape::kRowBytes;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kRowsScaled = false;
     static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }

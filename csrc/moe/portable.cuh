@@ -169,17 +169,33 @@ struct PortableShape {
     }
 
     static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, int expert, int first_column, Sums& sums) {
+        with_rows(
+            p, expert, first_column, sums, [&](size_t row) { return bias_at(p, row); },
+            [](float& sum, float bias) { sum += bias; });
+    }
+
+    // By the scales of weight rows.
+    static __device__ __forceinline__ void multiply_rows(const GroupedGemmParams& p, int expert, int first_column, Sums& sums) {
+        with_rows(
+            p, expert, first_column, sums, [&](size_t row) { return p.expert_scales[row]; },
+            [](float& sum, float scale) { sum *= scale; });
+    }
+
+    // Every sum with a number of its weight row.
+    template <typename Number, typename Apply>
+    static __device__ __forceinline__ void with_rows(const GroupedGemmParams& p, int expert, int first_column, Sums& sums,
+                                                     Number number_of, Apply apply) {
 #pragma unroll
         for (int m = 0; m < kSlices; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = first_column + Order::column_of(m * 16 + half * 8) + Order::column_of(lane() / 4);
-                const float bias =
-                    column < p.out_columns ? bias_at(p, size_t(expert) * p.rows + weight_row(p, column, half)) : 0.f;
+                const float number =
+                    column < p.out_columns ? number_of(size_t(expert) * p.rows + weight_row(p, column, half)) : 0.f;
 #pragma unroll
                 for (int n = 0; n < kGroups; ++n)
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) sums[m][n][2 * half + i] += bias;
+                    for (int i = 0; i < 2; ++i) apply(sums[m][n][2 * half + i], number);
             }
     }
 
@@ -247,7 +263,7 @@ struct PortableShape {
 //   Weights                   open(p, tile, row block), then copy(p, first k, stage) block after block
 //   Addresses                 what of a thread's addresses in a stage is the same in all
 //   multiply<Groups>          a stage's product for that many groups of 8 tokens, at least kFewestGroups
-//   scale_of(p, expert)       multiplies the sums where kScaled
+//   scale_of(p, expert)       multiplies the sums where kScaled; where kRowsScaled those of p.expert_scales, if any
 template <typename Kernel>
 struct PortableLoop {
     using Shape = typename Kernel::Shape;
@@ -292,8 +308,12 @@ struct PortableLoop {
                 free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
             }
             if (groups > 0) {
+                const int first_column = unit % row_blocks * Shape::kUnitColumns + Shape::first_warp_column();
                 if constexpr (Kernel::kScaled) multiply_all(sums, scale);
-                Shape::finish(p, tile, unit % row_blocks * Shape::kUnitColumns + Shape::first_warp_column(), sums);
+                if constexpr (Kernel::kRowsScaled) {
+                    if (p.expert_scales) Shape::multiply_rows(p, tile.expert, first_column, sums);
+                }
+                Shape::finish(p, tile, first_column, sums);
             }
         }
         sm80::copy_wait<0>();

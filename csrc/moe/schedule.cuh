@@ -5,6 +5,7 @@
 
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/moe.rs.h"
+#include "tile_cut.cuh"
 
 namespace oxmoe {
 
@@ -35,11 +36,8 @@ struct Schedule {
                 count = limited(wanted, p.rows - first);
                 rows_before = limited(rows_before + int(__shfl_sync(0xFFFFFFFFu, uint32_t(sum), 31)), p.rows);
             }
-            const int parts = (count + p.tile_tokens - 1) / p.tile_tokens;
-            const int size =
-                parts > 1 ? ((count + parts - 1) / parts + p.tile_step - 1) / p.tile_step * p.tile_step : p.tile_tokens;
-            const int tiles = (count + size - 1) / size, sum = scan(tiles, 0x3FFFFFFF);
-            write(p, base + warp, of_lane(warp, first), of_lane(warp, count), of_lane(warp, size),
+            const int tiles = (count + p.tile_tokens - 1) / p.tile_tokens, sum = scan(tiles, 0x3FFFFFFF);
+            write(p, base + warp, of_lane(warp, first), of_lane(warp, count), of_lane(warp, tiles),
                   tiles_before + of_lane(warp, sum - tiles), lane);
             tiles_before += int(__shfl_sync(0xFFFFFFFFu, uint32_t(sum), 31));
         }
@@ -62,12 +60,12 @@ private:
         return x;
     }
 
-    static __device__ __forceinline__ void write(const ScheduleParams& p, int expert, int first, int count, int size, int tile,
-                                                 int lane) {
-        for (int start = lane * size; start < count; start += 32 * size) {
-            const int rows = count - start < size ? count - start : size;
-            p.tiles[tile + start / size] = Tile{expert, first + start, rows, 0};
-        }
+    static __device__ __forceinline__ void write(const ScheduleParams& p, int expert, int first, int count, int tiles,
+                                                 int first_tile, int lane) {
+        const int steps = (count + p.tile_step - 1) / p.tile_step, each = steps / (tiles > 0 ? tiles : 1);
+        const TileCut cut{p.tile_step, each, steps - each * tiles};
+        for (int i = lane; i < tiles; i += 32)
+            p.tiles[first_tile + i] = Tile{expert, first + cut.first(i), cut.count(i, count), 0};
     }
 };
 

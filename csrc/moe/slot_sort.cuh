@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "oxmoe/src/params/moe.rs.h"
+#include "tile_cut.cuh"
 
 namespace oxmoe {
 
@@ -143,20 +144,23 @@ public:
 
     // After the barrier behind end(): this thread's part of the schedule, of both tails and of the counters.
     __device__ __forceinline__ void write() const {
-        const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x, tile = params_.tile_tokens;
+        const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x;
         // 1 to 8 threads an expert, as many as the grid has.
         const int each_log2 = min(31 - __clz(ids / params_.experts), 3), each = 1 << each_log2;
         int4* tiles = reinterpret_cast<int4*>(params_.tiles);
 #pragma unroll 1
         for (int e = id >> each_log2; e < params_.experts; e += ids >> each_log2) {
             const int4 span = spans_[e];
-            int size = tile;
-            // Cut evenly, in steps: a full tile and a small rest would take longer than two halves.
-            const int step = params_.tile_step;
-            if (span.w > 1) size = divide(divide(span.y + span.w - 1, span.w) + step - 1, step) * step;
+            // Evenly: a full tile and a small rest would take longer than two halves.
+            TileCut cut{span.y, 1, 0};
+            if (span.w > 1) {
+                const int step = params_.tile_step, steps = divide(span.y + step - 1, step);
+                cut = {step, divide(steps, span.w), 0};
+                cut.longer = steps - cut.each * span.w;
+            }
 #pragma unroll 1
             for (int i = id & (each - 1); i < span.w; i += each)
-                tiles[span.z + i] = make_int4(e, span.x + i * size, min(size, span.y - i * size), 0);
+                tiles[span.z + i] = make_int4(e, span.x + cut.first(i), cut.count(i, span.y), 0);
         }
         const int2 totals = *totals_;
 #pragma unroll 1

@@ -130,8 +130,8 @@ class ExpertWeights:
     def fp8_tensor(
         w13: Tensor,  # float8_e4m3fn [El, 2I, H], or [El, I, H] when not gated
         w2: Tensor,  # float8_e4m3fn [El, H, I]
-        w13_scale: Tensor,  # fp32 [El], [El, 2] (one for each half of w13's rows), one number, or (CPU) [El, 2I]
-        w2_scale: Tensor,  # fp32 [El], one number, or (CPU) [El, H]; of rows both may have a last dimension of 1
+        w13_scale: Tensor,  # fp32 [El], [El, 2] (one for each half of w13's rows), one number, or [El, 2I]
+        w2_scale: Tensor,  # fp32 [El], one number, or [El, H]; of rows both may have a last dimension of 1
         *,
         a13_scale: Tensor | None = None,  # fp32, one number or [El], of which the largest counts
         a2_scale: Tensor | None = None,  # the same, of GEMM1's output; both or none
@@ -147,9 +147,9 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
     ) -> ExpertWeights:
         """fp8 experts with one scale for an expert's matrix, as SGLang's Fp8MoEMethod holds them: a weight is its code
-        times that scale; or on CPU tensors with one for each row of the matrix, as compressed-tensors' "channel"
-        strategy has them (per_token goes with it). H and I are multiples of 128: NotImplementedError for others, for
-        layout="interleaved", and on CUDA for scales of rows.
+        times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them
+        (per_token goes with it). H and I are multiples of 128: NotImplementedError for others and for
+        layout="interleaved".
 
         x is bf16. Its rows, and GEMM1's activated output rounded to bf16, become e4m3: x times the rounded reciprocal
         of the scale, to nearest, ties to even, at most 448. Scales that are not given are amax / 448, amax at least

@@ -182,7 +182,7 @@ def fused_experts(
     block_shape w1_scale and w2_scale are one number an expert, and activations are quantised with a1_scale and a2_scale
     or, where those are None, with one scale for a call, or with per_channel_quant one for each token, as
     ExpertWeights.fp8_tensor has it. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale [E, H, 1] are
-    one number for each row of weights, on CPU.
+    one number for each row of weights.
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """

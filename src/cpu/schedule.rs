@@ -16,13 +16,8 @@ pub unsafe fn schedule(p: &ScheduleParams) {
         };
         next = (i64::from(next) + i64::from(wanted + p.alignment - 1) / i64::from(p.alignment) * i64::from(p.alignment))
             .min(p.rows.into()) as i32;
-        let parts = ((count + p.tile_tokens - 1) / p.tile_tokens).max(1);
-        let size = match parts {
-            1 => p.tile_tokens,
-            _ => ((count + parts - 1) / parts + p.tile_step - 1) / p.tile_step * p.tile_step,
-        };
-        for start in (0..count).step_by(size as usize) {
-            let tile = Tile { expert, first: first + start, count: (count - start).min(size), reserved: 0 };
+        for (start, count) in cut(count, p.tile_tokens, p.tile_step) {
+            let tile = Tile { expert, first: first + start, count, reserved: 0 };
             // SAFETY: the caller's contract.
             unsafe { *p.tiles.add(tiles) = tile };
             tiles += 1;
@@ -35,6 +30,16 @@ pub unsafe fn schedule(p: &ScheduleParams) {
             *p.counters.add(i) = 0;
         }
     }
+}
+
+/// (first row, rows) of the tiles of an expert: as few as hold `count` rows, cut evenly in steps, the first ones with a step more. The twin
+/// of csrc/moe/tile_cut.cuh.
+pub fn cut(count: i32, tile_tokens: i32, tile_step: i32) -> impl Iterator<Item = (i32, i32)> {
+    let tiles = (count + tile_tokens - 1) / tile_tokens;
+    let steps = (count + tile_step - 1) / tile_step;
+    let (each, longer) = (steps / tiles.max(1), steps % tiles.max(1));
+    let first = move |tile: i32| ((tile * each + tile.min(longer)) * tile_step).min(count);
+    (0..tiles).map(move |tile| (first(tile), first(tile + 1) - first(tile)))
 }
 
 /// The rows of a schedule.

@@ -101,18 +101,17 @@ fn table<'py>(
         [e] | [e, 1] | [e, 1, 1] if e == experts => (experts, 1),
         [e, p] if e == experts && p == parts => (experts, parts),
         [e, r] | [e, r, 1] if e == experts && r == rows => {
-            if weights.place != Place::Cpu {
-                return Err(Error::Unsupported(format!(
-                    "{name}: a scale for each row of weights (shape {:?}) on {}; supported: CPU tensors (on GPUs one for an expert or for 128 x \
-128 weights)",
-                    scale.shape(),
-                    weights.place
-                )));
-            }
             refuse_numpy(name, &scale)?;
             let dims = [Dim::Is("experts", experts), Dim::Is("rows of weights", rows), Dim::Is("one", 1)];
             let mut contract = Contract::new().with("the weights", weights.place, &[]);
             contract.check(name, &scale, &dims[..scale.shape().len()], &[Elem::F32])?;
+            let alignment = if weights.place == Place::Cpu { 4 } else { 16 };
+            if !(scale.data as usize).is_multiple_of(alignment) {
+                contract!(
+                    "{name}: must start at a multiple of {alignment} bytes, got address {:p}; pass {name}.clone()",
+                    scale.data
+                );
+            }
             let ones = object.call_method1("new_ones", (shape,))?;
             return Ok((ones, Some((object.clone(), scale))));
         }

@@ -382,8 +382,8 @@ macro_rules! constructors {
             }
 
             /// fp8 experts with one scale for an expert's matrix: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I]; w13_scale fp32 [El], [El, 2]
-            /// (one for each half of w13's rows) or one for all, w2_scale [El] or one for all; or on CPUs either a scale for each row, [El, 2I]
-            /// and [El, H]. H and I are multiples of 128.
+            /// (one for each half of w13's rows) or one for all, w2_scale [El] or one for all; or either a scale for each row, [El, 2I] and
+            /// [El, H]. H and I are multiples of 128.
             ///
             /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with the scales a13_scale and a2_scale (fp32, one number; of [El]
             /// the largest counts, as in SGLang), else with one scale for all of a call's numbers, or (per_token) one for each row. The rest

@@ -125,7 +125,8 @@ pub mod ffi {
         /// Local experts.
         experts: i32,
         first_expert: i32,
-        /// The schedule's largest `Tile::count`, 8 or a multiple of 16. An expert's slots are cut evenly in steps of `tile_step`.
+        /// The schedule's largest `Tile::count`, 8 or a multiple of 16. An expert's slots are cut evenly in steps of `tile_step`, the
+        /// first tiles having a step more.
         tile_tokens: i32,
         /// 16 (8 for tiles of 8), or what a tile is multiplied by at a time where that is more.
         tile_step: i32,
@@ -244,13 +245,14 @@ pub mod ffi {
     }
 
     /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
-    /// of neighbouring rows and groups of columns.
+    /// of neighbouring rows, groups of columns and, of x, fours of groups.
     #[derive(Clone, Copy, Debug)]
     struct OrderedGemmParams {
         /// `slot_of_place` serves `slot_weights` alone.
         gemm: GroupedGemmParams,
         x_scale_row: i32,
         x_scale_group: i32,
+        x_scale_four: i32,
         out_scale_row: i32,
         out_scale_group: i32,
     }

@@ -23,14 +23,18 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_toke
             let count = order.iter().filter(|&&s| local(ids[s]) == e as i64).count() as i32;
             let first = order.iter().filter(|&&s| local(ids[s]) < e as i64).count() as i32;
             assert_eq!((r.histogram[e], r.offsets[e]), (count, first));
-            // As few tiles as hold the slots, all of one size, a multiple of 16, but the last.
+            // As few tiles as hold the slots, cut evenly in steps of 16, the longer ones first.
             let parts = count.unsigned_abs().div_ceil(tile_tokens.unsigned_abs());
-            let mut done = 0;
+            let (mut done, mut steps_before) = (0, i32::MAX);
             for part in 0..parts {
                 let tile = tiles.next().expect("a tile for every part");
+                let steps = (tile.count + 15) / 16;
                 assert_eq!((tile.expert, tile.first), (e as i32, first + done));
                 assert!(0 < tile.count && tile.count <= tile_tokens);
-                assert!(part + 1 == parts || (tile.count % 16 == 0 && tile.count * parts as i32 >= count));
+                assert!(part + 1 == parts || tile.count % 16 == 0);
+                let (left, tiles_left) = ((count - done + 15) / 16, (parts - part) as i32);
+                assert!(steps <= steps_before && steps == (left + tiles_left - 1) / tiles_left);
+                steps_before = steps;
                 done += tile.count;
             }
             assert_eq!(done, count);
