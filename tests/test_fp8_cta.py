@@ -43,7 +43,6 @@ class Case:
     quantised: bool = False
     strided: bool = False  # units in a fixed stride
     by_group: bool = False  # scales of neighbouring rows beside each other
-    fours: bool = False  # those of x four groups at a time
 
     @property
     def gated(self) -> bool:
@@ -73,9 +72,6 @@ CASES = {
     "plain-rows": Case("plain", 256, 384, weighted=True, of_rows=True),
     "plain-activated": Case("plain", 256, 384, RELU2, bias=F32, weighted=True, quantised=True, strided=True),
     "ordered-gated": Case("ordered_gated", 384, 384, SWIGLU, by_group=True),
-    "ordered-gated-fours": Case(
-        "ordered_gated", 1152, 256, SWIGLU, bias=BF16, quantised=True, by_group=True, fours=True
-    ),
     "ordered-gated-up-gate": Case("ordered_gated", 384, 256, GEGLU, up_gate=True, bias=BF16, weighted=True),
     "ordered-gated-quantised": Case(
         "ordered_gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True, strided=True, by_group=True
@@ -168,14 +164,9 @@ class Gemm:
         groups = case.columns // 128, case.inner // 128
         out_scales = poisoned((groups[0], self.places) if case.by_group else (self.places, groups[0]), F32)
         x_scales = self.x_scales.T.contiguous() if case.by_group else self.x_scales
-        of_x = (1, self.places, 4 * self.places) if case.by_group else (groups[1], 1, 4)
-        if case.fours:
-            padded = torch.nn.functional.pad(self.x_scales, (0, -groups[1] % 4), value=float("nan"))
-            x_scales = padded.unflatten(1, (-1, 4)).transpose(0, 1).contiguous()
-            of_x = (4, 1, 4 * self.places)
-        names = ("x_scale_row", "x_scale_group", "x_scale_four", "out_scale_row", "out_scale_group")
-        of_out = (1, self.places) if case.by_group else (groups[0], 1)
-        strides = dict(zip(names, of_x + of_out, strict=True))
+        names = ("x_scale_row", "x_scale_group", "out_scale_row", "out_scale_group")
+        by_group = (1, self.places) * 2
+        strides = dict(zip(names, by_group if case.by_group else (groups[1], 1, groups[0], 1), strict=True))
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
         limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}

@@ -174,7 +174,7 @@ def check_order(
         tokens = by_map[number]
         assert (tokens["sizes"], tokens["strides"]) == ([layer[columns], rows], [layer[columns]])
         assert tokens["box"] == [128, 64]
-        assert (p.x_scale_row, p.x_scale_group) == (scales or (1, rows)) and p.x_scale_four == 4 * p.x_scale_group
+        assert (p.x_scale_row, p.x_scale_group) == (scales or (1, rows))
     up, down = (parameters_of(gemm)[-1] for gemm in gemms)
     assert (up.out_scale_row, up.out_scale_group) == (down.x_scale_row, down.x_scale_group)
 

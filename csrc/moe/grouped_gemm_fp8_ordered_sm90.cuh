@@ -159,9 +159,8 @@ private:
                 Scales even = {}, odd = {};
                 auto load = [&](Scales& scales, int block) {
                     if (block >= k_blocks) return;
-                    const size_t at = size_t(block / 4) * p.x_scale_four + size_t(block % 4) * p.x_scale_group;
 #pragma unroll
-                    for (int i = 0; i < kConsumers; ++i) scales.token[i] = tokens[i][at];
+                    for (int i = 0; i < kConsumers; ++i) scales.token[i] = tokens[i][size_t(block) * p.x_scale_group];
                     scales.weight = weights[block];
                 };
                 auto store = [&](const Scales& scales) {

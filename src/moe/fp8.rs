@@ -2,7 +2,7 @@
 //!
 //! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
-use super::grouped_gemm::{self, Order, ScaleOrder};
+use super::grouped_gemm::{self, Order};
 use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
 use super::tokens::GivenScales;
 use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
@@ -166,18 +166,10 @@ fn by_group(p: QuantizeFp8Params, rows: i64) -> QuantizeFp8Params {
     QuantizeFp8Params { row_stride: 1, group_stride: rows, ..p }
 }
 
-/// Where `p` leaves its scales: those of rows that go to several places in fours of groups.
-fn order_of(p: &QuantizeFp8Params) -> ScaleOrder {
-    match (p.row_stride, p.group_stride) {
-        (row, four) if !p.place_of_slot.is_null() => ScaleOrder { row: 4 * row, group: 1, four: 4 * four },
-        (row, group) => ScaleOrder { row, group, four: 4 * group },
-    }
-}
-
 /// Where both GEMMs find and leave scales, those of x being in order.
-fn orders(rows: i64, x_scales: ScaleOrder, hidden: &QuantizeFp8Params) -> [Order; 2] {
-    let hidden = order_of(hidden);
-    [Order { rows, x_scales, out_scales: hidden }, Order { rows, x_scales: hidden, out_scales: ScaleOrder::default() }]
+fn orders(rows: i64, x_scales: (i64, i64), hidden: &QuantizeFp8Params) -> [Order; 2] {
+    let hidden = (hidden.row_stride, hidden.group_stride);
+    [Order { rows, x_scales, out_scales: hidden }, Order { rows, x_scales: hidden, out_scales: (0, 0) }]
 }
 
 /// Of `rows` rows in expert order, x and GEMM1's output: both GEMMs then read what is quantised. `given`: x came in e4m3, with these scales.
@@ -203,11 +195,11 @@ pub fn both(
     let orders = match given {
         Some(scales) => {
             up.x_scales = scales;
-            orders(rows, ScaleOrder { row: i64::from(up.k) / GROUP as i64, group: 1, four: 4 }, of_hidden)
+            orders(rows, (i64::from(up.k) / GROUP as i64, 1), of_hidden)
         }
         None => {
             (up.x, up.x_scales) = (of_x.codes, of_x.scales.cast());
-            orders(rows, order_of(of_x), of_hidden)
+            orders(rows, (of_x.row_stride, of_x.group_stride), of_hidden)
         }
     };
     (down.x, down.x_scales) = (of_hidden.codes, of_hidden.scales.cast());
@@ -263,7 +255,7 @@ impl Quantize {
             hidden = by_group(hidden, slots);
         }
         (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
-        let orders = orders(slots, order_of(&x), &hidden);
+        let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
         let groups = up.k / GROUP as i32;
         let x = match given {
             None => {

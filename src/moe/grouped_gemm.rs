@@ -163,16 +163,9 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
 pub struct Order {
     /// Of x.
     pub rows: i64,
-    pub x_scales: ScaleOrder,
-    pub out_scales: ScaleOrder,
-}
-
-/// Distances between the scales of neighbouring rows, groups of columns and fours of groups.
-#[derive(Clone, Copy, Default)]
-pub struct ScaleOrder {
-    pub row: i64,
-    pub group: i64,
-    pub four: i64,
+    /// Distances between the scales of neighbouring rows and groups of columns.
+    pub x_scales: (i64, i64),
+    pub out_scales: (i64, i64),
 }
 
 /// `order`: of fp8.
@@ -207,11 +200,10 @@ pub fn launch(
             let (x, out) = (order.x_scales, order.out_scales);
             let p = OrderedGemmParams {
                 gemm,
-                x_scale_row: x.row as i32,
-                x_scale_group: x.group as i32,
-                x_scale_four: x.four as i32,
-                out_scale_row: out.row as i32,
-                out_scale_group: out.group as i32,
+                x_scale_row: x.0 as i32,
+                x_scale_group: x.1 as i32,
+                out_scale_row: out.0 as i32,
+                out_scale_group: out.1 as i32,
             };
             stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
         }

@@ -245,14 +245,13 @@ pub mod ffi {
     }
 
     /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
-    /// of neighbouring rows, groups of columns and, of x, fours of groups.
+    /// of neighbouring rows and groups of columns.
     #[derive(Clone, Copy, Debug)]
     struct OrderedGemmParams {
         /// `slot_of_place` serves `slot_weights` alone.
         gemm: GroupedGemmParams,
         x_scale_row: i32,
         x_scale_group: i32,
-        x_scale_four: i32,
         out_scale_row: i32,
         out_scale_group: i32,
     }

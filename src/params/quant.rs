@@ -140,8 +140,7 @@ pub mod ffi {
         given: *mut f32,
         /// Of `Rows`: threads of a row, a power of two up to 256.
         row_threads: i32,
-        /// Of `QuantizeFp8Slots`: the places that a row and its scales go to, i32 `[rows, top_k]`, -1: none. Else null. Scales, of
-        /// places, then lie in fours of groups: `row_stride` and `group_stride` count fours, those of neighbouring places and groups.
+        /// Of `QuantizeFp8Slots`: the places that a row and its scales go to, i32 `[rows, top_k]`, -1: none. Else null.
         place_of_slot: *const i32,
         top_k: i32,
     }

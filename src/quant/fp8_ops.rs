@@ -133,15 +133,9 @@ pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2]
     }
 }
 
-/// The launch that quantises rows of bf16 in groups of 128 and brings them to their slots' places: a CTA takes as many whole rows as it has
-/// room for, or 64 groups of a longer one.
+/// The launch that quantises rows of bf16 in groups of 128 and brings them to their slots' places.
 pub fn to_slots(rows: i64, columns: i64) -> Launch {
-    let (groups, most) = (columns / 128, i64::from(Variant::Fp8(Fp8::RowsToSlots).threads()) / 4);
-    let ctas = match groups {
-        _ if groups > most => rows * (groups + most - 1) / most,
-        _ => (rows + most / groups - 1) / (most / groups),
-    };
-    launch_of(Fp8::RowsToSlots, ctas * i64::from(Variant::Fp8(Fp8::RowsToSlots).threads()))
+    launch_of(Fp8::RowsToSlots, rows * columns / 32)
 }
 
 /// Threads of a row with one scale: four vectors of eight numbers each, as far as a CTA goes.
