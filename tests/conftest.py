@@ -1,4 +1,4 @@
-"""Marks, devices and seeds: no GPU, no `gpu` tests; every run draws a new seed, printed at the top."""
+"""Marks, devices and seeds: no GPU, no `gpu` tests; a run draws a new seed, printed above tests and below failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import oxmoe._oxmoe as extension
 from fake_cuda.harness import build, cuda_headers
 
+_SEED = "OXMOE_TEST_SEED"
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-_SEED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,13 +23,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    seed = config.getoption("--seed")
-    config.stash[_SEED] = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+    # NOTE: in the environment, so that the processes of pytest-xdist draw from the same one.
+    if config.option.seed is None:
+        config.option.seed = int(os.environ.get(_SEED) or int.from_bytes(os.urandom(4), "little"))
+    os.environ[_SEED] = str(config.option.seed)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     gpu = torch.cuda.get_device_name() if _GPUS else "none"
-    return f"oxmoe: --seed={config.stash[_SEED]}, GPU: {gpu}, torch {torch.__version__}"
+    return f"oxmoe: --seed={config.option.seed}, GPU: {gpu}, torch {torch.__version__}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"oxmoe: --seed={config.option.seed}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _seed_of_test(request: pytest.FixtureRequest) -> int:
-    return zlib.crc32(f"{request.config.stash[_SEED]} {request.node.nodeid}".encode())
+    return zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
 
 
 @pytest.fixture

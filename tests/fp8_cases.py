@@ -108,7 +108,8 @@ def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | N
     result, truth = torch.cat(results), torch.cat(expected)
     assert_close_ulp(result, truth, FP8_BAR if x.is_cuda else CPU_BAR)
     finite = truth.isfinite()
-    assert relative_norm(result[finite], truth[finite]) < NORM
+    norm = relative_norm(result[finite], truth[finite])
+    assert norm < NORM, f"norm {norm:.3g} of the difference to the reference, bar {NORM}"
     return results[0]
 
 
@@ -249,7 +250,8 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     if not x.is_cuda:
         assert_close_ulp(result, truth, CPU_BAR)
     finite = truth.isfinite()
-    assert relative_norm(result[finite], truth[finite]) < NORM
+    norm = relative_norm(result[finite], truth[finite])
+    assert norm < NORM, f"norm {norm:.3g} of the difference to the reference, bar {NORM}"
     return results[0]
 
 
