@@ -127,11 +127,12 @@ SCALING = {"tensor": 2, "token": 1, "static": 3}  # Fp8Scaling
 
 def test_operands_that_begin_too_late(driver: Path, tmp_path: Path) -> None:
     errors = execute(driver, tmp_path, "refused_fp8", {})
-    assert errors.pop("right") is None and errors.pop("w13_scale") is None
+    assert [errors.pop(name) for name in ("right", "w13_scale", "rows")] == [None] * 3
     multiples = {"w13": 16, "w2": 16, "w2_scale": 8, "b13": 16, "b2": 16}
+    multiples |= {f"{name}_scale of rows": 16 for name in ("w13", "w2")}
     assert errors.keys() == multiples.keys()
     for name, multiple in multiples.items():
-        assert errors[name].startswith(f"ValueError: {name}: must start at a multiple of {multiple} bytes")
+        assert errors[name].startswith(f"ValueError: {name.split()[0]}: must start at a multiple of {multiple} bytes")
 
 
 @pytest.mark.parametrize(("layer", "groups"), [(LAYERS[0], 1), (LAYERS[1], 8)], ids=["bias", "groups"])
@@ -148,6 +149,21 @@ def test_bias_and_groups_in_one_launch(layer: dict[str, Any], groups: int, drive
             p = parameters_of(first)[2]
             assert first["cooperative"] and p.select.correction_bias and p.select.groups == groups
             assert p.select.tokens == call["tokens"] and p.layer.up.x == call["x"]
+
+
+def test_scales_of_rows(driver: Path, tmp_path: Path) -> None:
+    """Every GEMM gets those of its weights, beside a table for all blocks."""
+    arguments = {**LAYERS[0], "top_k": 4, "tokens": [1, 7, 64, 300, 2000], "mode": "token", "of_rows": True}
+    result = execute(driver, tmp_path, "fp8_tensor_calls", arguments)
+    kernels = set()
+    for call in result["calls"]:
+        assert [asked(launch) for launch in launches(call["records"])] == planned(call["explain"])
+        gemms = [launch for launch in launches(call["records"]) if launch["kernel"].startswith("grouped_gemm")]
+        scales = [parameters_of(launch)[-1].expert_scales for launch in gemms]
+        assert scales == [result["addresses"][f"{name}_scale"] for name in ("w13", "w2")]
+        assert all(parameters_of(launch)[-1].block_scales not in (0, *scales) for launch in gemms)
+        kernels |= {launch["kernel"] for launch in gemms}
+    assert len(kernels) > 4
 
 
 @pytest.mark.parametrize("mode", SCALING)

@@ -41,14 +41,23 @@ def refused_fp8():
         tensor.address += 4
         errors[name] = attempt(oxmoe.ExpertWeights.fp8_block, **tensors)
         tensor.address -= 4
+    for name, (_, height, _) in shapes.items():
+        tensors[f"{name}_scale"] = Tensor((2, height), "float32")
+        tensors[f"{name}_scale"].address += 4
+        errors[f"{name}_scale of rows"] = attempt(oxmoe.ExpertWeights.fp8_tensor, **tensors)
+        tensors[f"{name}_scale"].address -= 4
+    errors["rows"] = attempt(oxmoe.ExpertWeights.fp8_tensor, **tensors)
     return errors
 
 
-def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode):
-    """Experts of e4m3 with one scale a matrix; and, if a mode is "given", with tokens that are e4m3."""
+def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode, of_rows=False):
+    """Experts of e4m3 with one scale a matrix, or one a row; and, if a mode is "given", with tokens that are e4m3."""
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
-    scales = {f"{name}_scale": Tensor((experts,), "float32") for name in shapes}
+    scales = {
+        f"{name}_scale": Tensor((experts, height) if of_rows else (experts,), "float32")
+        for name, (_, height, _) in shapes.items()
+    }
     given = {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")} if mode == "static" else {}
     weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, per_token=mode == "token")
     load = records()

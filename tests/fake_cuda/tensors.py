@@ -102,6 +102,9 @@ class Tensor:
     def expand(self, shape):
         return self.part(shape)
 
+    def new_ones(self, shape):
+        return Tensor(shape, self.dtype, self.device)
+
     def contiguous(self):
         return Tensor(self.shape, self.dtype, self.device)
 
