@@ -28,7 +28,9 @@ use layer::layer_shared_bytes;
 #[allow(unused_imports)] // the build script needs but some of them
 pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
 #[allow(unused_imports)] // as above
-pub use mxfp4::{Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
+pub use mxfp4::{
+    Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_FOURS, MXFP4_SM90_TILES,
+};
 use mxfp8::Mxfp8;
 use nvfp4::Nvfp4;
 #[allow(unused_imports)] // as above
@@ -191,6 +193,7 @@ pub fn all() -> Vec<Variant> {
     }
     for gated in [true, false] {
         rows.extend(MXFP4_SM90_TILES.map(|t| t.variant(gated)));
+        rows.extend(MXFP4_SM90_FOURS.map(|t| t.variant(gated)));
         rows.extend(MXFP4_E4M3_SM90_TILES.map(|t| t.variant(gated)));
         rows.push(MXFP4_LAYER_TILE.variant(gated));
         rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));

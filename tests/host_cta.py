@@ -69,6 +69,7 @@ static Index blockDim;
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 struct uint2 { uint32_t x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 #define REQUIRE(what) \
@@ -216,10 +217,18 @@ static const uint32_t (*exchange(const Words& words))[8] {
     return exchanged[warp][parity];
 }
 template <typename Number>
-static Number __shfl_xor_sync(uint32_t, Number value, int lanes) {
-    const uint32_t lane = threadIdx.x % 32;
-    memcpy(&value, &exchange(value)[lane ^ lanes][0], sizeof value);
+static Number __shfl_sync(uint32_t, Number value, int lane) {
+    memcpy(&value, &exchange(value)[lane & 31][0], sizeof value);
     return value;
+}
+template <typename Number>
+static Number __shfl_xor_sync(uint32_t, Number value, int lanes) {
+    return __shfl_sync(0, value, threadIdx.x % 32 ^ lanes);
+}
+template <typename Number>
+static Number __shfl_up_sync(uint32_t, Number value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(0, value, lane >= distance ? lane - distance : lane);
 }
 static void __syncwarp() { warps[threadIdx.x / 32].meet(32); }
 static bool __any_sync(uint32_t, bool value) {

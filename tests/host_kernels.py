@@ -73,18 +73,6 @@ static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
     pthread_barrier_wait(&warp);
     return other;
 }
-static uint32_t of_lane(uint32_t value, int lane) {
-    exchanged[threadIdx.x % 32] = value;
-    pthread_barrier_wait(&warp);
-    const uint32_t other = exchanged[lane];
-    pthread_barrier_wait(&warp);
-    return other;
-}
-[[maybe_unused]] static uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return of_lane(value, lane); }
-[[maybe_unused]] static uint32_t __shfl_up_sync(uint32_t, uint32_t value, int lanes) {
-    const int lane = threadIdx.x % 32;
-    return of_lane(value, lane < lanes ? lane : lane - lanes);
-}
 """
 
 # What kernels use of these headers, rounding to nearest even.

@@ -394,7 +394,7 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 15] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 16] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
@@ -418,6 +418,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.hidden_scales.offset, w.hidden_scales.bytes, fp8 * hidden / 128 * 4),
         (w.hidden_e4m3.offset, w.hidden_e4m3.bytes, e4m3 * slots * padded(layer.intermediate)),
         (w.row_scales.offset, w.row_scales.bytes, e4m3 * slots * 4),
+        (w.down_tile_count.offset, w.down_tile_count.bytes, fp8 * 4),
     ]
 }
 
@@ -430,7 +431,7 @@ fn workspace_is_exact_aligned_and_disjoint() {
             for &(_, bytes, need) in &ranges {
                 assert_eq!(bytes, need, "{layer:?} {tokens}");
             }
-            for range in [w.tiles, w.block_histogram, w.counters] {
+            for range in [w.tiles, w.block_histogram, w.counters, w.down_tiles] {
                 ranges.push((range.offset, range.bytes, 0));
             }
             ranges.sort_unstable();

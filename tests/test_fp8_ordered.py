@@ -1,6 +1,7 @@
 """fp8_block experts with many rows an expert: GEMMs of rows that lie in the order of places.
 
-The GEMMs of a call whose tokens came as e4m3 gather them instead: both have the same bits.
+GEMM1 of a call whose tokens came as e4m3, or with fewer columns between the GEMMs, gathers them instead, and GEMM2 has
+a schedule of its own. All have the same bits.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor
 
 import oxmoe
 from cases import PATTERNS, Shape, make_routing
-from fp8_cases import CALL_OPTIONS, Fp8, call, check, check_graph, make_fp8
+from fp8_cases import CALL_OPTIONS, Fp8, Fp8Tensor, call, check, check_graph, check_tensor, make_fp8, make_fp8_tensor
 from oxmoe import quantize
 from oxmoe.testing import same_bits
 
 pytestmark = pytest.mark.gpu
 
-ORDERED = "fp8_ordered"
+ORDERED, WIDE = "grouped_gemm_fp8_ordered", "grouped_gemm_fp8_wide"
 # One K block, odd numbers of blocks in every place, and what else the epilogues do.
 SHAPES = (
     Shape("one-block", 4, 2, 128, 1024),
@@ -30,6 +31,14 @@ SHAPES = (
     Shape("relu2", 4, 2, 640, 1024, bias=True).with_options(activation="relu2", gated=False),
 )
 MODELS = (Shape("mixtral", 8, 2, 4096, 1792), Shape("dsv3", 4, 2, 7168, 2048))
+
+
+# GEMM1 gathers, GEMM2's rows lie in order: with six K blocks, five and seven.
+GATHERED = (
+    Shape("six-blocks", 5, 3, 256, 768, bias=True),
+    Shape("five-blocks", 4, 2, 384, 640).with_options(layout="up_gate", activation="gelu"),
+    Shape("seven-blocks", 3, 2, 640, 896, bias=True).with_options(activation="relu2", gated=False),
+)
 
 
 def plan_of(shape: Shape, tokens: int) -> str:
@@ -84,6 +93,61 @@ def test_models(shape: Shape, rng: torch.Generator) -> None:
     for mean in (256, 1024):
         tokens = tokens_of(shape, mean)
         check_both(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+def check_gathered(layer: Fp8 | Fp8Tensor, x: Tensor, *routing: Tensor, **options: Any) -> None:
+    text = plan_of(layer.shape, len(x))
+    assert f"{WIDE}_sm90_{'gated' if layer.shape.gated else 'plain'}" in text and f"{ORDERED}_sm90_plain" in text
+    assert "of GEMM2: up to 192" in text
+    if isinstance(layer, Fp8Tensor):
+        result = check_tensor(layer, x, *routing, mode=layer.mode, **options)
+    else:
+        result = check(layer, x, *routing, **options)
+    # In tiles of few tokens, whose GEMM2 takes GEMM1's schedule: each call has a part of the tokens.
+    made, given = layer.weights(), [part.to(x.device) for part in routing]
+    few = 90 * layer.shape.experts // layer.shape.top_k
+    parts = [
+        call(rows, made, *some, **options) for rows, *some in zip(*(t.split(few) for t in (x, *given)), strict=True)
+    ]
+    assert same_bits(torch.cat(parts), result)
+
+
+@pytest.mark.parametrize("mean", [97, 130, 192, 400, 1000])
+@pytest.mark.parametrize("shape", GATHERED, ids=lambda shape: shape.name)
+def test_gathered(shape: Shape, mean: int, rng: torch.Generator) -> None:
+    tokens = tokens_of(shape, mean)
+    layer = make_fp8(shape, "cuda", rng)
+    check_gathered(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gathered_patterns(pattern: str, rng: torch.Generator) -> None:
+    shape = GATHERED[0]
+    tokens = tokens_of(shape, 300)
+    layer = make_fp8(shape, "cuda", rng)
+    check_gathered(layer, layer.x(tokens, rng), *make_routing(pattern, tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("options", CALL_OPTIONS, ids=lambda options: next(iter(options)))
+def test_gathered_call_options(options: dict[str, Any], rng: torch.Generator) -> None:
+    shape = GATHERED[1]
+    tokens, experts = tokens_of(shape, 250), shape.experts * options.get("ep_size", 1)
+    layer = make_fp8(shape, "cuda", rng)
+    check_gathered(layer, layer.x(tokens, rng), *make_routing("holes", tokens, experts, shape.top_k, rng), **options)
+
+
+@pytest.mark.parametrize("of_rows", [False, True], ids=["matrices", "rows"])
+@pytest.mark.parametrize("mode", ["token", "static"])
+def test_gathered_tensor(mode: str, of_rows: bool, rng: torch.Generator) -> None:
+    """GEMM1's output is quantised in a launch of its own."""
+    shape = GATHERED[0]
+    tokens = tokens_of(shape, 300)
+    layer = make_fp8_tensor(shape, "cuda", rng, of_rows=of_rows, mode=mode)
+    check_gathered(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+def test_gathered_graph(rng: torch.Generator) -> None:
+    check_graph(make_fp8(GATHERED[0], "cuda", rng), 700, "holes", rng)
 
 
 def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:

@@ -12,6 +12,8 @@ import pytest
 from fake_cuda.harness import asked, execute, launches, named, parameters_of, planned
 
 STREAM = 0x1234
+# Rows that lie in order have a tensor map of their own in each call.
+CALLS = {"cuLaunchKernelEx", "cuCtxSetCurrent", "cuTensorMapEncodeTiled"}
 LAYERS = [
     {"experts": 128, "hidden": 2048, "intermediate": 768},
     {"experts": 256, "hidden": 7168, "intermediate": 256},
@@ -35,7 +37,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     kernels, together = set(), []
     for call in result["calls"]:
         made, ranges, tokens = launches(call["records"]), ranges_of(call), call["tokens"]
-        assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        assert {record["call"] for record in call["records"]} <= CALLS
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
         if made[0]["kernel"].startswith("routed_layer_fp8_sm90"):
@@ -54,15 +56,33 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             continue
         first = next(i for i, launch in enumerate(made) if launch["kernel"] == "quantize_fp8")
         *stages, combine = made[first:]
-        assert first in (1, 2) and combine["kernel"] == "combine_bf16"
+        own = made[first - 1]["kernel"] == "schedule"
+        assert first - own in (1, 2) and combine["kernel"] == "combine_bf16"
+        # GEMM2 has tiles of its own where its columns and an expert's slots are many.
+        assert own == (intermediate >= 640 and 4 * tokens > 96 * experts)
         inside = len(stages) == 3
         quantize, up, *between, down = stages
         kernels |= {up["kernel"], down["kernel"]}
         # Where tiles are wide and experts have several, these are full ones and a rest.
-        steps = {p.tile_step for launch in made for p in parameters_of(launch) if hasattr(p, "tile_step")}
-        assert steps == {64 if inside and 4 * tokens > 192 * experts else 16}
-        assert inside == ("wide" in up["kernel"]) == ("wide" in down["kernel"] or "stationary" in down["kernel"])
-        (of_x,), (up_map, p), (down_map, q) = (parameters_of(launch) for launch in (quantize, up, down))
+        routes = [p for launch in made for p in parameters_of(launch) if hasattr(p, "block_histogram")]
+        assert {p.tile_step for p in routes} == {64 if inside and 4 * tokens > 192 * experts else 16}
+        many = ("ordered",) if own else ("wide", "stationary")
+        assert inside == ("wide" in up["kernel"]) == any(name in down["kernel"] for name in many)
+        (of_x,), (up_map, p), (down_map, *order, q) = (parameters_of(launch) for launch in (quantize, up, down))
+        if own:
+            (s,), ((number, address),) = parameters_of(made[first - 1]), order
+            q, strides = q.gemm, (q.x_scale_row, q.x_scale_group)
+            assert (s.row_counts, s.experts, s.rows_each, s.alignment) == (routes[0].histogram, experts, 0, 1)
+            assert (s.rows, s.tile_tokens, s.tile_step, s.counter_count) == (4 * tokens, 192, 64, 0)
+            assert (
+                (s.tiles, s.tile_count) == (ranges["down_tiles"], ranges["down_tile_count"]) == (q.tiles, q.tile_count)
+            )
+            assert strides == (intermediate // 128, 1) and address == q.x
+            sizes = {record["map"]: record for record in named(call["records"], "cuTensorMapEncodeTiled")}[number]
+            assert (sizes["sizes"], sizes["box"]) == ([intermediate, 4 * tokens], [128, 64])
+        else:
+            assert (q.tiles, q.tile_count) == (ranges["tiles"], ranges["tile_count"])
+        assert (p.tiles, p.tile_count) == (ranges["tiles"], ranges["tile_count"])
         assert (of_x.x, of_x.codes, of_x.scales) == (call["x"], ranges["x_codes"], ranges["x_scales"])
         assert (of_x.rows, of_x.columns, of_x.group, of_x.row_count) == (tokens, hidden, 128, 0)
         assert (of_x.row_stride, of_x.group_stride, of_x.powers) == (hidden // 128, 1, False)
@@ -101,7 +121,7 @@ def test_rows_in_order(tokens: int, driver: Path, tmp_path: Path) -> None:
     *_, quantize, up, down, _ = made
     names = [launch["kernel"].partition("_gated")[0].partition("_plain")[0] for launch in (quantize, up, down)]
     if tokens == 384:
-        assert not maps and names[:2] == ["quantize_fp8", "grouped_gemm_fp8_wide_sm90"]
+        assert names == ["quantize_fp8", "grouped_gemm_fp8_wide_sm90", "grouped_gemm_fp8_ordered_sm90"]
         return
     assert names == ["quantize_fp8_slots"] + 2 * ["grouped_gemm_fp8_ordered_sm90"]
     (route,) = {p.place_of_slot for launch in made for p in parameters_of(launch) if hasattr(p, "block_histogram")}
@@ -185,7 +205,7 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
 
     for call in result["calls"]:
         made, ranges, tokens = launches(call["records"]), ranges_of(call), call["tokens"]
-        assert {record["call"] for record in call["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
+        assert {record["call"] for record in call["records"]} <= CALLS
         assert [asked(launch) for launch in made] == planned(call["explain"])
         names = [launch["kernel"] for launch in made]
         first = next(i for i, name in enumerate(names) if name.startswith("quantize_fp8"))
@@ -193,10 +213,13 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
         up, down = first + len(of_x), first + len(of_x) + 1 + len(of_hidden)
         assert names[first:up] == of_x and names[up + 1 : down] == of_hidden and len(made) == down + 2
         # Routing's last kernel zeroes what the peaks are found in.
-        (*_, route) = parameters_of(made[first - 1])
+        own = names[first - 1] == "schedule"
+        (*_, route) = parameters_of(made[first - 1 - own])
         assert (route.counters, route.counter_count) == (ranges["counters"], 4 if mode == "tensor" else 2)
         _, p = parameters_of(made[up])
-        _, q = parameters_of(made[down])
+        *maps, q = parameters_of(made[down])
+        assert own == (len(maps) == 2) == (intermediate >= 640 and 4 * tokens > 96 * experts)
+        q = q.gemm if own else q
         stages = ((first, up, "x", hidden, tokens), (up + 1, down, "hidden", intermediate, 4 * tokens))
         for stage, (start, end, name, columns, rows) in enumerate(stages):
             for launch in made[start:end]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import oxmoe
 from cases import ACTIVATIONS, GPT_OSS, Shape, make_layer, make_workspace
 from fp8_cases import make_fp8, make_fp8_tensor
-from host_kernels import HostKernels
+from host_cta import HostCtas
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
 from oxmoe import quantize
@@ -372,9 +372,9 @@ def test_what_is_refused(rng: torch.Generator) -> None:
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     kernels = {"schedule": ("Schedule", "ScheduleParams")}
-    return HostKernels(tmp_path_factory.mktemp("schedule"), "moe/schedule.cuh", kernels)
+    return HostCtas(tmp_path_factory.mktemp("schedule"), ["moe/schedule.cuh"], kernels, 900)
 
 
 def ceil(size: int, parts: int) -> int:
@@ -398,8 +398,8 @@ def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, sizes
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (192, 16), (192, 64)], ids=str)
-@pytest.mark.parametrize("experts", [1, 31, 32, 33, 70, 256])
-def test_schedule_kernel(kernel: HostKernels, experts: int, sizes: tuple[int, int], rng: torch.Generator) -> None:
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 70, 256, 1024, 1057, 2100])
+def test_schedule_kernel(kernel: HostCtas, experts: int, sizes: tuple[int, int], rng: torch.Generator) -> None:
     """The GPU kernel's code on the host."""
     most = 120 if sizes[0] < 120 else 900
     each = most - 20
@@ -419,7 +419,7 @@ def test_schedule_kernel(kernel: HostKernels, experts: int, sizes: tuple[int, in
         kernel.run(
             "schedule",
             1,
-            together=True,
+            experts,
             row_counts=counts.data_ptr(),
             experts=experts,
             rows_each=rows_each,

@@ -26,6 +26,7 @@ ROWS_AND_COLUMNS = (
     Shape("h2880-i64", 4, 2, 2880, 64, bias=True, options=tuple(GPT_OSS.items())),
     Shape("h64-i2880", 4, 2, 64, 2880).with_options(layout="interleaved"),
     Shape("h352-i320", 4, 2, 352, 320, bias=True).with_options(activation="relu2"),
+    Shape("h512-i768", 4, 2, 512, 768, bias=True),  # K of whole stages of four blocks
     Shape("h224-i96", 4, 2, 224, 96).with_options(activation="silu", gated=False),
 )
 # Tokens of a layer of 4 experts with top-2, and the tile (tokens, consumers) of both GEMMs.
@@ -94,10 +95,11 @@ def test_many_units_of_few_tokens(shape: Shape, rng: torch.Generator) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("columns", [(352, 96), (512, 256)], ids=str)
 @pytest.mark.parametrize("tile,mean,step", [(16, 5, 8), (32, 16, 8), (64, 30, 16), (128, 70, 16), (192, 150, 16)])
-def test_every_width_of_a_tile(tile: int, mean: int, step: int, rng: torch.Generator) -> None:
+def test_every_width_of_a_tile(tile: int, mean: int, step: int, columns: tuple[int, int], rng: torch.Generator) -> None:
     """An expert with tokens on both sides of each width that a tile is multiplied at, beside one with the rest."""
-    shape = Shape("width", 2, 1, 352, 96, bias=True)
+    shape = Shape("width", 2, 1, *columns, bias=True)
     blocks = make_blocks(shape, "bf16", "cuda", rng)
     weights = blocks.weights()
     for width in range(step, tile + 1, step):

@@ -105,17 +105,18 @@ def test_every_tile(a4: bool, rng: torch.Generator) -> None:
 
 
 @both
-def test_from_logits_and_same_bits(a4: bool, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("shape", [SMALL, Shape("h512-i256", 8, 8, 512, 256)], ids=lambda shape: shape.name)
+def test_from_logits_and_same_bits(shape: Shape, a4: bool, rng: torch.Generator) -> None:
     """A row's bits are the same in every run and in every batch."""
-    layer = on_cuda(make(SMALL, rng, a4))
+    layer = on_cuda(make(shape, rng, a4))
     weights = layer.weights()
-    x = make_x(300, SMALL, torch.bfloat16, "cpu", rng).cuda()
-    logits = tie_free_logits(300, SMALL.experts, rng).cuda()
-    whole = call(x, weights, router_logits=logits, top_k=SMALL.top_k)
-    assert same_bits(call(x, weights, router_logits=logits, top_k=SMALL.top_k), whole)
-    assert same_bits(call(x, layer.weights(), *oxmoe.topk(logits, SMALL.top_k)), whole)
-    for tokens in (1, 3, 20, 100):
-        part = call(x[:tokens], weights, router_logits=logits[:tokens].contiguous(), top_k=SMALL.top_k)
+    x = make_x(300, shape, torch.bfloat16, "cpu", rng).cuda()
+    logits = tie_free_logits(300, shape.experts, rng).cuda()
+    whole = call(x, weights, router_logits=logits, top_k=shape.top_k)
+    assert same_bits(call(x, weights, router_logits=logits, top_k=shape.top_k), whole)
+    assert same_bits(call(x, layer.weights(), *oxmoe.topk(logits, shape.top_k)), whole)
+    for tokens in (1, 3, 20, 40, 100):
+        part = call(x[:tokens], weights, router_logits=logits[:tokens].contiguous(), top_k=shape.top_k)
         assert same_bits(part, whole[:tokens])
 
 

@@ -28,8 +28,7 @@ struct GroupedGemmFp8OrderedSm90 {
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kScaleThreads = 64;
-    static constexpr int kReaders = 4 * kConsumers;  // arrivals that free a stage
-    static constexpr int kSums = kBlockRows / 2;     // of a lane
+    static constexpr int kSums = kBlockRows / 2;  // of a lane
 
     struct alignas(128) Shared {
         struct {
@@ -74,8 +73,8 @@ private:
     static __device__ __forceinline__ void init_barriers(Shared& shared) {
 #pragma unroll 1
         for (int s = 0; s < Stages; ++s) {
-            sm90::barrier_init(&shared.full[s], 1 + kScaleThreads / 32);
-            sm90::barrier_init(&shared.empty[s], kReaders);
+            sm90::barrier_init(&shared.full[s], 1 + kScaleThreads);
+            sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
         for (int u = 0; u < kUnitSlots; ++u) {
             sm90::barrier_init(&shared.unit_full[u], 32);
@@ -169,8 +168,7 @@ private:
                     for (int i = 0; i < kConsumers; ++i) {
                         shared.scale[ring.slot][i * kScaleThreads + thread] = __fmul_rn(scales.token[i], scales.weight);
                     }
-                    __syncwarp();
-                    sm90::barrier_arrive_if(&shared.full[ring.slot], thread % 32 == 0);
+                    sm90::barrier_arrive(&shared.full[ring.slot]);
                     ring.advance();
                 };
                 load(even, 0), load(odd, 1);
@@ -211,8 +209,7 @@ private:
             if (consumer * 64 >= work.count) {
                 for (int step = 0; step < kPasses * k_blocks; ++step, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    __syncwarp();
-                    sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+                    sm90::barrier_arrive(&shared.empty[ring.slot]);
                 }
                 sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
                 continue;
@@ -248,7 +245,6 @@ private:
     static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
-        const bool is_lane_0 = threadIdx.x % 32 == 0;
         float product[kSums];
 #pragma unroll
         for (int i = 0; i < kSums; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
@@ -267,9 +263,9 @@ private:
             sm90::wgmma_commit();
             const float low = load_shared(&shared.scale[ring.slot][row]), high = load_shared(&shared.scale[ring.slot][row + 8]);
             sm90::wgmma_wait<0>();
-            // NOTE: no instruction, since the warp has just waited as one. So racecheck sees none and reports the scales.
-            __syncwarp();
-            sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
+            // NOTE: by every lane, as where scales are written: each has read its own. A __syncwarp and an arrival for the warp
+            // would do, but behind a wait for wgmma it is no instruction, and racecheck would report the scales.
+            sm90::barrier_arrive(&shared.empty[ring.slot]);
 #pragma unroll
             for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
         }

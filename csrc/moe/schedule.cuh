@@ -9,47 +9,74 @@
 
 namespace oxmoe {
 
-// Every warp scans all experts, 32 at a time, and writes the tiles of one of them: warps exchange nothing. Grid: 1.
+// A thread scans an expert, 8 threads write its tiles. Grid: 1.
 struct Schedule {
     static constexpr int kThreads = 1024;
     static constexpr int kSharedBytes = 0;
+    static constexpr int kWriters = 8;
 
     static __device__ __forceinline__ void run(const ScheduleParams& p) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        __shared__ int4 spans[kThreads];  // first row, rows, first tile, tiles
+        __shared__ int warp_sums[2][32];
+        const int thread = threadIdx.x;
         pdl::launch_dependents();
         pdl::wait();
-        if (int(threadIdx.x) < p.counter_count) p.counters[threadIdx.x] = 0;
-        int tiles_before = 0, rows_before = 0;
-        for (int base = 0; base < p.experts; base += 32) {
-            const int expert = base + lane;
-            const int wanted = expert < p.experts ? limited(p.row_counts[expert], p.rows) : 0;
-            const int padded = (wanted + p.alignment - 1) / p.alignment * p.alignment;
-            int first = 0, count = 0;
+        if (thread < p.counter_count) p.counters[thread] = 0;
+        Sum rows_before, tiles_before;
+        for (int base = 0; base < p.experts; base += kThreads) {
+            const int experts = min(p.experts - base, kThreads);
+            const int wanted = thread < experts ? limited(p.row_counts[base + thread], p.rows) : 0;
+            int4 span = {};
             if (p.rows_each > 0) {
-                first = expert * p.rows_each;
-                count = limited(wanted, p.rows_each);
+                span.x = (base + min(thread, experts)) * p.rows_each;
+                span.y = limited(wanted, p.rows_each);
             } else {
+                const int padded = (wanted + p.alignment - 1) / p.alignment * p.alignment;
                 // NOTE: sums stop at the last row, so that nothing overflows.
-                const int own = limited(padded, p.rows), sum = scan(own, p.rows);
-                const int others = int(__shfl_up_sync(0xFFFFFFFFu, uint32_t(sum), 1));
-                first = limited(rows_before + (lane > 0 ? others : 0), p.rows);
-                count = limited(wanted, p.rows - first);
-                rows_before = limited(rows_before + int(__shfl_sync(0xFFFFFFFFu, uint32_t(sum), 31)), p.rows);
+                span.x = rows_before.add(experts, limited(padded, p.rows), p.rows, warp_sums[0]);
+                span.y = limited(wanted, p.rows - span.x);
             }
-            const int tiles = (count + p.tile_tokens - 1) / p.tile_tokens, sum = scan(tiles, 0x3FFFFFFF);
-            write(p, base + warp, of_lane(warp, first), of_lane(warp, count), of_lane(warp, tiles),
-                  tiles_before + of_lane(warp, sum - tiles), lane);
-            tiles_before += int(__shfl_sync(0xFFFFFFFFu, uint32_t(sum), 31));
+            span.w = (span.y + p.tile_tokens - 1) / p.tile_tokens;
+            span.z = tiles_before.add(experts, span.w, 0x3FFFFFFF, warp_sums[1]);
+            if (thread < experts) spans[thread] = span;
+            __syncthreads();
+            for (int i = thread / kWriters; i < experts; i += kThreads / kWriters) {
+                write(p, base + i, spans[i], thread % kWriters);
+            }
         }
-        if (threadIdx.x == 0) *p.tile_count = tiles_before;
+        if (thread == 0) *p.tile_count = tiles_before.sum;
     }
 
 private:
     static __device__ __forceinline__ int limited(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
-    static __device__ __forceinline__ int of_lane(int lane, int x) { return int(__shfl_sync(0xFFFFFFFFu, uint32_t(x), lane)); }
+    // Of a number of each expert that was scanned. Warps without experts stay out: a multiprocessor shuffles for one warp a
+    // clock.
+    struct Sum {
+        int sum = 0;  // in warps that scanned
 
-    // The sum of this lane's number and those of the lanes before it, at most `most`; numbers are neither negative nor above it.
+        // Adds a number of each of the first `count` threads; others bring 0. Returns the sum before this thread's. Neither
+        // numbers nor sums are negative or above `most`. All threads meet.
+        __device__ __forceinline__ int add(int count, int x, int most, int (&warp_sums)[32]) {
+            const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (count + 31) / 32;
+            if (warp < warps) {
+                x = scan(x, most);
+                if (lane == 31) warp_sums[warp] = x;
+            }
+            __syncthreads();
+            if (warp >= warps) return 0;
+            const int sums = scan(lane < warps ? warp_sums[lane] : 0, most);
+            const int warps_before = of_lane(sums, warp - 1), lanes_before = of_lane(x, lane - 1);
+            const int before = limited((warp > 0 ? warps_before : 0) + (lane > 0 ? lanes_before : 0), most);
+            const int result = limited(sum + before, most);
+            sum = limited(sum + of_lane(sums, 31), most);
+            return result;
+        }
+    };
+
+    static __device__ __forceinline__ int of_lane(int x, int lane) { return int(__shfl_sync(0xFFFFFFFFu, uint32_t(x), lane)); }
+
+    // The sum of this lane's number and those of the lanes before it.
     static __device__ __forceinline__ int scan(int x, int most) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -60,12 +87,13 @@ private:
         return x;
     }
 
-    static __device__ __forceinline__ void write(const ScheduleParams& p, int expert, int first, int count, int tiles,
-                                                 int first_tile, int lane) {
+    static __device__ __forceinline__ void write(const ScheduleParams& p, int expert, int4 span, int writer) {
+        const auto [first, count, first_tile, tiles] = span;
         const int steps = (count + p.tile_step - 1) / p.tile_step, each = steps / (tiles > 0 ? tiles : 1);
         const TileCut cut{p.tile_step, each, steps - each * tiles};
-        for (int i = lane; i < tiles; i += 32)
+        for (int i = writer; i < tiles; i += kWriters) {
             p.tiles[first_tile + i] = Tile{expert, first + cut.first(i), cut.count(i, count), 0};
+        }
     }
 };
 

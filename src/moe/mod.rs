@@ -28,13 +28,16 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{CombineParams, Dtype, GroupedGemmParams, RoundNvfp4Params, RouteParams, SelectParams};
+use crate::params::{
+    CombineParams, Dtype, GroupedGemmParams, RoundNvfp4Params, RouteParams, ScheduleParams, SelectParams,
+};
 use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use numbers::Numbers;
 use per_expert::{Given, Scalar};
 use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
+use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
@@ -60,6 +63,7 @@ enum Routing<'a> {
 struct Stages {
     select: Option<SelectParams>,
     route: RouteParams,
+    down_schedule: Option<ScheduleParams>,
     quantize: Option<fp8::Quantize>,
     quantize_rows: Option<mxfp4_a8::Quantize>,
     round: Option<mxfp8::Round>,
@@ -77,8 +81,9 @@ impl Stages {
         routing: &Routing<'_>,
         (x, x_scales, out): (*const u8, Option<GivenScales>, *mut u8),
         (ws, base): (&MoeWorkspace, *mut u8),
-        (tile_tokens, max_tiles, counter_count): (i32, i32, i32),
+        tiling: Tiling,
     ) -> Stages {
+        let Tiling { tile_tokens, max_tiles, counter_count, .. } = tiling;
         let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
         let select = match routing {
             Routing::Logits(s) => Some(SelectParams { ids: ws.ids.at(base), weights: ws.weights.at(base), ..*s }),
@@ -124,6 +129,10 @@ impl Stages {
                 out: ws.rows.at(base),
             },
         );
+        let down_schedule = tiling.down_tile_tokens.map(|tile| routing::down_schedule(desc, &route, (ws, base), tile));
+        if let Some(own) = &down_schedule {
+            (down.tiles, down.tile_count) = (own.tiles, own.tile_count);
+        }
         let weighted = !options.apply_router_weight_on_input && (!options.no_combine || options.keep_router_weight);
         let combine = CombineParams {
             y: down.out,
@@ -152,7 +161,7 @@ impl Stages {
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
         let nvfp4 =
             nvfp4::rounding(layer, (codes_scales, Some(tokens)), (ws.rows.at(base), tile_tokens), (&mut up, &mut down));
-        Stages { select, route, quantize, quantize_rows, round, nvfp4, up, down, combine }
+        Stages { select, route, down_schedule, quantize, quantize_rows, round, nvfp4, up, down, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
@@ -162,6 +171,9 @@ impl Stages {
             return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
+        if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
+            stream.launch("moe: schedule of GEMM2", launch, Args::Schedule(schedule))?;
+        }
         match &plan.experts {
             Experts::Gemms { up, down } => {
                 let [[_, x], [_, hidden]] = plan.quantize;
@@ -323,14 +335,13 @@ impl<'py> Call<'_, 'py> {
         if let Some(given) = &scratch.given {
             self.refuse_overlap("workspace", given)?;
         }
-        let stages = |schedule| {
+        let stages = |tiling| {
             let data = (x.data.cast_const(), tokens.scales(), out.data);
-            Stages::new(layer, desc, &self.options, &self.routing, data, (&ws, scratch.base), schedule)
+            Stages::new(layer, desc, &self.options, &self.routing, data, (&ws, scratch.base), tiling)
         };
         match x.place {
             Place::Cpu => {
-                let most = plan::max_tiles(desc.tokens * desc.top_k, layer.desc.experts, plan::CPU_TILE_TOKENS);
-                let stages = stages((plan::CPU_TILE_TOKENS, most, 0));
+                let stages = stages(Tiling::on_cpu(desc));
                 let dtype = layer.desc.dtype;
                 py.detach(|| stages.run_cpu(dtype, layer));
             }
@@ -338,8 +349,7 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages((plan.tile_tokens, plan.max_tiles, plan.counter_count()))
-                    .run_cuda(&stream, &plan, layer, slot)?;
+                stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)?;
             }
         }
         Ok(out_object)

@@ -63,6 +63,9 @@ pub struct MoeWorkspace {
     /// Of e4m3 activations: GEMM1's output in e4m3, and the scales of x's rows, then of its.
     pub hidden_e4m3: Range,
     pub row_scales: Range,
+    /// Of fp8 formats: GEMM2's schedule, where it has its own.
+    pub down_tiles: Range,
+    pub down_tile_count: Range,
     pub bytes: usize,
 }
 
@@ -72,6 +75,7 @@ impl MoeWorkspace {
         let slots = (tokens * top_k) as usize;
         let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
         let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
+        let down_tiles = max_tiles(tokens * top_k, layer.experts, fp8_sm90::DOWN_TILE_TOKENS) as usize;
         let e4m3 = layer.format == Format::Mxfp4A8;
         let only_e4m3 = |bytes| if e4m3 { bytes } else { 0 };
         let mut layout = Layout::default();
@@ -108,6 +112,8 @@ impl MoeWorkspace {
             hidden_scales: add("hidden_scales", fp8(slots, layer.intermediate, GROUP / 4)),
             hidden_e4m3: add("hidden_e4m3", only_e4m3(slots * e4m3_columns(layer.intermediate))),
             row_scales: add("row_scales", only_e4m3(slots * 4)),
+            down_tiles: add("down_tiles", fp8(down_tiles, size_of::<Tile>() as i64, 1)),
+            down_tile_count: add("down_tile_count", fp8(1, 4, 1)),
             bytes: 0,
         };
         w.bytes = layout.bytes;
@@ -133,11 +139,13 @@ impl MoeWorkspace {
             &self.x_scales,
             &self.hidden_codes,
             &self.hidden_scales,
+            &self.down_tiles,
+            &self.down_tile_count,
             &self.hidden_e4m3,
             &self.row_scales,
         ];
         let (fp8, e4m3) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0);
-        all.into_iter().enumerate().filter(move |(i, _)| *i < 12 || if *i < 16 { fp8 } else { e4m3 }).map(|(_, r)| r)
+        all.into_iter().enumerate().filter(move |(i, _)| *i < 12 || if *i < 18 { fp8 } else { e4m3 }).map(|(_, r)| r)
     }
 }
 
@@ -215,6 +223,8 @@ pub struct MoePlan {
     pub tile_tokens: i32,
     pub max_tiles: i32,
     pub routing: RoutingPlan,
+    /// GEMM2's own schedule behind the routing, and its tiles' tokens, where they are not GEMM1's.
+    pub down_schedule: Option<(Launch, i32)>,
     pub experts: Experts,
     /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
@@ -295,6 +305,7 @@ impl MoePlan {
             | Kernels::HopperFp8
             | Kernels::Portable => None,
         };
+        let mut down_tile_tokens = None;
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
             (None, Kernels::Hopper) => {
@@ -313,7 +324,9 @@ impl MoePlan {
                     false => fp8_sm90::Order::Gathered,
                 };
                 let tile_tokens = fp8_sm90::tile_tokens(&up, order);
-                let (up, down) = (fp8_sm90::gemm(&up, tile_tokens, device), fp8_sm90::down(&down, tile_tokens, device));
+                down_tile_tokens = fp8_sm90::down_tile_tokens(&down, tile_tokens);
+                let up = fp8_sm90::gemm(&up, tile_tokens, device);
+                let down = fp8_sm90::down(&down, down_tile_tokens.unwrap_or(tile_tokens), device);
                 (tile_tokens, Experts::Gemms { up, down })
             }
             (None, Kernels::HopperMxfp8) => {
@@ -353,6 +366,7 @@ impl MoePlan {
             tile_tokens,
             max_tiles: max_tiles(slots, layer.experts, tile_tokens),
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
+            down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
             experts,
             quantize,
             combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
@@ -370,7 +384,8 @@ impl MoePlan {
             Experts::Fused(launch) => vec![launch],
             Experts::Routed(launch) => return vec![launch],
         };
-        self.routing.launches().chain(experts).chain(self.combine).collect()
+        let schedule = self.down_schedule.map(|(launch, _)| launch);
+        self.routing.launches().chain(schedule).chain(experts).chain(self.combine).collect()
     }
 
     /// Counters that routing must set to 0.
@@ -424,6 +439,12 @@ impl GemmDesc {
 /// Bytes of workspace for up to `tokens` tokens, on any device.
 pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
     MoeWorkspace::new(layer, tokens, top_k)
+}
+
+/// A schedule from counts.
+fn schedule() -> Launch {
+    let variant = Variant::Schedule;
+    Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Columns that a thread of the combine takes. Few outputs: less code to fetch; many: fewer and larger loads. us on H200 with 2, 4 and 8:
@@ -509,8 +530,10 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
             let plan = MoePlan::new(desc, device)?;
             let _ = writeln!(
                 text,
-                "schedule: tiles of up to {} tokens, at most {} of them",
-                plan.tile_tokens, plan.max_tiles
+                "schedule: tiles of up to {} tokens, at most {} of them{}",
+                plan.tile_tokens,
+                plan.max_tiles,
+                plan.down_schedule.map_or(String::new(), |(_, tokens)| format!("; of GEMM2: up to {tokens}"))
             );
             for (i, l) in plan.launches().iter().enumerate() {
                 let cluster = if l.cluster > 1 { format!(" in clusters of {}", l.cluster) } else { String::new() };

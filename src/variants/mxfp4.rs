@@ -59,6 +59,9 @@ pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
     bf16(192, 3, 5, 1),
 ];
 
+/// In place of those with as many tokens where K is whole stages of four blocks.
+pub const MXFP4_SM90_FOURS: [Mxfp4Sm90Tile; 2] = [bf16(64, 3, 3, 4), bf16(128, 3, 2, 4)];
+
 /// The same for e4m3 activations, where a stage has an even number of blocks.
 pub const MXFP4_E4M3_SM90_TILES: [Mxfp4Sm90Tile; 5] =
     [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];

@@ -155,6 +155,23 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
+/// Tokens of GEMM2's tiles where it has its own schedule.
+pub const DOWN_TILE_TOKENS: i32 = ORDERED_TOKENS as i32;
+
+/// Slots an expert from which on GEMM2 has it, and columns between the GEMMs.
+const DOWN_MEAN: f64 = 96.0;
+const DOWN_LEAST_K: i64 = 640;
+
+/// Tokens of GEMM2's own tiles behind a GEMM1 that gathers: its rows lie in order whatever GEMM1 reads. us of GEMM2 in ncu, with GEMM1's
+/// schedule (`down`) and with its own, without the launch that makes it:
+///   qwen3-30b-a3b (K 768)               M 2048 (mean 128)  109, 98;   3072  142, 127;   4096  167, 159;   16384  524, 463
+///   dsv3-ep8 (K 2048), tokens in e4m3   M 1024 (mean 256)  309, 292;   4096  996, 889
+/// With K 512 GEMM2 gains 4 to 6 %, the layer nothing.
+pub fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
+    let many = gemm.slots as f64 > DOWN_MEAN * gemm.experts as f64;
+    (tile_tokens == WIDE_TOKENS as i32 && many && gemm.k >= DOWN_LEAST_K).then_some(DOWN_TILE_TOKENS)
+}
+
 /// GEMM2: where its K is short, the kernel whose tokens stay, with units as large as leave each multiprocessor several of them. us of GEMM2,
 /// wide, units of 4, of 8, of 16 blocks (both GEMMs where M = 1024), variants in turn:
 ///   dsv3-tp8 (K 256)        M 1024  402, 389, 390, 393;   4096  282, 253, 255, 266;   16384  975, 824, 799, 768

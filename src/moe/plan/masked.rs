@@ -1,8 +1,8 @@
 //! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
 
 use super::{
-    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, sm90, Counters, GemmDesc,
-    Kernels, MoeWorkspace, MIN_TILE_TOKENS,
+    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters,
+    GemmDesc, Kernels, MoeWorkspace, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -92,11 +92,10 @@ impl MaskedPlan {
             Kernels::HopperFp8 => fp8_sm90::quantises_inside(layer.format, tile_tokens),
             _ => layer.format == Format::Mxfp8,
         };
-        let variant = Variant::Schedule;
         Ok(MaskedPlan {
             tile_tokens,
             max_tiles,
-            schedule: Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 },
+            schedule: schedule(),
             quantize: match kernels {
                 // x that came as codes is expanded by the same launch.
                 Kernels::HopperNvfp4 => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),

@@ -7,7 +7,9 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
-use crate::variants::{Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_TILES};
+use crate::variants::{
+    Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_FOURS, MXFP4_SM90_TILES,
+};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
 pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
@@ -57,8 +59,12 @@ impl Tile for Mxfp4Sm90Tile {
 
 /// The narrowest tile that takes this many tokens.
 fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
-    tiles::narrowest(tiles_of(gemm.format), FEW_UNITS, gemm, tokens, device)
+    let fours: &[_] = if gemm.format == Format::Mxfp4A8 { &[] } else { &MXFP4_SM90_FOURS };
+    tiles::narrowest_by_k((tiles_of(gemm.format), fours), FEW_UNITS, gemm, tokens, device)
 }
+
+/// Up to it most experts still fit in 128, and such tiles with stages of four blocks are faster than wider ones.
+pub const FOURS_MEAN: f64 = 112.0;
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are decoded once. us a layer by tile
 /// (docs/measured.md; the borders between the means are chosen):
@@ -68,12 +74,16 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
 /// e4m3, both quantisations included:
 ///   gpt-oss-120b   M 256  418 at 16, 444 at 32;   M 512  471 at 32, 467 at 64;   M 1024  530 at 64, 562 at 128
 ///                  M 2048 785 at 64, 683 at 128;  M 4096 1223 at 128, 1021 at 192
+/// us of 32 experts of dsv3 on rows in order: 20 each 277 at 32, 264 at 64 with stages of four blocks (mean 16: 250, 251); 102 each 530 at 128
+/// with stages of four blocks, 584 of two, 587 at 192.
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
+    let narrow = if tiles::takes_fours(gemm) { 16.0 } else { 20.0 };
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 11.0 => 16,
-        mean if mean <= 20.0 && gemm.format != Format::Mxfp4A8 => 32,
+        mean if mean <= narrow && gemm.format != Format::Mxfp4A8 => 32,
         mean if mean <= 44.0 => 64,
         mean if mean <= 96.0 => 128,
+        mean if mean <= FOURS_MEAN && gemm.format == Format::Mxfp4 && tiles::takes_fours(gemm) => 128,
         _ => 192,
     }
 }
@@ -117,10 +127,13 @@ pub fn quantize(rows: i64, device: &Device) -> Launch {
 pub fn variants(format: Format, gated: bool) -> Vec<Variant> {
     let gemms = tiles_of(format).iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
     let other = match format {
-        Format::Mxfp4A8 => Variant::QuantizeRowsE4m3,
-        _ => MXFP4_LAYER_TILE.variant(gated),
+        Format::Mxfp4A8 => vec![Variant::QuantizeRowsE4m3],
+        _ => {
+            let fours = MXFP4_SM90_FOURS.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
+            fours.chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
+        }
     };
-    gemms.chain([other]).collect()
+    gemms.chain(other).collect()
 }
 
 #[cfg(test)]
@@ -131,6 +144,19 @@ mod tests {
     use crate::device::Arch;
     use crate::params::Dtype;
     use crate::variants::Element;
+
+    #[test]
+    fn stages_of_four_blocks_where_k_is_whole_ones() {
+        let (device, element, format) = (Device::typical(Arch::SM90), Element::Bf16, Format::Mxfp4);
+        let chosen = |k, mean: i64| {
+            let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
+            super::gemm(&gemm, tile_tokens(&gemm), &device).variant
+        };
+        let fours = MXFP4_SM90_FOURS.map(|t| t.variant(true));
+        assert_eq!([30, 61, 102].map(|mean| chosen(7168, mean)), [fours[0], fours[1], fours[1]]);
+        assert!([30, 61, 102].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
+        assert_eq!(chosen(7168, 113), chosen(2880, 97));
+    }
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {

@@ -1,4 +1,4 @@
-//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. NOTE: borders are those of packed MXFP4; no others were measured.
+//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. Borders are those of packed MXFP4.
 
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
-use crate::variants::nvfp4::{Nvfp4, Nvfp4Tile, NVFP4_TILES};
+use crate::variants::nvfp4::{Nvfp4, Nvfp4Tile, NVFP4_FOURS, NVFP4_TILES};
 use crate::variants::Variant;
 
 /// Whether the kernel takes the layer: its sizes are multiples of 16, so that GPUs alone decide.
@@ -26,7 +26,7 @@ pub fn require(device: &Device) -> Result<()> {
     Err(Error::Unsupported(format!("nvfp4 experts on {}; supported: sm_90, and CPU tensors", device.arch)))
 }
 
-/// There is one tile for 16 tokens.
+/// There is one tile of each width.
 const FEW_UNITS: u32 = 0;
 
 impl Tile for Nvfp4Tile {
@@ -43,18 +43,23 @@ impl Tile for Nvfp4Tile {
     }
 }
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read and decoded once.
+/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read and decoded once. us of 32
+/// experts of dsv3 on rows in order, of 64 of qwen3-30b-a3b:
+///   mean 16   268, 68 at 64;   252, 69 at 32, two CTAs;   259, 70 at 32, one CTA
+///   mean 102  593 at 192, and at 128 with stages of two blocks; 537 at 128 with stages of four
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 11.0 => 16,
+        mean if mean <= 20.0 => 32,
         mean if mean <= 44.0 => 64,
         mean if mean <= 96.0 => 128,
+        mean if mean <= mxfp4_sm90::FOURS_MEAN && tiles::takes_fours(gemm) => 128,
         _ => 192,
     }
 }
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
-    let tile = tiles::narrowest(&NVFP4_TILES, FEW_UNITS, gemm, tile_tokens, device);
+    let tile = tiles::narrowest_by_k((&NVFP4_TILES, &NVFP4_FOURS), FEW_UNITS, gemm, tile_tokens, device);
     tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
@@ -73,7 +78,8 @@ pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>
 }
 
 pub fn variants(layer: &LayerDesc) -> Vec<Variant> {
-    let gemms = NVFP4_TILES.iter().flat_map(|t| [layer.gated, false].map(|gated| Variant::Nvfp4(t.kernel(gated))));
+    let gemms = NVFP4_TILES.iter().chain(&NVFP4_FOURS);
+    let gemms = gemms.flat_map(|t| [layer.gated, false].map(|gated| Variant::Nvfp4(t.kernel(gated))));
     let round = (layer.format == Format::Nvfp4A4).then_some(Variant::Nvfp4(Nvfp4::RoundNvfp4Rows));
     gemms.chain(round).collect()
 }
@@ -83,6 +89,19 @@ mod tests {
     use super::*;
     use crate::device::Arch;
     use crate::variants::Element;
+
+    #[test]
+    fn stages_of_four_blocks_where_k_is_whole_ones() {
+        let (device, element, format) = (Device::typical(Arch::SM90), Element::Bf16, Format::Nvfp4);
+        let chosen = |k, mean: i64| {
+            let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
+            super::gemm(&gemm, tile_tokens(&gemm), &device).variant
+        };
+        let fours = NVFP4_FOURS.map(|t| Variant::Nvfp4(t.kernel(true)));
+        assert_eq!([30, 61, 102].map(|mean| chosen(7168, mean)), [fours[0], fours[1], fours[1]]);
+        assert!([30, 61, 102].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
+        assert_eq!(chosen(7168, 113), chosen(2880, 97));
+    }
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {

@@ -38,6 +38,19 @@ pub fn narrowest<T: Tile>(tiles: &[T], few: u32, gemm: &GemmDesc, tokens: i32, d
     }
 }
 
+/// The same, where K is whole stages of four blocks the one of `fours` that takes as many.
+pub fn narrowest_by_k<T: Tile>(lists: (&[T], &[T]), few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> T {
+    let (tiles, fours) = lists;
+    let tile = narrowest(tiles, few, gemm, tokens, device);
+    let four = fours.iter().find(|four| takes_fours(gemm) && four.tokens() == tile.tokens());
+    four.copied().unwrap_or(tile)
+}
+
+/// Whether K is whole stages of four blocks of 64.
+pub fn takes_fours(gemm: &GemmDesc) -> bool {
+    gemm.k % 256 == 0
+}
+
 /// A GEMM whose CTAs take units of `unit_rows` weight rows by a tile of the schedule one after the other.
 pub fn launch(gemm: &GemmDesc, tile_tokens: i32, (variant, unit_rows): (Variant, u32), device: &Device) -> Launch {
     let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows);
