@@ -444,8 +444,8 @@ def test_mxfp4_checkpoint_refuses_other_dtypes() -> None:
         ({"quant_method": "mxfp4"}, "mxfp4", "oxmoe"),
         ({"quant_method": "mxfp4"}, "oxmoe", "oxmoe"),
         ({"quant_method": "mxfp4"}, "quark_mxfp4", None),
-        ({"quant_method": "fp8"}, None, None),
-        ({"quant_method": "fp8"}, "oxmoe", None),
+        ({"quant_method": "w8a8_fp8"}, None, None),
+        ({"quant_method": "w8a8_fp8"}, "oxmoe", None),
     ],
     ids=str,
 )

@@ -85,8 +85,12 @@ def check_layer(module: nn.Module) -> None:
 
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
 _MEND = {
-    "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with weight_block_size "
-    "[128, 128]; one with a scale a tensor needs --moe-runner-backend deep_gemm",
+    "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
+    "or weight_block_size [128, 128]",
+    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and in SGLang "
+    "0.5.23 on Hopper of NVFP4; serve others without moe",
+    "ModelOptNvFp4FusedMoEMethod": "serve this model without moe (SGLang keeps ModelOpt's checkpoints; NVFP4 of "
+    "compressed-tensors is served)",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",

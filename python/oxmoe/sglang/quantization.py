@@ -2,8 +2,9 @@
 layers where SGLang has no kernel.
 
 `--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
-MXFP4 and MXFP8 checkpoints and fp8 ones with block scales get it by themselves. None is laid out for another package
-first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and fp8 ones are used as they lie.
+MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8 or NVFP4 layers, get it by themselves. None
+is laid out for another package first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and fp8
+ones are used as they lie.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import deepep, linear, sglang_version
+from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
-from oxmoe.sglang.experts import Experts, activation, run_dispatched
+from oxmoe.sglang.experts import Experts, activation
+from oxmoe.sglang.loading import MadeAtLoad, loaded, needs_bfloat16
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -36,12 +38,6 @@ def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts
     if hasattr(runner, "run"):
         return runner.run(dispatch_output, quant_info)
     return deepep.combine_input(dispatch_output, experts.run(dispatch_output, quant_info, runner.config))
-
-
-def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
-    """At load: a dispatcher is told what to bring, and what it would have to wait for in vain is refused."""
-    deepep.tell_dispatcher(layer, weights.format, sglang_version())
-    deepep.refuse_overlap()
 
 
 class DirectRunner:
@@ -112,28 +108,41 @@ class OxmoeFp8MoEMethod(ThroughRunner, Fp8MoEMethod):
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
 
 
-class OxmoeMxfp8MoEMethod(Fp8MoEMethod):
+class OxmoeFp8TensorMoEMethod(MadeAtLoad, Fp8MoEMethod):
+    """fp8 experts with one scale a matrix, gate's and up's each its own; parameters and loading are SGLang's."""
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
+    ) -> None:
+        needs_bfloat16("fp8", sizes, attributes)
+        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+        return ExpertWeights.fp8_tensor(
+            layer.w13_weight.data,
+            layer.w2_weight.data,
+            layer.w13_weight_scale.data,
+            layer.w2_weight_scale.data,
+            a13_scale=_data(layer, "w13_input_scale"),
+            a2_scale=_data(layer, "w2_input_scale"),
+            b13=_data(layer, "w13_weight_bias"),
+            b2=_data(layer, "w2_weight_bias"),
+            **options,
+        )
+
+
+class OxmoeMxfp8MoEMethod(MadeAtLoad, Fp8MoEMethod):
     """MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row; parameters and loading are SGLang's.
 
     On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp8(in_place=True)`), else the
     checkpoint's.
     """
 
-    oxmoe = True
-    runner: Any = None  # tokens go to oxmoe.moe as they come
-
-    def __init__(self, quant_config: Fp8Config) -> None:
-        super().__init__(quant_config)
-        self.weights: ExpertWeights | None = None
-
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
     ) -> None:
         needs_bfloat16("MXFP8", sizes, attributes)
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
-
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-        self.moe_runner_config = moe_runner_config
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weights; after a weight update SGLang calls it again."""
@@ -150,36 +159,15 @@ class OxmoeMxfp8MoEMethod(Fp8MoEMethod):
         )
         loaded(layer, self.weights)
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
-        assert self.weights is not None
-        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
 
-    def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
-        return None
-
-
-def needs_bfloat16(what: str, sizes: tuple[Any, ...], attributes: dict[str, Any]) -> None:
-    """NotImplementedError for another params_dtype in the arguments of `create_weights`, after hidden_size."""
-    dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
-    if dtype != torch.bfloat16:
-        raise NotImplementedError(f"oxmoe: {what} experts need --dtype bfloat16, got {dtype}")
-
-
-class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
+class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     """MXFP4 experts of a GPT-OSS checkpoint on oxmoe: [E, 2I, H / 2] codes, gate and up rows alternating.
 
     On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp4(in_place=True)`), else the
     checkpoint's.
     """
 
-    oxmoe = True
-    runner: Any = None  # tokens go to oxmoe.moe as they come
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: ExpertWeights | None = None
-        self.hidden = 0
+    hidden = 0
 
     def create_weights(
         self,
@@ -214,7 +202,7 @@ class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
                 add(f"{name}_weight_bias", 0, num_experts, rows, dtype=torch.bfloat16)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-        self.moe_runner_config = moe_runner_config
+        super().create_moe_runner(layer, moe_runner_config)
         if moe_runner_config.gemm1_alpha is None:
             raise NotImplementedError(
                 "oxmoe: an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)"
@@ -237,10 +225,6 @@ class OxmoeMxfp4MoEMethod(FusedMoEMethodBase):
         )
         loaded(layer, self.weights)
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
-        assert self.weights is not None
-        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
-
 
 def _data(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
     parameter = getattr(layer, name, None)
@@ -257,14 +241,14 @@ class OxmoeMxfp4Config(Mxfp4Config):
 
 
 def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
-    """Whether a checkpoint's quantization_config is MXFP8, or fp8 with one scale for each 128 x 128 block."""
+    """Whether a checkpoint's quantization_config is MXFP8, or fp8 with a scale a matrix or a 128 x 128 block."""
     config = checkpoint or {}
-    blocks = config.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    blocks = config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
     return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
 
 
 class OxmoeFp8Config(Fp8Config):
-    """SGLang's configuration of an fp8 checkpoint with block scales or of an MXFP8 one (its name stays)."""
+    """SGLang's configuration of an fp8 checkpoint or of an MXFP8 one (its name stays)."""
 
     experts: Any = OxmoeFp8MoEMethod
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
@@ -278,14 +262,29 @@ class OxmoeFp8Config(Fp8Config):
             return linear.method(super().get_quant_method(layer, prefix))
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return self.unquantized()
-        return OxmoeMxfp8MoEMethod(self) if self.use_mxfp8 else self.experts(self)
+        if self.use_mxfp8:
+            return OxmoeMxfp8MoEMethod(self)
+        return OxmoeFp8TensorMoEMethod(self) if self.weight_block_size is None else self.experts(self)
+
+
+def served_compressed(checkpoint: dict[str, Any] | None) -> bool:
+    """Whether a checkpoint's quantization_config is compressed-tensors' with layers of fp8 or NVFP4."""
+    config = checkpoint or {}
+    return config.get("quant_method") in compressed_tensors.METHODS and compressed_tensors.served(config)
+
+
+class OxmoeCompressedTensorsConfig(compressed_tensors.OxmoeCompressedTensorsConfig):
+    """Of a compressed-tensors checkpoint."""
+
+    unquantized = OxmoeUnquantizedFusedMoEMethod
 
 
 class OxmoeConfig(QuantizationConfig):
-    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of MXFP4 and fp8 ones it makes their own configurations."""
+    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of quantised ones it makes their own configurations."""
 
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
     fp8: Any = OxmoeFp8Config
+    compressed: Any = OxmoeCompressedTensorsConfig
 
     def get_name(self) -> str:
         return NAME
@@ -305,7 +304,7 @@ class OxmoeConfig(QuantizationConfig):
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
         """SGLang asks each method whether a checkpoint is its own: these are, unless the user names another."""
         method = (hf_quant_cfg or {}).get("quant_method")
-        ours = method == "mxfp4" or served_fp8(hf_quant_cfg)
+        ours = method == "mxfp4" or served_fp8(hf_quant_cfg) or served_compressed(hf_quant_cfg)
         return NAME if ours and user_quant in (None, method, NAME) else None
 
     @classmethod
@@ -315,12 +314,15 @@ class OxmoeConfig(QuantizationConfig):
             return OxmoeMxfp4Config.from_config(config)
         if served_fp8(config):
             return cls.fp8.from_config(config)
+        if served_compressed(config):
+            return cls.compressed.from_config(config)
         if method is not None:
             block = config.get("weight_block_size")
             given = f"{method} with blocks of {block}" if block else method
             raise NotImplementedError(
-                f"--quantization oxmoe: no kernel for a checkpoint of {given}; served are bf16, f16, mxfp4, mxfp8 "
-                f"and fp8 with weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}]"
+                f"--quantization oxmoe: no kernel for a checkpoint of {given}; served are bf16, f16, mxfp4, mxfp8, fp8 "
+                f"with one scale a matrix or weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}], and compressed-tensors with "
+                f"layers of {compressed_tensors.SERVED}"
             )
         return cls()
 

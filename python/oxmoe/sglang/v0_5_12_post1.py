@@ -75,8 +75,8 @@ def install_oxmoe() -> str:
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
     return (
-        f"quantization {NAME!r}: MXFP4 and MXFP8 checkpoints, fp8 ones with block scales, and bf16 and f16 ones with "
-        f"Engine(quantization={NAME!r})"
+        f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8, and bf16 and f16 ones "
+        f"with Engine(quantization={NAME!r})"
     )
 
 

@@ -90,9 +90,15 @@ class OxmoeFp8MoEMethod(quantization.OxmoeFp8MoEMethod):
 
 
 class OxmoeFp8Config(quantization.OxmoeFp8Config):
-    """Of an fp8 checkpoint with block scales, or of an MXFP8 one."""
+    """Of an fp8 checkpoint, or of an MXFP8 one."""
 
     experts = OxmoeFp8MoEMethod
+    unquantized = OxmoeUnquantizedFusedMoEMethod
+
+
+class OxmoeCompressedTensorsConfig(quantization.OxmoeCompressedTensorsConfig):
+    """Of a compressed-tensors checkpoint."""
+
     unquantized = OxmoeUnquantizedFusedMoEMethod
 
 
@@ -101,6 +107,7 @@ class OxmoeConfig(quantization.OxmoeConfig):
 
     unquantized = OxmoeUnquantizedFusedMoEMethod
     fp8 = OxmoeFp8Config
+    compressed = OxmoeCompressedTensorsConfig
 
 
 def install_oxmoe() -> str:
@@ -112,8 +119,8 @@ def install_oxmoe() -> str:
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
     return (
-        f"MoE runner and quantization {NAME!r}: MXFP4 and MXFP8 checkpoints, fp8 ones with block scales, and bf16 and "
-        f"f16 ones with --quantization {NAME}"
+        f"MoE runner and quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8 and NVFP4, "
+        f"and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

@@ -1,0 +1,132 @@
+"""Checkpoints of compressed-tensors (llm-compressor) in SGLang's quantization "oxmoe": their fp8 and NVFP4 experts.
+
+Parameters and loading are those of SGLang's schemes, whose processing after loading is left out: gate and up keep a
+scale each, and nothing is laid out for Marlin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizeMethodBase
+from sglang.srt.layers.quantization.compressed_tensors import schemes
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+from oxmoe import ExpertWeights
+from oxmoe.sglang.experts import BLOCK
+from oxmoe.sglang.loading import MadeAtLoad, needs_bfloat16, share_memory
+
+METHODS = ("compressed-tensors", "compressed_tensors")
+NVFP4_BLOCK = 16
+# 0.5.12.post1 has NVFP4 layers, of linear ones too, for Blackwell alone.
+_WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
+SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" + (
+    ", and NVFP4 on Hopper" if _WEIGHT_ONLY_NVFP4 else ""
+)
+
+
+def kind(weights: dict[str, Any] | None) -> str | None:
+    """A config_group's weights as "fp8" or "nvfp4"; None for others."""
+    given = weights or {}
+    if given.get("type") != "float":
+        return None
+    strategy = given.get("strategy")
+    if given.get("num_bits") == 8:
+        blocks = strategy == "block" and given.get("block_structure") == [BLOCK, BLOCK]
+        return "fp8" if blocks or strategy in ("tensor", "channel") else None
+    nvfp4 = given.get("num_bits") == 4 and strategy == "tensor_group" and given.get("group_size") == NVFP4_BLOCK
+    return "nvfp4" if nvfp4 else None
+
+
+def nvfp4_runs() -> bool:
+    """Whether this SGLang loads NVFP4 layers below Blackwell, and the GPU, if there is one, is a Hopper."""
+    return _WEIGHT_ONLY_NVFP4 is not None and (
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+    )
+
+
+def served(checkpoint: dict[str, Any]) -> bool:
+    """Whether all layers of a checkpoint's quantization_config are of formats that experts on oxmoe can have."""
+    groups = checkpoint.get("config_groups") or {}
+    kinds = {kind(group.get("weights")) for group in groups.values()}
+    return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4_runs())
+
+
+class OxmoeCompressedTensorsMoEMethod(MadeAtLoad, FusedMoEMethodBase):
+    """Experts of one of SGLang's schemes on oxmoe."""
+
+    def __init__(self, scheme: Any) -> None:
+        super().__init__()
+        self.scheme = scheme
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
+    ) -> None:
+        needs_bfloat16("compressed-tensors", sizes, attributes)
+        self.scheme.create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+
+
+class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
+    """fp8: a scale a tensor (gate's and up's each its own), a channel, or a block; used as they lie."""
+
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+        weights = layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale.data, layer.w2_weight_scale.data
+        if self.scheme.block_quant:
+            return ExpertWeights.fp8_block(*weights, **options)
+        if self.scheme.static_input_scales:
+            options |= {"a13_scale": layer.w13_input_scale.data, "a2_scale": layer.w2_input_scale.data}
+        return ExpertWeights.fp8_tensor(*weights, per_token=self.scheme.weight_quant.strategy == "channel", **options)
+
+
+class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
+    """NVFP4 with bf16 activations, also where the checkpoint has scales to quantise these with: those are left out.
+
+    On CUDA the parameters hold packed weights after loading where sizes are multiples of 64.
+    """
+
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+        return ExpertWeights.nvfp4(
+            layer.w13_weight_packed.data,
+            layer.w2_weight_packed.data,
+            layer.w13_weight_scale.data,
+            layer.w2_weight_scale.data,
+            # Here the checkpoint has what it was multiplied by.
+            1 / layer.w13_weight_global_scale.data,
+            1 / layer.w2_weight_global_scale.data,
+            **options,
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        assert self.weights is not None
+        for name, packed in (("w13", self.weights.w13_packed), ("w2", self.weights.w2_packed)):
+            if packed is not None:
+                share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
+                share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
+
+
+class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):
+    """SGLang's configuration of a compressed-tensors checkpoint (its name stays)."""
+
+    unquantized: Any = None  # the method of layers that the checkpoint leaves as they are
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, FusedMoE):
+            return super().get_quant_method(layer, prefix)
+        self._add_fused_moe_to_target_scheme_map()
+        found = [self.get_scheme_dict(layer, f"{prefix}.0.{part}_proj") for part in ("gate", "up", "down")]
+        if any(scheme != found[0] for scheme in found):
+            raise ValueError(f"oxmoe: {prefix}: gate, up and down projections of experts have different schemes")
+        if found[0] is None:
+            return self.unquantized()
+        weights, inputs = found[0].get("weights"), found[0].get("input_activations")
+        if inputs is not None and self._is_fp8_w8a8(weights, inputs):
+            return OxmoeCompressedFp8MoEMethod(schemes.CompressedTensorsW8A8Fp8MoE(weights, inputs))
+        if _WEIGHT_ONLY_NVFP4 is not None and kind(weights.model_dump(mode="json")) == "nvfp4":
+            return OxmoeCompressedNvfp4MoEMethod(_WEIGHT_ONLY_NVFP4(has_input_global_scale=inputs is not None))
+        raise NotImplementedError(
+            f"oxmoe: no kernel for experts of compressed-tensors' {weights} with {inputs or 'bf16 activations'}; "
+            f"served are {SERVED}"
+        )

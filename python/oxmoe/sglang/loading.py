@@ -1,0 +1,76 @@
+"""What quantization methods do with a layer's weights when SGLang has loaded or updated them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oxmoe import ExpertWeights
+from oxmoe.sglang import deepep, sglang_version
+from oxmoe.sglang.experts import activation, run_dispatched
+
+
+def needs_bfloat16(what: str, sizes: tuple[Any, ...], attributes: dict[str, Any]) -> None:
+    """NotImplementedError for another params_dtype in the arguments of `create_weights`, after hidden_size."""
+    dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
+    if dtype != torch.bfloat16:
+        raise NotImplementedError(f"oxmoe: {what} experts need --dtype bfloat16, got {dtype}")
+
+
+def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
+    """At load: a dispatcher is told what to bring, and what it would have to wait for in vain is refused."""
+    # "fp8_tensor-token": how activations are scaled is nothing to a dispatcher.
+    deepep.tell_dispatcher(layer, weights.format.partition("-")[0], sglang_version())
+    deepep.refuse_overlap()
+
+
+def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
+    of_experts = [weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.a13_scale, weights.a2_scale]
+    return [*of_experts, *(weights.w13_packed or ()), *(weights.w2_packed or ())]
+
+
+def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
+    """`new`; after an update of a layer's weights `old`, with what is in `new`: CUDA graphs know its addresses."""
+    # On a CPU there are none, and the global scales of NVFP4 are not among the tensors.
+    if old is None or (new.format == "nvfp4" and new.w13_packed is None):
+        return new
+    for to, tensor in zip(_tensors(old), _tensors(new), strict=True):
+        if to is not None and tensor is not None and to.data_ptr() != tensor.data_ptr():
+            to.copy_(tensor)
+    return old
+
+
+def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
+    """Gives a parameter the memory of what was packed of it, where that has as many bytes: the other is freed."""
+    if packed.nbytes == parameter.nbytes:
+        parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
+
+
+class MadeAtLoad:
+    """A method of a layer whose ExpertWeights are made at load: tokens go to oxmoe.moe as they come."""
+
+    oxmoe = True
+    runner: Any = None
+    weights: ExpertWeights | None = None
+    moe_runner_config: Any
+
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        self.moe_runner_config = moe_runner_config
+
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Describes the weights; after a weight update SGLang calls it again."""
+        self.weights = renewed(self.weights, self.make(layer, **activation(self.moe_runner_config)))
+        loaded(layer, self.weights)
+
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        assert self.weights is not None
+        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
+
+    def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
+        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        return None
