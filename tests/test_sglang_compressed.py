@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ from oxmoe.sglang.loading import loaded, share_memory
 from sglang_server import NEW, FusedMoE, installed, server
 from test_sglang_deepep import check as check_dispatched
 from test_sglang_deepep import poisoned
-from test_sglang_fp8 import expected, forward
+from test_sglang_fp8 import expected, forward, from_model
 
 __all__ = ["poisoned"]
 
@@ -429,32 +428,6 @@ def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("config", [CHANNEL, FP8], ids=["compressed-tensors", "fp8"])
 def test_a_checkpoint_comes_to_us(config: dict[str, Any], tmp_path: Path) -> None:
-    """From its config.json to its layers' method, by SGLang's own code, without a flag."""
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader.weight_utils import get_quant_config
-
-    model_config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "head_dim": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "quantization_config": config,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(model_config))
-    with server():
-        model = ModelConfig(model_path=str(tmp_path), dtype="bfloat16")
-        quant_config = get_quant_config(model, LoadConfig(), {})
-        assert model.quantization == "oxmoe"
-        assert quant_config.get_name() == ("fp8" if config is FP8 else "compressed_tensors")
-        options: dict[str, Any] = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0}
-        layer = FusedMoE(**options, top_k=2, params_dtype=torch.bfloat16, quant_config=quant_config, prefix=PREFIX)
-    assert layer.quant_method.oxmoe
+    quantization, quant_config, layer = from_model(tmp_path, config)
+    assert quantization == "oxmoe" and layer.quant_method.oxmoe
+    assert quant_config.get_name() == ("fp8" if config is FP8 else "compressed_tensors")

@@ -317,13 +317,13 @@ def test_mxfp8_begins_with_hopper() -> None:
     assert get_quantization_config("fp8").from_config(MXFP8).get_min_capability() == 100
 
 
-def test_an_fp8_checkpoint_comes_to_us(tmp_path: Path) -> None:
-    """From its config.json to its layers' method, by SGLang's own code, without a flag."""
+def from_model(tmp_path: Path, checkpoint: dict[str, Any]) -> tuple[str, Any, FusedMoE]:
+    """By SGLang's own code, without a flag, from a config.json: the quantization, its configuration, a layer."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.weight_utils import get_quant_config
 
-    checkpoint = {
+    model_config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "hidden_size": 256,
@@ -336,14 +336,18 @@ def test_an_fp8_checkpoint_comes_to_us(tmp_path: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 1024,
-        "quantization_config": CHECKPOINT,
+        "quantization_config": checkpoint,
     }
-    (tmp_path / "config.json").write_text(json.dumps(checkpoint))
+    (tmp_path / "config.json").write_text(json.dumps(model_config))
     with server():
         model = ModelConfig(model_path=str(tmp_path), dtype="bfloat16")
         quant_config = get_quant_config(model, LoadConfig(), {})
-        assert model.quantization == "oxmoe"
-        assert quant_config.get_name() == "fp8", "by which models choose what they do with other layers"
         options: dict[str, Any] = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "layer_id": 0}
-        layer = FusedMoE(**options, top_k=2, params_dtype=torch.bfloat16, quant_config=quant_config)
-    assert layer.quant_method.oxmoe
+        options |= {"top_k": 2, "params_dtype": torch.bfloat16, "prefix": "model.layers.0.mlp.experts"}
+        return model.quantization, quant_config, FusedMoE(**options, quant_config=quant_config)
+
+
+def test_an_fp8_checkpoint_comes_to_us(tmp_path: Path) -> None:
+    quantization, quant_config, layer = from_model(tmp_path, CHECKPOINT)
+    assert quantization == "oxmoe" and layer.quant_method.oxmoe
+    assert quant_config.get_name() == "fp8", "by which models choose what they do with other layers"

@@ -16,7 +16,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 
 from oxmoe import ExpertWeights
 from oxmoe.sglang.experts import BLOCK
-from oxmoe.sglang.loading import MadeAtLoad, needs_bfloat16, share_memory
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
 
 METHODS = ("compressed-tensors", "compressed_tensors")
 NVFP4_BLOCK = 16
@@ -54,18 +54,21 @@ def served(checkpoint: dict[str, Any]) -> bool:
     return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4_runs())
 
 
-class OxmoeCompressedTensorsMoEMethod(MadeAtLoad, FusedMoEMethodBase):
-    """Experts of one of SGLang's schemes on oxmoe."""
+class _OfScheme(FusedMoEMethodBase):
+    """Parameters of one of SGLang's schemes."""
 
     def __init__(self, scheme: Any) -> None:
         super().__init__()
         self.scheme = scheme
 
-    def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
-    ) -> None:
-        needs_bfloat16("compressed-tensors", sizes, attributes)
-        self.scheme.create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        self.scheme.create_weights(layer, *sizes, **attributes)
+
+
+class OxmoeCompressedTensorsMoEMethod(NeedsBfloat16, MadeAtLoad, _OfScheme):
+    """Experts of such a scheme on oxmoe."""
+
+    of = "compressed-tensors"
 
 
 class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):

@@ -12,11 +12,19 @@ from oxmoe.sglang import deepep, sglang_version
 from oxmoe.sglang.experts import activation, run_dispatched
 
 
-def needs_bfloat16(what: str, sizes: tuple[Any, ...], attributes: dict[str, Any]) -> None:
-    """NotImplementedError for another params_dtype in the arguments of `create_weights`, after hidden_size."""
-    dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
-    if dtype != torch.bfloat16:
-        raise NotImplementedError(f"oxmoe: {what} experts need --dtype bfloat16, got {dtype}")
+class NeedsBfloat16:
+    """A method whose experts compute in bf16 alone."""
+
+    of = ""  # their format
+
+    def create_weights(
+        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
+    ) -> None:
+        """SGLang's, after NotImplementedError for another params_dtype, which may come by its place."""
+        dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
+        if dtype != torch.bfloat16:
+            raise NotImplementedError(f"oxmoe: {self.of} experts need --dtype bfloat16, got {dtype}")
+        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)  # type: ignore[misc]
 
 
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:

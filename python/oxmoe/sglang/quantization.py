@@ -25,7 +25,7 @@ from oxmoe import ExpertWeights
 from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts, activation
-from oxmoe.sglang.loading import MadeAtLoad, loaded, needs_bfloat16
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, loaded
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -92,8 +92,10 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
         super().create_moe_runner(layer, moe_runner_config)
 
 
-class OxmoeFp8MoEMethod(ThroughRunner, Fp8MoEMethod):
+class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
     """fp8 experts with a scale for each 128 x 128 block; parameters and loading are SGLang's."""
+
+    of = "fp8"
 
     def __init__(self, quant_config: Fp8Config) -> None:
         super().__init__(quant_config)
@@ -101,21 +103,11 @@ class OxmoeFp8MoEMethod(ThroughRunner, Fp8MoEMethod):
             raise NotImplementedError("oxmoe: no kernel for the MXFP4 experts of an fp8 checkpoint (DeepSeek-V4)")
         self.experts = Experts()
 
-    def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
-    ) -> None:
-        needs_bfloat16("fp8", sizes, attributes)
-        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
 
-
-class OxmoeFp8TensorMoEMethod(MadeAtLoad, Fp8MoEMethod):
+class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
     """fp8 experts with one scale a matrix, gate's and up's each its own; parameters and loading are SGLang's."""
 
-    def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
-    ) -> None:
-        needs_bfloat16("fp8", sizes, attributes)
-        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+    of = "fp8"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         return ExpertWeights.fp8_tensor(
@@ -131,18 +123,14 @@ class OxmoeFp8TensorMoEMethod(MadeAtLoad, Fp8MoEMethod):
         )
 
 
-class OxmoeMxfp8MoEMethod(MadeAtLoad, Fp8MoEMethod):
+class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
     """MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row; parameters and loading are SGLang's.
 
     On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp8(in_place=True)`), else the
     checkpoint's.
     """
 
-    def create_weights(
-        self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
-    ) -> None:
-        needs_bfloat16("MXFP8", sizes, attributes)
-        super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)
+    of = "MXFP8"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the weights; after a weight update SGLang calls it again."""
