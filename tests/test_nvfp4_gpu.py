@@ -95,11 +95,12 @@ def test_activations(name: str, a4: bool, rng: torch.Generator) -> None:
 
 
 @both
-def test_every_tile(a4: bool, rng: torch.Generator) -> None:
-    shape = Shape("tiles", 16, 2, 1024, 512)
+@pytest.mark.parametrize("columns", [(1024, 512), (960, 464)], ids=str)
+def test_every_tile(columns: tuple[int, int], a4: bool, rng: torch.Generator) -> None:
+    shape = Shape("tiles", 16, 2, *columns)
     layer = make(shape, rng, a4)
     weights = on_cuda(layer).weights()
-    for tokens in (1, 40, 80, 130, 300, 520, 700, 1500, 3000):
+    for tokens in (1, 40, 80, 130, 250, 330, 500, 700, 1500, 3000):
         x = make_x(tokens, shape, torch.bfloat16, "cpu", rng)
         check(layer, x, *make_routing("uniform", tokens, 16, 2, rng), made=weights)
 

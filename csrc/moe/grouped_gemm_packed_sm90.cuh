@@ -48,16 +48,16 @@ struct GroupedGemmPackedSm90 {
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
-            if constexpr (Pipeline::kMovesRegisters) sm90::registers_decrease<56>();
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_decrease<Pipeline::kProducerRegisters>();
             const int warp = threadIdx.x / 32;
             if (warp == 0)
                 Pipeline::copy_weights(p, shared);
             else if (warp == 1)
-                Base::template schedule<Pipeline::kByExpert>(p, shared);
+                Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
             else
                 Pipeline::gather(p, shared);
         } else {
-            if constexpr (Pipeline::kMovesRegisters) sm90::registers_increase<152>();
+            if constexpr (Pipeline::kMovesRegisters) sm90::registers_increase<Pipeline::kConsumerRegisters>();
             consume(p, shared);
         }
     }
@@ -86,6 +86,7 @@ private:
                 }
                 continue;
             }
+            work.row_block = Base::row_block(work);
             typename Base::Biases bias;
             Base::template load_biases<true>(work, p, bias);
             const float scale = p.expert_scales[kFactors * work.expert];

@@ -37,25 +37,9 @@
 #include "../common/sm90.cuh"
 #include "../common/wgmma.cuh"
 #include "oxmoe/src/params/moe.rs.h"
+#include "work_unit_sm90.cuh"
 
 namespace oxmoe {
-
-// Tokens [first, first + count) of one expert times kRows weight rows. `expert` -1: no more work.
-struct alignas(16) WorkUnit {
-    int expert, first, count, row_block;
-};
-
-// Work unit `unit` of tile_count x row_blocks: its tile's number, the tile and the row block. Tiles fastest inside groups of
-// kTileGroup: CTAs that run together share weight rows as well as tokens.
-constexpr int kTileGroup = 4;
-__device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int row_blocks, int unit, WorkUnit& work) {
-    const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
-    const int group_tiles = min(kTileGroup, tile_count - group * kTileGroup);
-    const int number = group * kTileGroup + place % group_tiles;
-    const Tile tile = tiles[number];
-    work = {tile.expert, tile.first, tile.count, place / group_tiles};
-    return number;
-}
 
 template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
@@ -74,10 +58,10 @@ struct GroupedGemmSm90 {
     static constexpr int kGatherThreads = 64;
     static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
-    // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer.
+    // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer, or of 16 where those are not whole, or of four.
     static constexpr int kOutputBytes = Gated ? 64 : 128;
-    static constexpr int kChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
-    static_assert(MaxTokens % kChunk == 0, "whole chunks");
+    static constexpr int kFullChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
+    static constexpr int kChunk = MaxTokens % kFullChunk == 0 && Consumers < 4 ? kFullChunk : 16;
     static constexpr int kStagingBytes = kChunk * kOutputBytes;
     static constexpr bool kPaired = RowTiles == 2;
     // Between the widths that a tile can be multiplied at.
@@ -152,9 +136,15 @@ struct GroupedGemmSm90 {
     // NOTE: from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform registers.
     static __device__ __forceinline__ int consumer_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0); }
 
-    // Whether any of a consumer's rows lies inside the expert's weights.
+    // Whether any of a consumer's rows lies inside the expert's weights, and inside the unit where that is one consumer's.
     static __device__ __forceinline__ bool has_rows(const GroupedGemmParams& p, const WorkUnit& work, int consumer) {
+        if (work.row_block < 0) return ~work.row_block % Consumers == consumer;
         return (work.row_block * Consumers + consumer) * RowTiles * 64 < p.rows;
+    }
+
+    // That of a unit which may be one consumer's.
+    static __device__ __forceinline__ int row_block(const WorkUnit& work) {
+        return work.row_block < 0 ? ~work.row_block / Consumers : work.row_block;
     }
 
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
@@ -184,18 +174,38 @@ struct GroupedGemmSm90 {
         return {tile.expert, tile.first, tile.count, place / tiles};
     }
 
-    template <bool ByExpert = kPaired, typename Buffers>
+    // `SplitsLast`: units that are left when all CTAs have had equally many, and would keep a third of them or fewer busy, go out
+    // consumer by consumer.
+    template <bool ByExpert = kPaired, bool SplitsLast = false, typename Buffers>
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Buffers& shared) {
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
-        const int units = tile_count * row_blocks;
+        const int units = tile_count * row_blocks, left = units % gridDim.x;
+        const int whole = SplitsLast && left * Consumers <= gridDim.x ? units - left : units;
+        const auto unit_at = [&](int unit) {
+            WorkUnit work{-1, 0, 0, 0};
+            const int parts = max(0, unit - whole), number = min(unit, whole + parts / Consumers);
+            if (number >= units) return work;
+            if constexpr (ByExpert)
+                work = unit_by_expert(p, number, row_blocks, tile_count);
+            else
+                find_unit(p.tiles, tile_count, row_blocks, number, work);
+            if (SplitsLast && number >= whole) work.row_block = ~(work.row_block * Consumers + parts % Consumers);
+            return work;
+        };
+        const auto next = [&](int unit) {
+            if (!p.next_unit) return unit + int(gridDim.x);
+            if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
+            return __shfl_sync(0xFFFFFFFF, unit, 0);
+        };
         RingPosition<kUnitSlots> ring;
         RingPosition<1> fetches;
         for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
-            WorkUnit work{-1, 0, 0, 0};
-            if (ByExpert && unit < units)
-                work = unit_by_expert(p, unit, row_blocks, tile_count);
-            else if (unit < units)
-                find_unit(p.tiles, tile_count, row_blocks, unit, work);
+            WorkUnit work = unit_at(unit);
+            // Row tiles of the last row block that an expert does not have.
+            while (SplitsLast && work.row_block < 0 && ~work.row_block * 64 >= p.rows) {
+                unit = next(unit);
+                work = unit_at(unit);
+            }
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
 #pragma unroll 1
             for (int n = lane; n < work.count; n += 32) {
@@ -206,13 +216,8 @@ struct GroupedGemmSm90 {
             if (lane == 0) shared.unit[ring.slot] = work;
             sm90::barrier_arrive(&shared.unit_full[ring.slot]);
             if (work.expert < 0) break;
-            if (p.next_unit) {
-                sm90::barrier_wait(&shared.fetch_next, fetches.parity);
-                if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
-                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-            } else {
-                unit += gridDim.x;
-            }
+            if (p.next_unit) sm90::barrier_wait(&shared.fetch_next, fetches.parity);
+            unit = next(unit);
         }
     }
 

@@ -43,15 +43,18 @@ struct PackedPipelineSm90 {
 
     // Tiles of an expert in turn, where it has several.
     static constexpr bool kByExpert = MaxTokens >= 128;
+    // Last units by consumers.
+    static constexpr bool kSplitsLast = MaxTokens > 32;
     // Between the widths that a tile can be multiplied at.
     static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16;
     static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
-    // K steps in a wgmma group.
-    static constexpr int kSteps = MaxTokens >= 128 ? 1 : 2;
+    // K steps in a wgmma group: two where the registers of their A operands are there.
+    static constexpr int kSteps = MaxTokens >= 128 || (Consumers == 4 && MaxTokens > 48) ? 1 : 2;
     // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
-    // make.
-    static constexpr bool kMovesRegisters = MaxTokens >= 64;
-    static_assert(!kMovesRegisters || Consumers == 3, "the registers of all threads");
+    // make, 40 + 4 * 104 less than 5 * 96.
+    static constexpr bool kMovesRegisters = MaxTokens > 32;
+    static_assert(!kMovesRegisters || Consumers == 3 || Consumers == 4, "the registers of all threads");
+    static constexpr int kProducerRegisters = Consumers == 4 ? 40 : 56, kConsumerRegisters = Consumers == 4 ? 104 : 152;
     // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024),
                          kCtasByRegisters = MaxTokens <= 32 ? 768 / kThreads : 1;
@@ -73,7 +76,10 @@ struct PackedPipelineSm90 {
             const WorkUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
-            const int first_tile = work.row_block * Consumers, tiles = min(Consumers, row_tiles - first_tile);
+            const bool is_one = kSplitsLast && work.row_block < 0;
+            const int first_tile = is_one ? ~work.row_block : work.row_block * Consumers,
+                      tiles = is_one ? 1 : min(Consumers, row_tiles - first_tile),
+                      first_consumer = is_one ? first_tile % Consumers : 0;
             const size_t first = (size_t(work.expert) * row_tiles + first_tile) * blocks_of_k;
             const uint8_t *codes = p.weights + first * Form::kCodeBytes, *scales = p.block_scales + first * Form::kScaleBytes;
 #pragma unroll 1
@@ -88,8 +94,8 @@ struct PackedPipelineSm90 {
 #pragma unroll 1
                 for (int tile = 0; tile < tiles; ++tile) {
                     const size_t at = size_t(tile) * blocks_of_k + block;
-                    sm90::copy_bulk(stage.codes[tile], codes + at * Form::kCodeBytes, code_bytes, full);
-                    sm90::copy_bulk(stage.scales[tile], scales + at * Form::kScaleBytes, scale_bytes, full);
+                    sm90::copy_bulk(stage.codes[first_consumer + tile], codes + at * Form::kCodeBytes, code_bytes, full);
+                    sm90::copy_bulk(stage.scales[first_consumer + tile], scales + at * Form::kScaleBytes, scale_bytes, full);
                 }
             }
         }
@@ -97,11 +103,14 @@ struct PackedPipelineSm90 {
 
     // ---- tokens, several blocks of 128 bytes a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
 
+    // NOTE: a stage that is free must be full again before the others are multiplied, so rows come from registers: a loop that
+    // looked up row after row kept consumers waiting for a fifth of the time (100 tokens).
+    //
     // `first_of_unit`: as in the base.
     template <typename... F>
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared, F... first_of_unit) {
         if constexpr (kTokenBlocks == 1) return Base::gather(p, shared, first_of_unit...);
-        constexpr int kPassRows = Base::kGatherThreads / 8;
+        constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows;
         const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         const int row_blocks = Base::k_blocks(p);
@@ -115,20 +124,29 @@ struct PackedPipelineSm90 {
             if (work.expert < 0) break;
             const uint32_t* sources = shared.source[units.slot];
             (first_of_unit(work.count, sources, thread), ...);
+            uint32_t source[kPasses];
+#pragma unroll
+            for (int i = 0; i < kPasses; ++i) source[i] = sources[first + i * kPassRows];
             const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
 #pragma unroll 1
             for (int block = 0; block < row_blocks; block += kTokenBlocks, x += kTokenBlocks * 8, ring.advance()) {
                 uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-#pragma unroll 1
-                for (int n = first; n < work.count; n += kPassRows, tokens += kPassRows * 128) {
-                    const uint4* row = x + sources[n];
-                    if ((block + kTokenBlocks) * 8 <= chunks) {
+                if ((block + kTokenBlocks) * 8 <= chunks) {
+#pragma unroll
+                    for (int pass = 0; pass < kPasses; ++pass) {
+                        if (pass * kPassRows >= work.count) break;
+                        if (first + pass * kPassRows >= work.count) continue;
 #pragma unroll
                         for (int i = 0; i < kTokenBlocks; ++i)
-                            sm90::copy_16_async(tokens + i * Base::kTokenBytes, row + i * 8, true);
-                    } else {
-                        // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+                            sm90::copy_16_async(tokens + pass * kPassRows * 128 + i * Base::kTokenBytes, x + source[pass] + i * 8,
+                                                true);
+                    }
+                } else {
+                    // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+#pragma unroll 1
+                    for (int n = first; n < work.count; n += kPassRows, tokens += kPassRows * 128) {
+                        const uint4* row = x + sources[n];
 #pragma unroll 1
                         for (int i = 0; block + i < row_blocks; ++i) {
                             const bool inside = (block + i) * 8 + chunk < chunks;

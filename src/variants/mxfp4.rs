@@ -28,7 +28,8 @@ impl Mxfp4Sm90Tile {
     pub(super) fn shared_bytes_with(self, codes: u32, gated: bool) -> u32 {
         let (columns, scales) = if self.e4m3 { (64, 3 * self.tokens * 4) } else { (128, 0) };
         let stage = (self.blocks * (self.tokens * columns + self.consumers * (codes + 128))).next_multiple_of(1024);
-        let chunk = if gated { self.tokens.min(64) * 64 } else { self.tokens.min(32) * 128 };
+        let (bytes, full) = if gated { (64, self.tokens.min(64)) } else { (128, self.tokens.min(32)) };
+        let chunk = bytes * if self.tokens.is_multiple_of(full) && self.consumers < 4 { full } else { 16 };
         let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
         let behind = 2 * self.consumers * chunk + offsets + units + barriers;
         (scales.next_multiple_of(1024) + self.stages * stage + behind).next_multiple_of(1024)
@@ -50,17 +51,18 @@ const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Mxfp4Sm9
 }
 
 /// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 6] = [
+pub const MXFP4_SM90_TILES: [Mxfp4Sm90Tile; 7] = [
     bf16(16, 1, 3, 5),
     bf16(16, 2, 3, 5),
     bf16(32, 3, 3, 5),
     bf16(64, 3, 4, 3),
-    bf16(128, 3, 3, 2),
+    bf16(80, 3, 4, 3),
+    bf16(128, 3, 4, 2),
     bf16(192, 3, 5, 1),
 ];
 
-/// In place of those with as many tokens where K is whole stages of four blocks.
-pub const MXFP4_SM90_FOURS: [Mxfp4Sm90Tile; 2] = [bf16(64, 3, 3, 4), bf16(128, 3, 2, 4)];
+/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+pub const MXFP4_SM90_FOURS: [Mxfp4Sm90Tile; 3] = [bf16(48, 4, 3, 4), bf16(64, 4, 3, 4), bf16(80, 3, 3, 4)];
 
 /// The same for e4m3 activations, where a stage has an even number of blocks.
 pub const MXFP4_E4M3_SM90_TILES: [Mxfp4Sm90Tile; 5] =

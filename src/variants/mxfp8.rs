@@ -39,11 +39,13 @@ pub struct Mxfp8Tile {
 }
 
 /// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP8_TILES: [Mxfp8Tile; 6] = [
+pub const MXFP8_TILES: [Mxfp8Tile; 8] = [
     Mxfp8Tile { tokens: 16, consumers: 1, stages: 3, blocks: 3 },
     Mxfp8Tile { tokens: 16, consumers: 2, stages: 2, blocks: 4 },
     Mxfp8Tile { tokens: 32, consumers: 3, stages: 3, blocks: 4 },
+    Mxfp8Tile { tokens: 48, consumers: 4, stages: 4, blocks: 2 },
     Mxfp8Tile { tokens: 64, consumers: 3, stages: 3, blocks: 3 },
+    Mxfp8Tile { tokens: 80, consumers: 3, stages: 4, blocks: 2 },
     Mxfp8Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
     Mxfp8Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
 ];

@@ -22,18 +22,20 @@ pub struct Nvfp4Tile {
 }
 
 /// By tokens; each serves every narrower tile at its own width too.
-pub const NVFP4_TILES: [Nvfp4Tile; 5] = [
+pub const NVFP4_TILES: [Nvfp4Tile; 6] = [
     Nvfp4Tile { tokens: 16, consumers: 2, stages: 3, blocks: 5 },
     Nvfp4Tile { tokens: 32, consumers: 2, stages: 2, blocks: 5 },
     Nvfp4Tile { tokens: 64, consumers: 3, stages: 4, blocks: 3 },
-    Nvfp4Tile { tokens: 128, consumers: 3, stages: 3, blocks: 2 },
+    Nvfp4Tile { tokens: 80, consumers: 3, stages: 4, blocks: 3 },
+    Nvfp4Tile { tokens: 128, consumers: 3, stages: 4, blocks: 2 },
     Nvfp4Tile { tokens: 192, consumers: 3, stages: 5, blocks: 1 },
 ];
 
-/// In place of those with as many tokens where K is whole stages of four blocks.
-pub const NVFP4_FOURS: [Nvfp4Tile; 2] = [
-    Nvfp4Tile { tokens: 64, consumers: 3, stages: 3, blocks: 4 },
-    Nvfp4Tile { tokens: 128, consumers: 3, stages: 2, blocks: 4 },
+/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+pub const NVFP4_FOURS: [Nvfp4Tile; 3] = [
+    Nvfp4Tile { tokens: 48, consumers: 4, stages: 3, blocks: 4 },
+    Nvfp4Tile { tokens: 64, consumers: 4, stages: 3, blocks: 4 },
+    Nvfp4Tile { tokens: 80, consumers: 3, stages: 3, blocks: 4 },
 ];
 
 impl Nvfp4Tile {

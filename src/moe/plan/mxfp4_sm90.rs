@@ -63,27 +63,37 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
     tiles::narrowest_by_k((tiles_of(gemm.format), fours), FEW_UNITS, gemm, tokens, device)
 }
 
-/// Up to it most experts still fit in 128, and such tiles with stages of four blocks are faster than wider ones.
-pub const FOURS_MEAN: f64 = 112.0;
+/// Of packed 4-bit weights and bf16 activations by an expert's mean, where K is whole stages of four blocks and where not: nearly every expert
+/// must fit in one tile, so that weights are decoded once. us by tile (docs/kernels/grouped_gemm_mxfp4_sm90.md has more; borders between the
+/// means are chosen):
+///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64
+///   gpt-oss-20b    M 1024 (128)  446 at 128, 412 at 192
+/// and of 32 experts of dsv3 on rows in order: mean 8 218 at 16, 233 at 48; 10 245, 234; 36 298 at 48, 308 at 64; 48 317 at 64, 321 at 80; 56 340, 329;
+/// 70 390 at 80, 430 at 128; 84 521, 454.
+pub fn tile_of_mean(mean: f64, fours: bool) -> i32 {
+    match mean {
+        mean if mean <= if fours { 10.0 } else { 11.0 } => 16,
+        mean if mean <= 36.0 && fours => 48,
+        mean if mean <= 20.0 => 32,
+        mean if mean <= 52.0 => 64,
+        mean if mean <= 74.0 => 80,
+        mean if mean <= if fours { 112.0 } else { 96.0 } => 128,
+        _ => 192,
+    }
+}
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are decoded once. us a layer by tile
-/// (docs/measured.md; the borders between the means are chosen):
-///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64;   M 1024 (32)  765 at 64, 858 at 128
-///                  M 2048 (64)  1273 at 64, 1078 at 128, 1377 at 192
-///   gpt-oss-20b    M 512 (64)  321 at 64, 266 at 128, 336 at 192;   M 1024 (128)  446 at 128, 412 at 192
-/// e4m3, both quantisations included:
+/// The schedule's tile for both GEMMs of a layer. us of e4m3 activations, both quantisations included, by tile:
 ///   gpt-oss-120b   M 256  418 at 16, 444 at 32;   M 512  471 at 32, 467 at 64;   M 1024  530 at 64, 562 at 128
 ///                  M 2048 785 at 64, 683 at 128;  M 4096 1223 at 128, 1021 at 192
-/// us of 32 experts of dsv3 on rows in order: 20 each 277 at 32, 264 at 64 with stages of four blocks (mean 16: 250, 251); 102 each 530 at 128
-/// with stages of four blocks, 584 of two, 587 at 192.
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
-    let narrow = if tiles::takes_fours(gemm) { 16.0 } else { 20.0 };
-    match gemm.slots as f64 / gemm.experts.max(1) as f64 {
+    let mean = gemm.slots as f64 / gemm.experts.max(1) as f64;
+    if gemm.format != Format::Mxfp4A8 {
+        return tile_of_mean(mean, tiles::takes_fours(gemm));
+    }
+    match mean {
         mean if mean <= 11.0 => 16,
-        mean if mean <= narrow && gemm.format != Format::Mxfp4A8 => 32,
         mean if mean <= 44.0 => 64,
         mean if mean <= 96.0 => 128,
-        mean if mean <= FOURS_MEAN && gemm.format == Format::Mxfp4 && tiles::takes_fours(gemm) => 128,
         _ => 192,
     }
 }
@@ -153,9 +163,9 @@ mod tests {
             super::gemm(&gemm, tile_tokens(&gemm), &device).variant
         };
         let fours = MXFP4_SM90_FOURS.map(|t| t.variant(true));
-        assert_eq!([30, 61, 102].map(|mean| chosen(7168, mean)), [fours[0], fours[1], fours[1]]);
-        assert!([30, 61, 102].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
-        assert_eq!(chosen(7168, 113), chosen(2880, 97));
+        assert_eq!([30, 40, 61].map(|mean| chosen(7168, mean)), fours);
+        assert!([30, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
+        assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
     }
 
     #[test]
@@ -163,7 +173,7 @@ mod tests {
         let device = Device::typical(Arch::SM90);
         for format in [Format::Mxfp4, Format::Mxfp4A8] {
             let mut chosen = Vec::new();
-            for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+            for tokens in [1, 16, 64, 256, 512, 1024, 2048, 2500, 4096] {
                 let (slots, element) = (tokens * 4, Element::Bf16);
                 let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
                 let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);

@@ -52,7 +52,9 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= 11.0 => 16,
         mean if mean <= 20.0 => 32,
-        mean if mean <= 44.0 => 64,
+        mean if mean <= 36.0 => 48,
+        mean if mean <= 52.0 => 64,
+        mean if mean <= 74.0 => 80,
         mean if mean <= 96.0 => 128,
         _ => 192,
     }
@@ -86,7 +88,7 @@ mod tests {
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
         let device = Device::typical(Arch::SM90);
         let mut chosen = Vec::new();
-        for tokens in [1, 16, 64, 256, 512, 1024, 2048, 4096] {
+        for tokens in [1, 16, 64, 256, 512, 1024, 1500, 2048, 2500, 4096] {
             let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Mxfp8);
             let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
             let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);

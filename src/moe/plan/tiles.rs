@@ -38,12 +38,12 @@ pub fn narrowest<T: Tile>(tiles: &[T], few: u32, gemm: &GemmDesc, tokens: i32, d
     }
 }
 
-/// The same, where K is whole stages of four blocks the one of `fours` that takes as many.
+/// The same, where K is whole stages of four blocks the narrowest of `fours` that takes so many, unless it is wider.
 pub fn narrowest_by_k<T: Tile>(lists: (&[T], &[T]), few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> T {
     let (tiles, fours) = lists;
     let tile = narrowest(tiles, few, gemm, tokens, device);
-    let four = fours.iter().find(|four| takes_fours(gemm) && four.tokens() == tile.tokens());
-    four.copied().unwrap_or(tile)
+    let four = fours.iter().find(|four| four.tokens() >= tokens as u32);
+    four.copied().filter(|four| takes_fours(gemm) && four.tokens() <= tile.tokens()).unwrap_or(tile)
 }
 
 /// Whether K is whole stages of four blocks of 64.
