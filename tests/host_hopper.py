@@ -1,4 +1,4 @@
-"""fp8's GEMMs of many tokens on the host: every thread of every CTA of a launch is a fiber, wgmma and TMA are loops.
+"""Hopper's GEMMs on the host: every thread of every CTA of a launch is a fiber, wgmma and TMA are loops.
 
 A fiber goes on until it waits; who is next is random, and some warps are slow for a while. Hopper's instructions are
 replaced; the kernels' schedule and their gathering are cut out of grouped_gemm_sm90.cuh. wgmma and copies are done as
@@ -66,6 +66,7 @@ static ucontext_t scheduler;
 static std::function<void()> body;
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
 
+static bool rows_may_end = false;  // inside a block of K
 static std::string failure;  // the first one
 static void fail(const char* what) {
     std::string who = "all";
@@ -203,9 +204,18 @@ inline void copy_async_arrive(uint64_t* barrier) {
     });
 }
 inline void copy_16_async(uint32_t to, const void* from, bool valid) {
-    REQUIRE(valid && to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
+    alignas(16) static const uint8_t zeros[16] = {};
+    REQUIRE((valid || rows_may_end) && to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
     memset(shared_memory() + to, 0x7F, 16);
-    self->copies.push_back({shared_memory() + to, from});
+    self->copies.push_back({shared_memory() + to, valid ? from : zeros});
+}
+inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    REQUIRE(bytes % 16 == 0 && shared_address(to) % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
+    memset(to, 0x7F, bytes);
+    arrivals.push_back([=] {
+        memcpy(to, from, bytes);
+        barrier_change(barrier, 0, -int(bytes));
+    });
 }
 inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) memcpy(to, &value, 16); }
 inline void store_global_16(void* to, const uint4& value) { memcpy(to, &value, 16); }
@@ -320,13 +330,11 @@ KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 
 # What the cut-out schedule and gathering take of their template.
 BASE = """
-struct alignas(16) WorkUnit { int expert, first, count, row_block; };
-constexpr int kTileGroup = 4;
-inline int find_unit(const Tile*, int, int, int, WorkUnit&) { return 0; }
 template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
     static constexpr int kRows = 64 * RowTiles * Consumers, kBlockK = 64, kTokenBytes = MaxTokens * 128, kUnitSlots = 2;
     static constexpr int kGatherThreads = 64, kFetchLead = 8, kMostGroupTiles = 12, kThreads = 128 * (1 + Consumers);
+    static constexpr int kStagingBytes = 1024;
     static constexpr bool kPaired = RowTiles == 2;
 """
 INSTRUCTIONS = """
@@ -347,42 +355,44 @@ def between(text: str, first: str, last: str) -> str:
     return text[start : text.index(last, start)]
 
 
+def body(name: str) -> str:
+    """A file of csrc/ without what it includes."""
+    lines = (ROOT / "csrc" / name).read_text().splitlines()
+    return "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
+
+
+def base() -> str:
+    """GroupedGemmSm90 with its barriers, schedule and gathering."""
+    text = body("moe/grouped_gemm_sm90.cuh")
+    first = "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers"
+    members = between(text, first, "private:\n    // ---- weights")
+    return body("moe/work_unit_sm90.cuh") + f"\nnamespace oxmoe {{\n{BASE}{members}}};\n}}\n"
+
+
+def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    write_parameter_headers(folder)
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    headers = '#include "oxmoe/src/params/moe.rs.h"\n'
+    source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + entry)
+    every = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    subprocess.run([compiler, *every, *flags, f"-I{folder}", "-o", library, source], check=True)
+    return ctypes.CDLL(str(library))
+
+
 class HostFp8:
     """The kernels of ENTRY by name."""
 
     def __init__(self, folder: Path) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            pytest.skip("no C++ compiler")
-        write_parameter_headers(folder)
-        csrc = ROOT / "csrc"
-
-        def body(name: str) -> str:
-            lines = (csrc / name).read_text().splitlines()
-            return "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
-
-        base = (csrc / "moe" / "grouped_gemm_sm90.cuh").read_text()
-        parts = [
-            between(
-                base,
-                "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers",
-                "    // Whether any of",
-            ),
-            between(base, "    static __device__ __forceinline__ int k_blocks", "private:\n    // ---- weights"),
-        ]
         names = ("wide", "ordered", "stationary")
         kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}_sm90.cuh") for name in names)
         dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
         assert kernels.count(dynamic) == len(names)
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
-        text += f"\nnamespace oxmoe {{\n{BASE}{''.join(parts)}}};\n}}\n" + kernels
-        source, library = folder / "fp8.cpp", folder / "fp8.so"
-        headers = '#include "oxmoe/src/params/moe.rs.h"\n'
-        source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + ENTRY)
-        flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-        subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
-        self.library = ctypes.CDLL(str(library))
+        self.library = build(folder, f"{text}\n{base()}{kernels}", ENTRY)
 
     def run(
         self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, seed: int, **parameters: Any

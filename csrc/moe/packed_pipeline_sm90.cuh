@@ -103,14 +103,15 @@ struct PackedPipelineSm90 {
 
     // ---- tokens, several blocks of 128 bytes a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
 
-    // NOTE: a stage that is free must be full again before the others are multiplied, so rows come from registers: a loop that
-    // looked up row after row kept consumers waiting for a fifth of the time (100 tokens).
+    // NOTE: a stage that is free must be full again before the others are multiplied, so rows come from registers and copies go
+    // out kGroup to a branch: a loop that looked up row after row kept consumers waiting for a fifth of the time (100 tokens), a
+    // branch a row costs as much (ptxas has three dummy reads of shared memory after each).
     //
     // `first_of_unit`: as in the base.
     template <typename... F>
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared, F... first_of_unit) {
         if constexpr (kTokenBlocks == 1) return Base::gather(p, shared, first_of_unit...);
-        constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows;
+        constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows, kGroup = 4;
         const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         const int row_blocks = Base::k_blocks(p);
@@ -134,13 +135,16 @@ struct PackedPipelineSm90 {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 if ((block + kTokenBlocks) * 8 <= chunks) {
 #pragma unroll
-                    for (int pass = 0; pass < kPasses; ++pass) {
-                        if (pass * kPassRows >= work.count) break;
-                        if (first + pass * kPassRows >= work.count) continue;
+                    for (int group = 0; group < kPasses; group += kGroup) {
+                        if (group * kPassRows >= work.count) break;
 #pragma unroll
-                        for (int i = 0; i < kTokenBlocks; ++i)
-                            sm90::copy_16_async(tokens + pass * kPassRows * 128 + i * Base::kTokenBytes, x + source[pass] + i * 8,
-                                                true);
+                        for (int pass = group; pass < group + kGroup && pass < kPasses; ++pass) {
+                            if (first + pass * kPassRows >= work.count) continue;
+#pragma unroll
+                            for (int i = 0; i < kTokenBlocks; ++i)
+                                sm90::copy_16_async(tokens + pass * kPassRows * 128 + i * Base::kTokenBytes,
+                                                    x + source[pass] + i * 8, true);
+                        }
                     }
                 } else {
                     // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.

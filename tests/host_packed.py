@@ -1,0 +1,125 @@
+"""What fills the stages of the packed GEMMs, on the host (host_hopper.py): schedule, weights, gathering.
+
+In place of the consumers that multiply are some that compare every byte of a stage that is theirs with where it must
+have come from, and count what they were given. An index beyond an array is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from fake_cuda.harness import STRUCTS
+from host_hopper import base, body, build
+
+ENTRY = r"""
+using oxmoe::GroupedGemmParams;
+using oxmoe::RingPosition;
+using oxmoe::WorkUnit;
+namespace sm90 = oxmoe::sm90;
+
+extern "C" void __ubsan_handle_out_of_bounds(void*, void*) { fail("an index beyond its array"); }
+
+template <int Codes, int Scales>
+struct Form { static constexpr int kCodeBytes = Codes, kScaleBytes = Scales; };
+
+static int32_t* given;  // [places, row tiles]: how often
+
+template <typename Pipeline, int Consumers, int Stages, int Blocks, bool E4m3>
+struct Probe {
+    using Base = typename Pipeline::Base;
+    using Shared = typename Pipeline::Shared;
+
+    static void run(const GroupedGemmParams& p) {
+        Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+        if (threadIdx.x == 0) Base::init_barriers(shared, 128 * Consumers);
+        __syncthreads();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0) Pipeline::copy_weights(p, shared);
+        else if (warp == 1) Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
+        else if (warp < 4) Pipeline::gather(p, shared);
+        else consume(p, shared, warp / 4 - 1, threadIdx.x % 128);
+    }
+
+    static void consume(const GroupedGemmParams& p, Shared& shared, int consumer, int thread) {
+        RingPosition<Pipeline::kUnitSlots> units;
+        RingPosition<Stages> ring;
+        const int blocks_of_k = Pipeline::k_blocks(p), row_tiles = (p.rows + 63) / 64;
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+            if (work.expert < 0) break;
+            const bool mine = Base::has_rows(p, work, consumer);
+            const int tile = Base::row_block(work) * Consumers + consumer;
+            for (int block = 0; block < blocks_of_k; block += Blocks, ring.advance()) {
+                sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
+                if (mine) compare(p, shared.stage[ring.slot], work, consumer, tile, block, thread);
+                sm90::barrier_arrive(&shared.empty[ring.slot]);
+            }
+            if (mine && thread < work.count) ++given[(work.first + thread) * row_tiles + tile];
+            if (mine && thread + 128 < work.count) ++given[(work.first + thread + 128) * row_tiles + tile];
+        }
+    }
+
+    template <typename Stage>
+    static void compare(const GroupedGemmParams& p, const Stage& stage, const WorkUnit& work, int consumer, int tile,
+                        int block, int thread) {
+        const int blocks_of_k = Pipeline::k_blocks(p), row_tiles = (p.rows + 63) / 64;
+        const int blocks = std::min(Blocks, blocks_of_k - block), row_blocks = E4m3 ? blocks / 2 : blocks;
+        const size_t at = (size_t(work.expert) * row_tiles + tile) * blocks_of_k + block;
+        const auto same = [&](const uint8_t* held, const uint8_t* from, int block_bytes) {
+            const int bytes = blocks * block_bytes;
+            for (int i = thread * 16; i < bytes; i += 128 * 16)
+                if (memcmp(held + i, from + at * block_bytes + i, 16)) return false;
+            return true;
+        };
+        REQUIRE(same(stage.codes[consumer], p.weights, Pipeline::kCodeBytes / Blocks));
+        REQUIRE(same(stage.scales[consumer], p.block_scales, Pipeline::kScaleBytes / Blocks));
+        static const uint8_t zeros[16] = {};
+        for (int i = thread; i < work.count * row_blocks * 8; i += 128) {
+            const int n = i / (row_blocks * 8), row_block = i / 8 % row_blocks, chunk = i % 8;
+            const int place = work.first + n, row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+            const int column = ((E4m3 ? block / 2 : block) + row_block) * 8 + chunk;
+            const uint8_t* x = p.x + (int64_t(row) * (p.k / 8) + column) * 16;
+            const uint8_t* held = stage.tokens + row_block * Base::kTokenBytes + n * 128 + (chunk ^ n % 8) * 16;
+            REQUIRE(memcmp(held, column < p.k / 8 ? x : zeros, 16) == 0);
+        }
+    }
+};
+
+#define PROBE(name, form, tokens, consumers, stages, blocks, e4m3) \
+    extern "C" const char* name(const GroupedGemmParams* p, int32_t* counts, uint32_t grid, uint32_t seed) { \
+        using Pipeline = oxmoe::PackedPipelineSm90<form, false, tokens, consumers, stages, blocks, e4m3>; \
+        static_assert(sizeof(typename Pipeline::Shared) <= 227 << 10); \
+        given = counts, rows_may_end = true; \
+        body = [p] { Probe<Pipeline, consumers, stages, blocks, e4m3>::run(*p); }; \
+        launch(grid, Pipeline::kThreads, seed); \
+        return failure.c_str(); \
+    }
+using Four = Form<2048, 128>;
+using Eight = Form<4096, 128>;
+"""
+
+
+class HostPacked:
+    """Probes of pipelines by name; a pipeline is (bits of a weight, tokens, consumers, stages, blocks, e4m3)."""
+
+    def __init__(self, folder: Path, pipelines: dict[str, tuple[int, int, int, int, int, bool]]) -> None:
+        probes = [
+            f"PROBE({name}, {'Four' if bits == 4 else 'Eight'}, {', '.join(map(str, sizes))}, {str(e4m3).lower()})"
+            for name, (bits, *sizes, e4m3) in pipelines.items()
+        ]
+        text = body("common/ring.cuh") + "\n" + base() + body("moe/packed_pipeline_sm90.cuh")
+        entry = "\n".join([ENTRY, *probes])
+        self.library = build(folder, text, entry, "-fsanitize=bounds")
+
+    def run(self, name: str, given: torch.Tensor, grid: int, seed: int, **parameters: int) -> None:
+        p = STRUCTS["GroupedGemmParams"](**parameters)
+        function = getattr(self.library, name)
+        function.restype = ctypes.c_char_p
+        counts = ctypes.c_void_p(given.data_ptr())
+        failure = function(ctypes.byref(p), counts, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
+        assert not failure, failure
