@@ -174,7 +174,10 @@ impl Args<'_> {
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
                 | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
-                | (Args::Gemm(_), Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. }))
+                | (
+                    Args::Gemm(_),
+                    Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. } | Nvfp4::GroupedGemmNvfp4Portable { .. })
+                )
                 | (Args::PackNvfp4(_), Variant::Nvfp4(Nvfp4::PackNvfp4Weights))
                 | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows))
                 | (Args::AllReduce(_), Variant::AllReduce(_))

@@ -35,7 +35,8 @@ use mxfp8::Mxfp8;
 use nvfp4::Nvfp4;
 #[allow(unused_imports)] // as above
 pub use portable::{
-    PortableForm, PortableTile, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES, PORTABLE_TILES,
+    PortableForm, PortableTile, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES, NVFP4_PORTABLE_TILES,
+    PORTABLE_TILES,
 };
 use sm90::{sm90_ctas, sm90_shared_bytes};
 #[allow(unused_imports)] // as above

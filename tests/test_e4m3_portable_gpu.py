@@ -1,4 +1,4 @@
-"""e4m3 and MXFP8 experts on the kernels for any GPU; on Hopper with OXMOE_PORTABLE=1.
+"""e4m3, MXFP8 and NVFP4 experts on the kernels for any GPU; on Hopper with OXMOE_PORTABLE=1.
 
 The other files of these formats run on them then, too; here are the sizes and batches that are their own.
 """
@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import oxmoe
-from cases import Shape, make_routing, make_workspace
+from cases import Shape, make_routing, make_workspace, make_x
 from fp8_cases import MODES, Fp8, check, check_graph, check_tensor, make_fp8, make_fp8_tensor
 from mxfp4_cases import call
 from mxfp8_cases import Mxfp8, make_mxfp8
 from mxfp8_cases import check as check_mxfp8
 from oxmoe.testing import same_bits
+from test_nvfp4_experts import make as make_nvfp4
+from test_nvfp4_gpu import check as check_nvfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("portable")]
 
@@ -33,6 +35,12 @@ MXFP8 = (
     Shape("gpt-oss-20b", 32, 4, 2880, 2880, bias=True),
     Shape("h704-i1408", 4, 2, 704, 1408),
     Shape("h32-i96", 4, 2, 32, 96),
+)
+NVFP4 = (
+    Shape("dsv3-rows", 8, 2, 7168, 256),
+    Shape("h2880-i720", 5, 2, 2880, 720, bias=True),
+    Shape("h720-i1408", 4, 2, 720, 1408),
+    Shape("h16-i16", 4, 2, 16, 16),
 )
 TOKENS = (0, 1, 3, 17, 64, 129, 700, 2500)
 
@@ -71,6 +79,16 @@ def test_mxfp8(shape: Shape, tokens: int, rng: torch.Generator) -> None:
     layer = make_mxfp8(shape, "cuda", rng)
     assert not tokens or "grouped_gemm_mxfp8_portable_gated" in plan_of(shape, tokens, "mxfp8")
     check_mxfp8(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.parametrize("a4", [False, True], ids=["w4a16", "w4a4"])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 64, 300])
+@pytest.mark.parametrize("shape", NVFP4, ids=lambda s: s.name)
+def test_nvfp4(shape: Shape, tokens: int, a4: bool, rng: torch.Generator) -> None:
+    layer = make_nvfp4(shape, rng, a4)
+    assert not tokens or "grouped_gemm_nvfp4_portable_gated" in plan_of(shape, tokens, "nvfp4")
+    x = make_x(tokens, shape, torch.bfloat16, "cpu", rng)
+    check_nvfp4(layer, x, *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
 
 
 def made(format: str, shape: Shape, rng: torch.Generator) -> Fp8 | Mxfp8:

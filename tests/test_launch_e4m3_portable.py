@@ -1,4 +1,4 @@
-"""What e4m3 and MXFP8 experts ask of the driver where Hopper's kernels do not run (see test_launch.py)."""
+"""What e4m3, MXFP8 and NVFP4 experts ask of the driver where Hopper's kernels do not run (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -163,3 +163,50 @@ def test_mxfp8(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_pat
         assert (p.k, q.k) == (layer["hidden"], layer["intermediate"])
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
             assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
+
+
+@pytest.mark.parametrize("mode", ["a16", "one", "each", "codes"])
+@pytest.mark.parametrize("size", [(2048, 768), (208, 80)], ids=str)
+def test_nvfp4(mode: str, size: tuple[int, int], gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    """x, where it is rounded or comes as codes, in front of GEMM1, its output in place behind it."""
+    hidden, intermediate = size
+    arguments = {"experts": 16, "hidden": hidden, "intermediate": intermediate, "top_k": 4, "mode": mode}
+    result = execute(driver, tmp_path, "nvfp4_calls", {**arguments, "tokens": TOKENS}, **gpu)
+    assert [launch["kernel"] for launch in launches(result["load"])] == ["nvfp4_pack"] * 2
+    for call in result["calls"]:
+        made, ranges, place = stages_of(call, gpu)
+        up, down = (launch for launch in made if launch["kernel"].startswith("grouped_gemm"))
+        names = [f"grouped_gemm_nvfp4_portable_{form}_t64_r128_w4_s3" for form in ("gated", "plain")]
+        assert [up["kernel"], down["kernel"], made[-1]["kernel"]] == [*names, "combine_bf16"]
+        (p,), (q,) = parameters_of(up), parameters_of(down)
+        assert (p.out, q.x, q.out) == (ranges["hidden"], ranges["hidden"], ranges["rows"])
+        assert (p.k, q.k, p.rows, q.rows) == (hidden, intermediate, 2 * intermediate, hidden)
+        for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
+            assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
+        rounds = [launch for launch in made if launch["kernel"] == "round_rows_nvfp4"]
+        if mode == "a16":
+            assert not rounds and p.x == call["x"]
+            continue
+        of_x, of_hidden = rounds
+        assert made[place - 1 : place + 3] == [of_x, up, of_hidden, down]
+        (r,), (h,) = parameters_of(of_x), parameters_of(of_hidden)
+        assert (r.x, r.out, p.x) == (call["x"], ranges["rows"], ranges["rows"])
+        assert (h.x, h.out, h.tile_rows) == (ranges["hidden"], ranges["hidden"], r.tile_rows)
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["w4a16", "w4a4"])
+def test_nvfp4_rows_in_expert_order(rounded: bool, gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    arguments = {"experts": 16, "hidden": 1024, "intermediate": 304, "format": "nvfp4-a4" if rounded else "nvfp4"}
+    rooms = [(1, 1), (128, 1), (128, 128), (512, 30)]
+    result = execute(driver, tmp_path, "expert_order_calls", {**arguments, "rooms": rooms}, **gpu)
+    for call in result["calls"]:
+        made = launches(call["records"])
+        names = [re.sub(r"_(gated|plain)_.*", "", launch["kernel"]) for launch in made]
+        gemm, between = "grouped_gemm_nvfp4_portable", ["round_rows_nvfp4"] * rounded
+        assert names == ["schedule", *between, gemm, *between, gemm] and call["returned"]
+        schedule, up, down = (parameters_of(made[i])[0] for i in (0, 1 + rounded, -1))
+        assert schedule.tile_tokens <= 64 and down.out == call["addresses"]["out"] and up.out == down.x
+        assert up.x == call["addresses"]["out" if rounded else "x"]
+        for launch in made[1::2] if rounded else []:
+            (r,) = parameters_of(launch)
+            assert (r.tiles, r.tile_count, r.tile_rows) == (up.tiles, up.tile_count, schedule.tile_tokens)

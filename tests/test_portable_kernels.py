@@ -21,6 +21,7 @@ IDENTITY, SWIGLU, RELU2 = 0, 1, 4
 PLAIN_TILES = {16: (4, 5), 64: (4, 3), 128: (4, 3)}
 MXFP4_TILES = {16: (4, 6), 64: (4, 4), 128: (4, 2)}
 MXFP8_TILES = {64: (4, 3)}
+NVFP4_TILES = {64: (4, 3)}
 FP8_TILES = {16: (4, 2), 64: (4, 2)}
 
 
@@ -59,6 +60,13 @@ def mxfp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kernels |= {"round_rows": ("RoundRowsMxfp8", "QuantizeRowsParams")}
     headers = ["moe/grouped_gemm_mxfp8_portable.cuh", "quant/pack_mxfp8.cuh", "quant/round_rows_mxfp8.cuh"]
     return HostCtas(tmp_path_factory.mktemp("mxfp8"), headers, kernels, request.param)
+
+
+@pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
+def nvfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    kernels = gemms("Nvfp4", NVFP4_TILES) | {"pack": ("Nvfp4Pack", "PackNvfp4Params")}
+    headers = ["moe/grouped_gemm_nvfp4_portable.cuh", "quant/pack_nvfp4.cuh"]
+    return HostCtas(tmp_path_factory.mktemp("nvfp4"), headers, kernels, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 890], ids=lambda arch: f"sm_{arch // 10}")
@@ -306,6 +314,42 @@ def test_mxfp8(
     dense = codes.float() * powers.repeat_interleave(32, 2) * factors[:, None, None]
     operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
     check_dense(gemm, mxfp8, "Mxfp8", layout, kind, dense, "", **operands)
+
+
+@pytest.mark.parametrize("size", [(96, 32), (352, 96), (16, 160), (208, 80)], ids=str)
+@pytest.mark.parametrize("counts", [None, [1], [0, 9, 33]], ids=str)
+@pytest.mark.parametrize(("layout", "kind"), [("interleaved", SWIGLU), ("up_gate", SWIGLU), ("gate_up", IDENTITY)])
+def test_nvfp4(
+    layout: str, kind: int, counts: list[int] | None, size: tuple[int, int], nvfp4: HostCtas, rng: torch.Generator
+) -> None:
+    """Weights through the packer, gate and up rows with a number each; K and rows that end within a block; a scale that
+    is NaN is its row's."""
+    (k, out), gated = size, kind == SWIGLU
+    gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
+    codes = torch.randint(0, 256, (gemm.experts, gemm.rows, k // 2), generator=rng, dtype=torch.uint8)
+    powers = torch.tensor([2.0**-9, -0.5, 0.5, 1, -2, 0]).to(torch.float8_e4m3fn)
+    scales = powers[torch.randint(len(powers), (gemm.experts, gemm.rows, k // 16), generator=rng)]
+    scales.view(torch.uint8)[-1, 9, -1] = 0x7F
+    parts = 2 if gated else 1
+    numbers = torch.tensor([0.25, 0.5, 2.0])[torch.randint(3, (gemm.experts, parts), generator=rng)]
+    row_tiles, k_blocks = -(-gemm.rows // 64), -(-k // 64)
+    packed = torch.full((gemm.experts, row_tiles, k_blocks, 2048), 0xA5, dtype=torch.uint8)
+    packed_scales = torch.full((gemm.experts, row_tiles, k_blocks, 256), 0xA5, dtype=torch.uint8)
+    factors = torch.full((gemm.experts, parts), torch.nan)
+    nvfp4.run(
+        "pack", gemm.experts * row_tiles * -(-k_blocks // 4), 1, codes=codes.data_ptr(), scales=scales.data_ptr(),
+        tile_rows=0, factors=numbers.data_ptr(), experts=gemm.experts, rows=gemm.rows, k=k, gated=gated,
+        layout=LAYOUTS[layout], packed_codes=packed.data_ptr(), packed_scales=packed_scales.data_ptr(),
+        expert_scales=factors.data_ptr(),
+    )  # fmt: skip
+    of_rows = numbers.repeat_interleave(gemm.rows // parts, 1)
+    if layout == "interleaved":
+        of_rows = numbers.repeat(1, gemm.rows // parts)
+    elif layout == "up_gate":
+        of_rows = numbers.flip(1).repeat_interleave(gemm.rows // parts, 1)
+    dense = reference.nvfp4_numbers(codes, scales) * of_rows[..., None]
+    operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
+    check_dense(gemm, nvfp4, "Nvfp4", layout, kind, dense, "", **operands)
 
 
 @pytest.mark.parametrize("columns", [32, 96, 352])

@@ -1,4 +1,4 @@
-// Grouped GEMM of packed weights of 4 or 8 bits with a scale for each 32 of a row, and bf16 tokens, for any GPU from sm_80.
+// Grouped GEMM of packed weights of 4 or 8 bits with a scale for each 16 or 32 of a row, and bf16 tokens, for any GPU from sm_80.
 // portable.cuh has the loop; here, codes and scales of a block come through shared memory as they lie in memory, and each warp
 // decodes its own A fragments in registers: all warps lie along the weight rows, so a weight is decoded once for all tokens of
 // the tile.
@@ -7,8 +7,10 @@
 // multiplied by p.expert_scales before the bias. Tokens are zero beyond k, as the codes are: a scale there may be anything
 // finite. Codes do not depend on p.layout, the bias does.
 //
-// `Form` has kVectors, of 16 bytes a thread has of a block's codes, one for every 2048 bytes and part of its k16 steps, and
-//   decode(vector, step of the block, multipliers of common/mxfp4.cuh, a)
+// `Form` has kVectors, of 16 bytes a thread has of a block's codes, one for every 2048 bytes and part of its k16 steps,
+// kScaleWords that a quad shares, kFactorsOfHalves (a gated expert's gate and up rows have factors of their own), and
+//   multipliers(scale words, step of the block)
+//   decode(vector, step, multipliers, a)
 #pragma once
 #include "../common/mxfp4.cuh"
 #include "portable.cuh"
@@ -24,7 +26,8 @@ struct GroupedGemmPackedPortable {
     // A stage has the codes of its blocks, then their scales.
     static constexpr int kVectorBytes = 2048, kCodeBytes = Form::kVectors * kVectorBytes;
     static constexpr int kBlocks = Rows / mxfp4::kBlockRows;
-    static constexpr int kWeightBytes = kBlocks * (kCodeBytes + mxfp4::kScaleBytes);
+    static constexpr int kScaleWords = Form::kScaleWords, kScaleBytes = kScaleWords * mxfp4::kScaleBytes;
+    static constexpr int kWeightBytes = kBlocks * (kCodeBytes + kScaleBytes);
     static constexpr int kThreads = Shape::kThreads, kStages = Stages;
     static constexpr int kFewestGroups = Form::kFewestGroups;
     static constexpr bool kScaled = true, kRowsScaled = false;
@@ -33,11 +36,15 @@ struct GroupedGemmPackedPortable {
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }
 
-    static __device__ __forceinline__ float scale_of(const GroupedGemmParams& p, int expert) { return p.expert_scales[expert]; }
+    static __device__ __forceinline__ float2 scales_of(const GroupedGemmParams& p, int expert) {
+        if constexpr (Gated && Form::kFactorsOfHalves) return reinterpret_cast<const float2*>(p.expert_scales)[expert];
+        const float scale = p.expert_scales[expert];
+        return {scale, scale};
+    }
 
     struct Weights {
         static constexpr int kPassBytes = 16 * kThreads;
-        static constexpr int kScaleThreads = mxfp4::kScaleBytes / 16;  // a block's
+        static constexpr int kScaleThreads = kScaleBytes / 16;  // a block's
 
         // This thread's next 16 bytes: of codes in the unit's first block of rows, of scales in its own.
         const uint8_t *codes, *scales;
@@ -48,7 +55,7 @@ struct GroupedGemmPackedPortable {
             const size_t block = (size_t(tile.expert) * row_blocks + first) * k_blocks(p);
             blocks = row_blocks - first;
             codes = p.weights + block * kCodeBytes + threadIdx.x * 16;
-            scales = p.block_scales + (block + threadIdx.x / kScaleThreads * k_blocks(p)) * mxfp4::kScaleBytes +
+            scales = p.block_scales + (block + threadIdx.x / kScaleThreads * k_blocks(p)) * kScaleBytes +
                      threadIdx.x % kScaleThreads * 16;
         }
 
@@ -63,7 +70,7 @@ struct GroupedGemmPackedPortable {
             if (threadIdx.x < kBlocks * kScaleThreads)
                 sm80::copy_16_async(to + kBlocks * kCodeBytes, scales, int(threadIdx.x) / kScaleThreads < blocks);
             codes += kCodeBytes;
-            scales += mxfp4::kScaleBytes;
+            scales += kScaleBytes;
         }
 
         static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
@@ -71,7 +78,7 @@ struct GroupedGemmPackedPortable {
         }
     };
 
-    // A slice of 16 rows has 16 bytes of codes a lane and vector, and a word of scales a quad.
+    // A slice of 16 rows has 16 bytes of codes a lane and vector, and kScaleWords of scales a quad.
     struct Addresses {
         uint32_t codes, scales;
         typename Shape::TokenAddress tokens;
@@ -80,7 +87,7 @@ struct GroupedGemmPackedPortable {
         // instructions.
         __device__ __forceinline__ Addresses()
             : codes((first_row() * 2 + Shape::lane()) * 16),
-              scales(kBlocks * kCodeBytes + (Shape::first_warp_row() / 2 + Shape::lane() / 4) * 4) {
+              scales(kBlocks * kCodeBytes + (Shape::first_warp_row() / 2 + Shape::lane() / 4) * 4 * kScaleWords) {
             if (Tokens == 16) sm80::keep(codes), sm80::keep(scales), sm80::keep(tokens.row), sm80::keep(tokens.chunk);
         }
 
@@ -94,14 +101,16 @@ struct GroupedGemmPackedPortable {
     template <int Groups>
     static __device__ __forceinline__ void multiply(typename Shape::Sums& sums, const Addresses& at, uint32_t stage) {
         constexpr int kSteps = Shape::kBlockK / 16 / Form::kVectors;
-        uint32_t scales[Shape::kSlices];
+        uint32_t scales[Shape::kSlices][kScaleWords];
 #pragma unroll
         for (int vector = 0; vector < Form::kVectors; ++vector) {
             uint32_t codes[Shape::kSlices][4];
 #pragma unroll
             for (int m = 0; m < Shape::kSlices; ++m) {
                 sm80::load_shared_16(codes[m], stage + at.codes + vector * kVectorBytes + m * 512);
-                if (vector == 0) scales[m] = sm80::load_shared_4(stage + at.scales + m * 32);
+#pragma unroll
+                for (int i = 0; i < (vector == 0 ? kScaleWords : 0); ++i)
+                    scales[m][i] = sm80::load_shared_4(stage + at.scales + m * 32 * kScaleWords + i * 4);
             }
 #pragma unroll
             for (int k = vector * kSteps; k < (vector + 1) * kSteps; ++k) {
@@ -111,7 +120,7 @@ struct GroupedGemmPackedPortable {
 #pragma unroll
                 for (int m = 0; m < Shape::kSlices; ++m) {
                     uint32_t a[4];
-                    Form::decode(codes[m], k, mxfp4::unpack_scales(scales[m], k / 2), a);
+                    Form::decode(codes[m], k, Form::multipliers(scales[m], k), a);
 #pragma unroll
                     for (int n = 0; n < Groups; ++n) sm80::multiply_add<Element>(sums[m][n], a, b[n][0], b[n][1]);
                 }

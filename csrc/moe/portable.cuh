@@ -263,7 +263,8 @@ struct PortableShape {
 //   Weights                   open(p, tile, row block), then copy(p, first k, stage) block after block
 //   Addresses                 what of a thread's addresses in a stage is the same in all
 //   multiply<Groups>          a stage's product for that many groups of 8 tokens, at least kFewestGroups
-//   scale_of(p, expert)       multiplies the sums where kScaled; where kRowsScaled those of p.expert_scales, if any
+//   scales_of(p, expert)      multiply the sums of gate (or all) and up rows where kScaled; where kRowsScaled those of
+//                             p.expert_scales, if any
 template <typename Kernel>
 struct PortableLoop {
     using Shape = typename Kernel::Shape;
@@ -295,8 +296,8 @@ struct PortableLoop {
             const Tile tile = p.tiles[unit / row_blocks];
             // With tokens; at most 0: none, above kGroups: all.
             const int groups = (tile.count - Shape::first_warp_token() + 7) / 8;
-            [[maybe_unused]] float scale = 1.f;  // of the sums; read now, needed in the end
-            if constexpr (Kernel::kScaled) scale = Kernel::scale_of(p, tile.expert);
+            [[maybe_unused]] float2 scales;  // of the sums; read now, needed in the end
+            if constexpr (Kernel::kScaled) scales = Kernel::scales_of(p, tile.expert);
             Sums sums = {};
             for (int k_block = 0; k_block < k_blocks; ++k_block) {
                 sm80::copy_wait<kStages - 2>();
@@ -309,7 +310,7 @@ struct PortableLoop {
             }
             if (groups > 0) {
                 const int first_column = unit % row_blocks * Shape::kUnitColumns + Shape::first_warp_column();
-                if constexpr (Kernel::kScaled) multiply_all(sums, scale);
+                if constexpr (Kernel::kScaled) multiply_all(sums, scales);
                 if constexpr (Kernel::kRowsScaled) {
                     if (p.expert_scales) Shape::multiply_rows(p, tile.expert, first_column, sums);
                 }
@@ -362,13 +363,13 @@ private:
         if (groups > 0) Kernel::template multiply<Groups>(sums, addresses, stage);
     }
 
-    static __device__ __forceinline__ void multiply_all(Sums& sums, float scale) {
+    static __device__ __forceinline__ void multiply_all(Sums& sums, float2 scales) {
 #pragma unroll
         for (int m = 0; m < Shape::kSlices; ++m)
 #pragma unroll
             for (int n = 0; n < kGroups; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[m][n][i] *= scale;
+                for (int i = 0; i < 4; ++i) sums[m][n][i] *= i < 2 ? scales.x : scales.y;
     }
 };
 

@@ -218,8 +218,8 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         dtype: Literal["bf16", "f16", "f32"] = "bf16",  # of x, the output and the products
     ) -> ExpertWeights:
-        """NVFP4 experts, on CPU tensors and on CUDA (sm_90; others: NotImplementedError), there in bf16 and packed at
-        load into new tensors. H and I are multiples of 16.
+        """NVFP4 experts, on CPU tensors and on CUDA, there in bf16 and packed at load into new tensors. H and I are
+        multiples of 16.
 
         An element is its e2m1 code times the e4m3 scale of its 16 neighbours along the row, which every dtype holds
         exactly; products are summed in fp32, and a global scale multiplies the sums (before bias and activation).

@@ -2,7 +2,7 @@
 
 use super::grouped_gemm::WeightMaps;
 use super::per_expert::PerExpert;
-use super::plan::{fp8_sm90, mxfp4_sm90, nvfp4_sm90};
+use super::plan::{fp8_sm90, mxfp4_sm90};
 use crate::device::Device;
 use crate::error::Result;
 use crate::params::{Activation, Dtype, W13Layout};
@@ -72,9 +72,6 @@ impl LayerDesc {
     /// An error where no kernel of this GPU takes the layer.
     pub fn require_cuda(&self, device: &Device) -> Result<()> {
         self.format.require_cuda()?;
-        if self.format.is_nvfp4() {
-            nvfp4_sm90::require(device)?;
-        }
         if self.format.is_fp8() {
             fp8_sm90::require(self)?;
         }

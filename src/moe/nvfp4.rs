@@ -4,12 +4,10 @@ use super::numbers::Numbers;
 use super::numbers_of::numbers_of;
 use super::nvfp4_gpu::{self, numbers_on_device};
 use super::per_expert::{Given, Scalar};
-use super::plan::nvfp4_sm90;
 use super::weights::{
     check_biases, check_sizes, intermediate_size, Arguments, ExpertWeights, Layer, LayerDesc, Matrix, Operands, Options,
 };
 use crate::contract;
-use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
 use crate::quant::blocks::{self, Blocks};
@@ -235,9 +233,6 @@ pub fn nvfp4_experts<'py>(
     guard(|| {
         let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
         let cuda = up.place != Place::Cpu;
-        if let Place::Cuda(ordinal) = up.place {
-            nvfp4_sm90::require(&gpu(ordinal)?.device)?;
-        }
         let dtype = match quant::by_name(dtype) {
             Some(spec) if spec.block == 1 => spec.compute,
             _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),

@@ -352,7 +352,7 @@ impl MoePlan {
             fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens, inside)
         } else if format == Format::Mxfp4A8 {
             [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
-        } else if kernels == Kernels::HopperNvfp4 {
+        } else if format.is_nvfp4() {
             nvfp4_sm90::rounds(layer, slots, device).map(|launch| [None, launch])
         } else if format == Format::Mxfp8 {
             // The portable GEMM1 has no groups of 32 outputs in a warp.

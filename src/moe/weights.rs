@@ -458,7 +458,7 @@ macro_rules! constructors {
                 })
             }
 
-            /// NVFP4 experts, on CPUs: `nvfp4_experts`.
+            /// NVFP4 experts: `nvfp4_experts`.
             #[staticmethod]
             #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
             fn nvfp4<'py>(

@@ -1,11 +1,13 @@
 //! Kernels of packed NVFP4 weights.
 
-use super::{gated_name, Mxfp4Sm90Tile, PACK_BLOCKS};
+use super::{gated_name, Mxfp4Sm90Tile, PortableForm, PortableTile, NVFP4_PORTABLE_TILES, PACK_BLOCKS};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Nvfp4 {
     /// As `GroupedGemmMxfp4Sm90`.
     GroupedGemmNvfp4Sm90 { gated: bool, tokens: u32, consumers: u32, stages: u32, blocks: u32 },
+    /// mma.sync + cp.async, any GPU from sm_80.
+    GroupedGemmNvfp4Portable { gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32 },
     /// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4.
     RoundNvfp4Rows,
     /// NVFP4 weights to the packed form, at load.
@@ -47,7 +49,12 @@ impl Nvfp4Tile {
 
 pub fn all() -> Vec<Nvfp4> {
     let gemms = NVFP4_TILES.iter().chain(&NVFP4_FOURS).flat_map(|tile| [true, false].map(|gated| tile.kernel(gated)));
-    gemms.chain([RoundNvfp4Rows, PackNvfp4Weights]).collect()
+    let portable = |tile: &PortableTile, gated| {
+        let PortableTile { tokens, rows, warps, stages, .. } = *tile;
+        GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages }
+    };
+    let portable = NVFP4_PORTABLE_TILES.iter().flat_map(|tile| [true, false].map(|gated| portable(tile, gated)));
+    gemms.chain(portable).chain([RoundNvfp4Rows, PackNvfp4Weights]).collect()
 }
 
 impl Nvfp4 {
@@ -56,6 +63,9 @@ impl Nvfp4 {
             GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 let form = gated_name(gated);
                 format!("grouped_gemm_nvfp4_sm90_{form}_t{tokens}_c{consumers}_s{stages}_b{blocks}")
+            }
+            GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages } => {
+                format!("grouped_gemm_nvfp4_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}", gated_name(gated))
             }
             RoundNvfp4Rows => "round_rows_nvfp4".into(),
             PackNvfp4Weights => "nvfp4_pack".into(),
@@ -67,6 +77,9 @@ impl Nvfp4 {
             GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } => {
                 format!("oxmoe::GroupedGemmNvfp4Sm90<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
             }
+            GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages } => {
+                format!("oxmoe::GroupedGemmNvfp4Portable<{gated}, {tokens}, {rows}, {warps}, {stages}>")
+            }
             RoundNvfp4Rows => "oxmoe::RoundRowsNvfp4".into(),
             PackNvfp4Weights => "oxmoe::Nvfp4Pack".into(),
         }
@@ -75,6 +88,7 @@ impl Nvfp4 {
     pub fn header(&self) -> &'static str {
         match self {
             GroupedGemmNvfp4Sm90 { .. } => "moe/grouped_gemm_nvfp4_sm90.cuh",
+            GroupedGemmNvfp4Portable { .. } => "moe/grouped_gemm_nvfp4_portable.cuh",
             RoundNvfp4Rows => "quant/round_rows_nvfp4.cuh",
             PackNvfp4Weights => "quant/pack_nvfp4.cuh",
         }
@@ -82,7 +96,9 @@ impl Nvfp4 {
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            GroupedGemmNvfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            GroupedGemmNvfp4Sm90 { .. } | GroupedGemmNvfp4Portable { .. } => {
+                ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
+            }
             RoundNvfp4Rows => ("const __grid_constant__ oxmoe::RoundNvfp4Params p", "p"),
             PackNvfp4Weights => ("const __grid_constant__ oxmoe::PackNvfp4Params p", "p"),
         }
@@ -98,12 +114,22 @@ impl Nvfp4 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        arch == "90a"
+        !matches!(self, GroupedGemmNvfp4Sm90 { .. }) || arch == "90a"
+    }
+
+    fn portable_tile(&self) -> Option<PortableTile> {
+        match *self {
+            GroupedGemmNvfp4Portable { tokens, rows, warps, stages, .. } => {
+                Some(PortableTile { form: PortableForm::Nvfp4, tokens, rows, warps, stages, vector: 8 })
+            }
+            _ => None,
+        }
     }
 
     pub fn threads(&self) -> u32 {
         match *self {
             GroupedGemmNvfp4Sm90 { consumers, .. } => 128 * (1 + consumers),
+            GroupedGemmNvfp4Portable { warps, .. } => 32 * warps,
             RoundNvfp4Rows => 256,
             PackNvfp4Weights => 128 * PACK_BLOCKS,
         }
@@ -111,6 +137,9 @@ impl Nvfp4 {
 
     /// As of MXFP4, with twice the bytes of scales.
     pub fn shared_bytes(&self) -> u32 {
+        if let Some(tile) = self.portable_tile() {
+            return tile.shared_bytes();
+        }
         let GroupedGemmNvfp4Sm90 { gated, tokens, consumers, stages, blocks } = *self else { return 0 };
         Mxfp4Sm90Tile { e4m3: false, tokens, consumers, stages, blocks }.shared_bytes_with(2048 + 128, gated)
     }
@@ -121,7 +150,9 @@ impl Nvfp4 {
                 let by_registers = if tokens <= 32 { 768 / self.threads() } else { 1 };
                 (228 * 1024 / (self.shared_bytes() + 1024)).min(by_registers)
             }
-            RoundNvfp4Rows => 8,
+            GroupedGemmNvfp4Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
+            // Threads that sm_86, 89 and 120 have.
+            RoundNvfp4Rows => 6,
             PackNvfp4Weights => 2,
         }
     }

@@ -1,15 +1,16 @@
 //! Tiles of the kernels for any GPU.
 
-use super::{fp8::Fp8, mxfp8::Mxfp8, Element, Variant};
+use super::{fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Element, Variant};
 
 /// What the weights of a portable kernel are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortableForm {
     /// 16-bit elements.
     Plain,
-    /// Packed MXFP4, packed MXFP8.
+    /// Packed MXFP4, MXFP8, NVFP4.
     Mxfp4,
     Mxfp8,
+    Nvfp4,
     /// e4m3 with block scales.
     Fp8,
 }
@@ -33,17 +34,21 @@ impl PortableTile {
             PortableForm::Plain => Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector },
             PortableForm::Mxfp4 => Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector },
             PortableForm::Mxfp8 => Variant::Mxfp8(Mxfp8::GemmPortable { gated, tokens, rows, warps, stages }),
+            PortableForm::Nvfp4 => {
+                Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages })
+            }
             PortableForm::Fp8 => Variant::Fp8(Fp8::GroupedGemmFp8Portable { gated, tokens, rows, warps, stages }),
         }
     }
 
-    /// Stages of 128 bytes of each token: 64 K, of e4m3 tokens 128. Of a weight row there are as many; packed, 34 or 66; of e4m3 there are
+    /// Stages of 128 bytes of each token: 64 K, of e4m3 tokens 128. Of a weight row there are as many; packed, 34, 36 or 66; of e4m3 there are
     /// the scales of tokens and of two blocks of rows.
     pub const fn shared_bytes(self) -> u32 {
         let weights = match self.form {
             PortableForm::Plain => self.rows * 128,
             PortableForm::Mxfp4 => self.rows * 34,
             PortableForm::Mxfp8 => self.rows * 66,
+            PortableForm::Nvfp4 => self.rows * 36,
             PortableForm::Fp8 => self.rows * 128 + (self.tokens * 4 + 8).next_multiple_of(128),
         };
         self.stages * (weights + self.tokens * 128)
@@ -85,8 +90,9 @@ pub const MXFP4_PORTABLE_TILES: [PortableTile; 4] = [
     PortableTile { vector: 1, ..tile(PortableForm::Mxfp4, 64, 3) },
 ];
 
-/// Of packed MXFP8 one, which multiplies the tokens that there are, for few instances; two CTAs fit in 99 KiB. Not measured.
+/// Of packed MXFP8 and NVFP4 one, which multiplies the tokens that there are, for few instances; two CTAs fit in 99 KiB. Not measured.
 pub const MXFP8_PORTABLE_TILES: [PortableTile; 1] = [tile(PortableForm::Mxfp8, 64, 3)];
+pub const NVFP4_PORTABLE_TILES: [PortableTile; 1] = [tile(PortableForm::Nvfp4, 64, 3)];
 
 /// Of e4m3 with block scales, whose stages are 128 K: two, so that two CTAs fit in 99 KiB (with 16 tokens four in 163). Not measured.
 pub const FP8_PORTABLE_TILES: [PortableTile; 2] = [tile(PortableForm::Fp8, 16, 2), tile(PortableForm::Fp8, 64, 2)];

@@ -58,6 +58,7 @@ SIGNATURES = {
     "nvfp4_pack": ("PackNvfp4Params",),
     "round_rows_nvfp4": ("RoundNvfp4Params",),
     "grouped_gemm_nvfp4_sm90": ("GroupedGemmParams",),
+    "grouped_gemm_nvfp4_portable": ("GroupedGemmParams",),
     "allreduce": ("AllReduceParams",),
     "quantize_mxfp8": ("QuantizeMxfp8Params",),
     "dequantize_mxfp8": ("QuantizeMxfp8Params",),

@@ -50,7 +50,7 @@ impl MaskedPlan {
         let hopper_alone = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
         if hopper_alone && !device.is_hopper() {
             return Err(Error::Unsupported(format!(
-                "moe_masked of {} experts with portable kernels; supported: bf16, f16, mxfp4, fp8_block",
+                "moe_masked of {} experts with portable kernels; supported: bf16, f16, mxfp4, nvfp4, fp8_block",
                 layer.format.spec().name
             )));
         }
@@ -96,9 +96,9 @@ impl MaskedPlan {
             tile_tokens,
             max_tiles,
             schedule: schedule(),
-            quantize: match kernels {
+            quantize: match layer.format {
                 // x that came as codes is expanded by the same launch.
-                Kernels::HopperNvfp4 => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),
+                format if format.is_nvfp4() => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),
                 _ => [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
             },
             up,

@@ -3,7 +3,6 @@
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
 use crate::device::Device;
-use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
@@ -16,14 +15,6 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
     layer.format.is_nvfp4()
         && mxfp4_sm90::serves(device, rows, hidden, intermediate)
         && mxfp4_sm90::serves(device, hidden, intermediate, hidden)
-}
-
-/// The error of other GPUs.
-pub fn require(device: &Device) -> Result<()> {
-    if device.is_hopper() {
-        return Ok(());
-    }
-    Err(Error::Unsupported(format!("nvfp4 experts on {}; supported: sm_90, and CPU tensors", device.arch)))
 }
 
 /// There is one tile of each width.
@@ -62,7 +53,7 @@ fn round(elements: i64, device: &Device) -> Launch {
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// Of x and of GEMM1's output, where activations are NVFP4.
+/// Of x and of GEMM1's output, where activations are NVFP4; also in front of portable kernels.
 pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>; 2] {
     [layer.hidden, layer.intermediate]
         .map(|columns| (layer.format == Format::Nvfp4A4).then(|| round(slots * columns, device)))

@@ -5,8 +5,8 @@ use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::Format;
 use crate::variants::{
-    mxfp8::Mxfp8, Element, PortableTile, Variant, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES,
-    PORTABLE_TILES,
+    mxfp8::Mxfp8, nvfp4::Nvfp4, Element, PortableTile, Variant, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES,
+    MXFP8_PORTABLE_TILES, NVFP4_PORTABLE_TILES, PORTABLE_TILES,
 };
 
 /// The kernels walk their work in a fixed stride: the grid is what is resident at once.
@@ -53,6 +53,7 @@ fn all_tiles(format: Format) -> &'static [PortableTile] {
     match format {
         Format::Mxfp4 => &MXFP4_PORTABLE_TILES,
         Format::Mxfp8 => &MXFP8_PORTABLE_TILES,
+        _ if format.is_nvfp4() => &NVFP4_PORTABLE_TILES,
         _ if format.is_fp8() => &FP8_PORTABLE_TILES,
         _ => &PORTABLE_TILES,
     }
@@ -128,6 +129,7 @@ pub fn variants(element: Element, format: Format) -> Vec<Variant> {
     let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated)));
     match format {
         Format::Mxfp8 => gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect(),
+        Format::Nvfp4A4 => gemms.chain([Variant::Nvfp4(Nvfp4::RoundNvfp4Rows)]).collect(),
         _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
         _ => gemms.collect(),
     }
