@@ -196,3 +196,10 @@ __all__ = [
     "operands",
     "server",
 ]
+
+
+def addresses_of(weights: oxmoe.ExpertWeights) -> list[int]:
+    """Of every tensor that a layer's launches read."""
+    tensors = (weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.a13_scale, weights.a2_scale)
+    packed = (*(weights.w13_packed or ()), *(weights.w2_packed or ()))
+    return [tensor.data_ptr() for tensor in (*tensors, *packed, weights.b13, weights.b2) if tensor is not None]

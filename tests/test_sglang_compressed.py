@@ -28,7 +28,7 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantizatio
 
 from oxmoe.sglang import compressed_tensors
 from oxmoe.sglang.loading import loaded, share_memory
-from sglang_server import NEW, FusedMoE, installed, server
+from sglang_server import NEW, FusedMoE, addresses_of, installed, server
 from test_sglang_deepep import check as check_dispatched
 from test_sglang_deepep import poisoned
 from test_sglang_fp8 import expected, forward, from_model
@@ -224,11 +224,6 @@ def test_nvfp4_is_in_memory_once(rng: torch.Generator) -> None:
             result = forward(module, x, topk)
             assert same_bits(result, oxmoe.moe(x, layer.weights(), topk.topk_weights, ids))
     assert addresses[0] == addresses[1]
-
-
-def addresses_of(weights: oxmoe.ExpertWeights) -> list[int]:
-    tensors = (weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.a13_scale, weights.a2_scale)
-    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 
-from sglang_server import NEW, FusedMoE, MoeRunnerConfig, installed, server
+from sglang_server import NEW, FusedMoE, MoeRunnerConfig, addresses_of, installed, server
 
 SHAPE = Shape("sglang-fp8", 8, 2, 256, 384)
 CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -54,8 +54,13 @@ def fp8_layer(
             quant_config=get_quantization_config(quantization).from_config(checkpoint),
             **options,
         )
+    load_fp8(module, layer, quantization)
+    return module
+
+
+def load_fp8(module: FusedMoE, layer: Fp8 | Mxfp8, quantization: str) -> None:
     tensors = (("weight", layer.w13, layer.w2), ("weight_scale_inv", layer.w13_scale, layer.w2_scale))
-    for expert in range(shape.experts):
+    for expert in range(layer.shape.experts):
         for suffix, w13, w2 in tensors:
             halves = w13[expert].chunk(2)
             for shard, tensor in (("w1", halves[0]), ("w3", halves[1]), ("w2", w2[expert])):
@@ -65,7 +70,6 @@ def fp8_layer(
     # SGLang's own method would pack weights for AMX on a CPU.
     if quantization == "oxmoe" or layer.w13.is_cuda:
         module.quant_method.process_weights_after_loading(module)
-    return module
 
 
 def forward(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
@@ -178,6 +182,20 @@ def test_mxfp8_layer(device: str, tokens: int, options: dict[str, Any], rng: tor
         result = forward(module, x, StandardTopKOutput(weights, ids, None))
     close(result, truth)
     assert same_bits(x, before)
+
+
+def test_mxfp8_weights_are_updated_in_place(device: str, rng: torch.Generator) -> None:
+    """CUDA graphs know addresses: after an update every tensor is where it was."""
+    first, second = (make_mxfp8(SHAPE, device, rng) for _ in range(2))
+    x = first.x(9, rng)
+    weights, ids = (part.to(device) for part in make_routing("uniform", 9, SHAPE.experts, SHAPE.top_k, rng))
+    with server():
+        module = fp8_layer(first, "oxmoe", MXFP8)
+        addresses = addresses_of(module.quant_method.weights)
+        load_fp8(module, second, "oxmoe")
+        assert addresses_of(module.quant_method.weights) == addresses
+        result = forward(module, x, StandardTopKOutput(weights, ids, None))
+    close(result, second.reference(x, weights, ids))
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ from sglang_server import (
     MoeRunner,
     MoeRunnerBackend,
     MoeRunnerConfig,
+    addresses_of,
     fused_moe,
     installed,
     operands,
@@ -331,6 +332,11 @@ def mxfp4_layer(blocks: Blocks, **options: Any) -> FusedMoE:
             quant_config=quant_config,
             **{**GPT_OSS_CONFIG, **options},
         )
+    load_mxfp4(module, blocks)
+    return module
+
+
+def load_mxfp4(module: FusedMoE, blocks: Blocks) -> None:
     tensors = zip(("w13", "w2"), blocks.codes, blocks.scales, blocks.biases, strict=True)
     for name, *parts in tensors:
         for suffix, tensor in zip(("", "_scale", "_bias"), parts, strict=True):
@@ -339,7 +345,6 @@ def mxfp4_layer(blocks: Blocks, **options: Any) -> FusedMoE:
                 parameter, tensor, weight_name=f"experts.{name}_weight{suffix}", shard_id=None, expert_id=None
             )
     module.quant_method.process_weights_after_loading(module)
-    return module
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton_kernel"])
@@ -383,6 +388,21 @@ def test_mxfp4_checkpoint_is_packed_in_its_own_memory(rng: torch.Generator) -> N
     weights = module.quant_method.weights
     assert weights.w13_packed[0].data_ptr() == module.w13_weight.data_ptr()
     assert weights.w2_packed[0].data_ptr() == module.w2_weight.data_ptr()
+
+
+@pytest.mark.parametrize("hidden", [256, 288], ids=["whole", "a-second-copy"])
+def test_mxfp4_weights_are_updated_in_place(device: str, hidden: int, rng: torch.Generator) -> None:
+    """CUDA graphs know addresses: after an update every tensor is where it was, packed in place or not."""
+    first, second = (Blocks(8, hidden, 128, device, rng, bytes_=bytes_) for bytes_ in ((120, 124), (123, 127)))
+    x = torch.randn(9, hidden, generator=rng).bfloat16().to(device)
+    logits = tie_free_logits(9, 8, rng).to(device)
+    with server():
+        module = mxfp4_layer(first)
+        addresses = addresses_of(module.quant_method.weights)
+        load_mxfp4(module, second)
+        assert addresses_of(module.quant_method.weights) == addresses
+        result = module(x, routed("standard", x, logits, 2))
+    assert_close_ulp(result, second.expected(x, *oxmoe.topk(logits, 2), **SWIGLU, layout="interleaved"))
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "triton_kernel"])

@@ -36,7 +36,7 @@ def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
 
 def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
     of_experts = [weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.a13_scale, weights.a2_scale]
-    return [*of_experts, *(weights.w13_packed or ()), *(weights.w2_packed or ())]
+    return [*of_experts, weights.b13, weights.b2, *(weights.w13_packed or ()), *(weights.w2_packed or ())]
 
 
 def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:

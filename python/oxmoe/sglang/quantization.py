@@ -24,7 +24,7 @@ from sglang.srt.utils import set_weight_attrs
 from oxmoe import ExpertWeights
 from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
-from oxmoe.sglang.experts import Experts, activation
+from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, loaded
 
 NAME = "oxmoe"
@@ -132,10 +132,9 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
 
     of = "MXFP8"
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weights; after a weight update SGLang calls it again."""
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
-        self.weights = ExpertWeights.mxfp8(
+        return ExpertWeights.mxfp8(
             w13,
             w2,
             layer.w13_weight_scale_inv.data,
@@ -143,9 +142,8 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
             b13=_data(layer, "w13_weight_bias"),
             b2=_data(layer, "w2_weight_bias"),
             in_place=w13.is_cuda and not any(size % PACKED for size in (*w13.shape[1:], *w2.shape[1:])),
-            **activation(self.moe_runner_config),
+            **options,
         )
-        loaded(layer, self.weights)
 
 
 class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
@@ -196,11 +194,10 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
                 "oxmoe: an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)"
             )
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weights; after a weight update SGLang calls it again."""
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         columns = 2 * w13.shape[-1]
-        self.weights = ExpertWeights.mxfp4(
+        return ExpertWeights.mxfp4(
             w13,
             w2,
             layer.w13_weight_scale.data,
@@ -209,9 +206,8 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
             b2=_data(layer, "w2_weight_bias"),
             hidden_size=None if self.hidden == columns else self.hidden,
             in_place=w13.is_cuda and columns % PACKED == 0 and columns - self.hidden < PACKED,
-            **activation(self.moe_runner_config),
+            **options,
         )
-        loaded(layer, self.weights)
 
 
 def _data(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
