@@ -170,7 +170,7 @@ impl Args<'_> {
                 | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
                 | (Args::QuantizeNvfp4(_), Variant::Dense(Dense::QuantizeNvfp4 { .. }))
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
-                | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles))
+                | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles { .. }))
                 | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
                 | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
@@ -179,7 +179,7 @@ impl Args<'_> {
                     Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. } | Nvfp4::GroupedGemmNvfp4Portable { .. })
                 )
                 | (Args::PackNvfp4(_), Variant::Nvfp4(Nvfp4::PackNvfp4Weights))
-                | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows))
+                | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { .. }))
                 | (Args::AllReduce(_), Variant::AllReduce(_))
                 | (
                     Args::QuantizeFp8(_),

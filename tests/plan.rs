@@ -108,16 +108,9 @@ fn gemms(plan: &MoePlan) -> Vec<Launch> {
     }
 }
 
-/// Formats whose rows in expert order run with Hopper's kernels alone.
-fn hopper_alone(format: Format) -> bool {
-    matches!(format, Format::Mxfp4A8 | Format::Mxfp8) || format.is_fp8_tensor()
-}
-
 /// Every layer that is served without routing, with rows expected and room for them.
 fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
-    let layers =
-        layers_on(device).map(|(layer, _)| layer).filter(|layer| device.is_hopper() || !hopper_alone(layer.format));
-    layers.flat_map(|layer| {
+    layers_on(device).flat_map(|(layer, _)| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
             let rows = most * layer.experts;
             [true, false].map(|quantizes_x| MaskedDesc { layer, rows, expected, quantizes_x })
@@ -155,18 +148,6 @@ fn masked_plans_fit() {
             // What is expected chooses the tile alone.
             let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
             assert!(other.tile_tokens != plan.tile_tokens || other == plan, "{desc:?} on {device:?}");
-        }
-    }
-}
-
-#[test]
-fn masked_plans_without_kernels_are_refused() {
-    for device in devices().filter(|device| !device.is_hopper()) {
-        for (layer, _) in layers_on(&device).filter(|(layer, _)| hopper_alone(layer.format)) {
-            let desc = MaskedDesc { layer, rows: 64, expected: 4, quantizes_x: true };
-            let error = MaskedPlan::new(&desc, &device).err().map(|e| e.to_string()).unwrap_or_default();
-            let name = layer.format.spec().name;
-            assert!(error.starts_with(&format!("moe_masked of {name} experts with portable kernels")), "{error}");
         }
     }
 }

@@ -21,6 +21,7 @@ from mxfp8_cases import check as check_mxfp8
 from oxmoe.testing import same_bits
 from test_nvfp4_experts import make as make_nvfp4
 from test_nvfp4_gpu import check as check_nvfp4
+from test_nvfp4_gpu import on_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("portable")]
 
@@ -142,13 +143,19 @@ def test_graph_takes_other_routing(format: str, rng: torch.Generator) -> None:
     check_graph(made(format, Shape("small", 5, 3, 384, 640), rng), 90, "uniform", rng)
 
 
-def test_rows_in_expert_order(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "fp8_tensor", "fp8_tensor-token", "nvfp4", "nvfp4-a4"])
+def test_rows_in_expert_order(format: str, rng: torch.Generator) -> None:
     """Masked rows, whose padding is NaN, against the layer on the same rows."""
     shape = Shape("small", 5, 1, 384, 640)
-    layer = make_fp8(shape, "cuda", rng)
-    weights, room = layer.weights(), 70
+    if format.startswith("fp8_tensor"):
+        weights = make_fp8_tensor(shape, "cuda", rng).weights("token" if "token" in format else "tensor")
+    elif format.startswith("nvfp4"):
+        weights = on_cuda(make_nvfp4(shape, rng, format == "nvfp4-a4")).weights()
+    else:
+        weights = made(format, shape, rng).weights()
+    room = 70
     counts = torch.tensor([70, 0, 1, 17, 64], dtype=torch.int32, device="cuda")
-    x = layer.x(5 * room, rng).view(5, room, 384)
+    x = make_x(5 * room, shape, torch.bfloat16, "cuda", rng).view(5, room, 384)
     real = torch.arange(room, device="cuda")[None] < counts[:, None]
     x[~real] = math.nan
     for expected in (1, 70):

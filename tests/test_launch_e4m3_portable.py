@@ -143,6 +143,41 @@ def test_rows_in_expert_order(
             assert (p.x, p.x_scales) == (call["addresses"]["x"], call["addresses"]["x_scale"])
 
 
+@pytest.mark.parametrize("mode", ["", "-token", "-static"])
+def test_one_scale_rows_in_expert_order(mode: str, gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    """Launches that find scales of a whole call are in front of those that use them."""
+    arguments = {**LAYERS[1], "format": f"fp8_tensor{mode}", "rooms": [(128, 8), (1024, 1024)], "quantised": False}
+    result = execute(driver, tmp_path, "expert_order_calls", arguments, **gpu)
+    tiles = "quantize_fp8_tiles"
+    between = {"": ["quantize_fp8_tile_peak", tiles], "-token": ["quantize_fp8_tile_rows"], "-static": [tiles]}[mode]
+    for call in result["calls"]:
+        made = launches(call["records"])
+        gemms = [launch for launch in made if launch["kernel"].startswith("grouped_gemm_fp8_portable")]
+        names = [launch["kernel"] for launch in made if launch not in gemms]
+        assert names == ["schedule", *between, *between] and made[-1] is gemms[1] and call["returned"]
+        (s,), (p,), (q,) = (parameters_of(launch) for launch in (made[0], *gemms))
+        (x,), (hidden,) = (parameters_of(made[made.index(gemm) - 1]) for gemm in gemms)
+        assert (x.x, x.tiles, x.tile_rows) == (call["addresses"]["x"], s.tiles, s.tile_tokens)
+        assert (p.x, p.x_scales, q.x, q.x_scales) == (x.codes, x.scales, hidden.codes, hidden.scales)
+        assert hidden.x == p.out and q.out == call["addresses"]["out"]
+
+
+@layers
+def test_mxfp8_rows_in_expert_order(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    arguments = {**layer, "format": "mxfp8", "rooms": [(1, 1), (128, 8), (1024, 1024)], "quantised": False}
+    result = execute(driver, tmp_path, "expert_order_calls", arguments, **gpu)
+    for call in result["calls"]:
+        schedule, of_x, up, of_hidden, down = launches(call["records"])
+        assert (of_x["kernel"], of_hidden["kernel"]) == ("round_tiles_mxfp8_portable",) * 2
+        assert up["kernel"].startswith("grouped_gemm_mxfp8_portable_gated")
+        (s,), (x,), (p,), (h,), (q,) = (parameters_of(made) for made in (schedule, of_x, up, of_hidden, down))
+        assert (x.rows.x, x.rows.out, x.rows.columns) == (call["addresses"]["x"], p.x, layer["hidden"])
+        assert (h.rows.x, h.rows.out, h.rows.columns) == (p.out, q.x, layer["intermediate"]) and q.x == p.out
+        assert p.x == q.out == call["addresses"]["out"]
+        for rounded in (x, h):
+            assert (rounded.rows.tiles, rounded.tile_rows) == (s.tiles, s.tile_tokens)
+
+
 @layers
 def test_mxfp8(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     """x is rounded in front of GEMM1, its output in place behind it; one tile serves every schedule."""
@@ -183,7 +218,7 @@ def test_nvfp4(mode: str, size: tuple[int, int], gpu: dict[str, Any], driver: Pa
         assert (p.k, q.k, p.rows, q.rows) == (hidden, intermediate, 2 * intermediate, hidden)
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
             assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
-        rounds = [launch for launch in made if launch["kernel"] == "round_rows_nvfp4"]
+        rounds = [launch for launch in made if launch["kernel"] == "round_rows_nvfp4_portable"]
         if mode == "a16":
             assert not rounds and p.x == call["x"]
             continue
@@ -202,7 +237,7 @@ def test_nvfp4_rows_in_expert_order(rounded: bool, gpu: dict[str, Any], driver: 
     for call in result["calls"]:
         made = launches(call["records"])
         names = [re.sub(r"_(gated|plain)_.*", "", launch["kernel"]) for launch in made]
-        gemm, between = "grouped_gemm_nvfp4_portable", ["round_rows_nvfp4"] * rounded
+        gemm, between = "grouped_gemm_nvfp4_portable", ["round_rows_nvfp4_portable"] * rounded
         assert names == ["schedule", *between, gemm, *between, gemm] and call["returned"]
         schedule, up, down = (parameters_of(made[i])[0] for i in (0, 1 + rounded, -1))
         assert schedule.tile_tokens <= 64 and down.out == call["addresses"]["out"] and up.out == down.x

@@ -229,13 +229,3 @@ def test_what_is_refused(driver: Path, tmp_path: Path) -> None:
     assert errors["weights"].startswith("ValueError: out: overlaps w13")
     assert "split the batch" in errors["rows"]
     assert errors["workspace"].startswith("ValueError: workspace: expected at least")
-
-
-def test_formats_of_hopper_alone(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OXMOE_PORTABLE", "1")
-    formats = ["mxfp8", *FP8_TENSOR]
-    errors = execute(driver, tmp_path, "refused_expert_order", {"formats": formats})
-    for format in formats:
-        expected = f"NotImplementedError: moe_masked of {format} experts with portable kernels; supported: bf16"
-        assert errors[format].startswith(expected)
-    assert errors["right"] is None

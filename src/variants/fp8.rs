@@ -251,8 +251,6 @@ impl Fp8 {
                 | GroupedGemmFp8StationarySm90 { .. }
                 | RoutedLayerFp8Sm90 { .. }
                 | RowsToSlots
-                | WholeRowsOfTiles
-                | PeakOfTiles
         );
         !sm90 || arch == "90a"
     }

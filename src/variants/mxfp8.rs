@@ -22,8 +22,10 @@ pub enum Mxfp8 {
     },
     /// Rows of bf16 to the numbers of MXFP8.
     RoundRows,
-    /// The same of a schedule's rows.
-    RoundTiles,
+    /// The same of a schedule's rows. `portable`: of GPUs other than Hopper.
+    RoundTiles {
+        portable: bool,
+    },
     /// MXFP8 weights to the packed form, at load.
     Peak,
     Pack,
@@ -63,8 +65,9 @@ pub fn all() -> Vec<Mxfp8> {
         let PortableTile { tokens, rows, warps, stages, .. } = *tile;
         GemmPortable { gated, tokens, rows, warps, stages }
     };
+    let others = [RoundRows, RoundTiles { portable: false }, RoundTiles { portable: true }, Peak, Pack];
     let portable = MXFP8_PORTABLE_TILES.iter().flat_map(|tile| [true, false].map(|gated| portable(tile, gated)));
-    gemms.chain(portable).chain([RoundRows, RoundTiles, Peak, Pack]).collect()
+    gemms.chain(portable).chain(others).collect()
 }
 
 impl Mxfp8 {
@@ -78,7 +81,7 @@ impl Mxfp8 {
                 format!("grouped_gemm_mxfp8_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}", gated_name(gated))
             }
             RoundRows => "round_rows_mxfp8".into(),
-            RoundTiles => "round_tiles_mxfp8".into(),
+            RoundTiles { portable } => format!("round_tiles_mxfp8{}", if portable { "_portable" } else { "" }),
             Peak => "mxfp8_peak".into(),
             Pack => "mxfp8_pack".into(),
         }
@@ -93,7 +96,7 @@ impl Mxfp8 {
                 format!("oxmoe::GroupedGemmMxfp8Portable<{gated}, {tokens}, {rows}, {warps}, {stages}>")
             }
             RoundRows => "oxmoe::RoundRowsMxfp8".into(),
-            RoundTiles => "oxmoe::RoundTilesMxfp8".into(),
+            RoundTiles { .. } => "oxmoe::RoundTilesMxfp8".into(),
             Peak => "oxmoe::Mxfp8Peak".into(),
             Pack => "oxmoe::Mxfp8Pack".into(),
         }
@@ -104,7 +107,7 @@ impl Mxfp8 {
             Gemm { .. } => "moe/grouped_gemm_mxfp8_sm90.cuh",
             GemmPortable { .. } => "moe/grouped_gemm_mxfp8_portable.cuh",
             RoundRows => "quant/round_rows_mxfp8.cuh",
-            RoundTiles => "quant/round_tiles_mxfp8.cuh",
+            RoundTiles { .. } => "quant/round_tiles_mxfp8.cuh",
             Peak | Pack => "quant/pack_mxfp8.cuh",
         }
     }
@@ -113,7 +116,7 @@ impl Mxfp8 {
         match self {
             Gemm { .. } | GemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoundRows => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
-            RoundTiles => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
+            RoundTiles { .. } => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Peak | Pack => ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p"),
         }
     }
@@ -128,7 +131,7 @@ impl Mxfp8 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        !matches!(self, Gemm { .. } | RoundTiles) || arch == "90a"
+        !matches!(self, Gemm { .. } | RoundTiles { portable: false }) || arch == "90a"
     }
 
     fn portable_tile(&self) -> Option<PortableTile> {
@@ -144,7 +147,7 @@ impl Mxfp8 {
         match *self {
             Gemm { consumers, .. } => 128 * (1 + consumers),
             GemmPortable { warps, .. } => 32 * warps,
-            RoundRows | RoundTiles => 256,
+            RoundRows | RoundTiles { .. } => 256,
             Peak => 1024,
             Pack => 128 * PACK_BLOCKS,
         }
@@ -167,8 +170,8 @@ impl Mxfp8 {
             }
             GemmPortable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
             // Threads that sm_86, 89 and 120 have.
-            RoundRows => 6,
-            RoundTiles => 8,
+            RoundRows | RoundTiles { portable: true } => 6,
+            RoundTiles { portable: false } => 8,
             Peak => 1,
             Pack => 2,
         }

@@ -8,8 +8,8 @@ pub enum Nvfp4 {
     GroupedGemmNvfp4Sm90 { gated: bool, tokens: u32, consumers: u32, stages: u32, blocks: u32 },
     /// mma.sync + cp.async, any GPU from sm_80.
     GroupedGemmNvfp4Portable { gated: bool, tokens: u32, rows: u32, warps: u32, stages: u32 },
-    /// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4.
-    RoundNvfp4Rows,
+    /// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4. `portable`: of GPUs other than Hopper.
+    RoundNvfp4Rows { portable: bool },
     /// NVFP4 weights to the packed form, at load.
     PackNvfp4Weights,
 }
@@ -54,7 +54,11 @@ pub fn all() -> Vec<Nvfp4> {
         GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages }
     };
     let portable = NVFP4_PORTABLE_TILES.iter().flat_map(|tile| [true, false].map(|gated| portable(tile, gated)));
-    gemms.chain(portable).chain([RoundNvfp4Rows, PackNvfp4Weights]).collect()
+    gemms
+        .chain(portable)
+        .chain([false, true].map(|portable| RoundNvfp4Rows { portable }))
+        .chain([PackNvfp4Weights])
+        .collect()
 }
 
 impl Nvfp4 {
@@ -67,7 +71,7 @@ impl Nvfp4 {
             GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages } => {
                 format!("grouped_gemm_nvfp4_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}", gated_name(gated))
             }
-            RoundNvfp4Rows => "round_rows_nvfp4".into(),
+            RoundNvfp4Rows { portable } => format!("round_rows_nvfp4{}", if portable { "_portable" } else { "" }),
             PackNvfp4Weights => "nvfp4_pack".into(),
         }
     }
@@ -80,7 +84,7 @@ impl Nvfp4 {
             GroupedGemmNvfp4Portable { gated, tokens, rows, warps, stages } => {
                 format!("oxmoe::GroupedGemmNvfp4Portable<{gated}, {tokens}, {rows}, {warps}, {stages}>")
             }
-            RoundNvfp4Rows => "oxmoe::RoundRowsNvfp4".into(),
+            RoundNvfp4Rows { .. } => "oxmoe::RoundRowsNvfp4".into(),
             PackNvfp4Weights => "oxmoe::Nvfp4Pack".into(),
         }
     }
@@ -89,7 +93,7 @@ impl Nvfp4 {
         match self {
             GroupedGemmNvfp4Sm90 { .. } => "moe/grouped_gemm_nvfp4_sm90.cuh",
             GroupedGemmNvfp4Portable { .. } => "moe/grouped_gemm_nvfp4_portable.cuh",
-            RoundNvfp4Rows => "quant/round_rows_nvfp4.cuh",
+            RoundNvfp4Rows { .. } => "quant/round_rows_nvfp4.cuh",
             PackNvfp4Weights => "quant/pack_nvfp4.cuh",
         }
     }
@@ -99,7 +103,7 @@ impl Nvfp4 {
             GroupedGemmNvfp4Sm90 { .. } | GroupedGemmNvfp4Portable { .. } => {
                 ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
             }
-            RoundNvfp4Rows => ("const __grid_constant__ oxmoe::RoundNvfp4Params p", "p"),
+            RoundNvfp4Rows { .. } => ("const __grid_constant__ oxmoe::RoundNvfp4Params p", "p"),
             PackNvfp4Weights => ("const __grid_constant__ oxmoe::PackNvfp4Params p", "p"),
         }
     }
@@ -114,7 +118,7 @@ impl Nvfp4 {
     }
 
     pub fn runs_on(&self, arch: &str) -> bool {
-        !matches!(self, GroupedGemmNvfp4Sm90 { .. }) || arch == "90a"
+        !matches!(self, GroupedGemmNvfp4Sm90 { .. } | RoundNvfp4Rows { portable: false }) || arch == "90a"
     }
 
     fn portable_tile(&self) -> Option<PortableTile> {
@@ -130,7 +134,7 @@ impl Nvfp4 {
         match *self {
             GroupedGemmNvfp4Sm90 { consumers, .. } => 128 * (1 + consumers),
             GroupedGemmNvfp4Portable { warps, .. } => 32 * warps,
-            RoundNvfp4Rows => 256,
+            RoundNvfp4Rows { .. } => 256,
             PackNvfp4Weights => 128 * PACK_BLOCKS,
         }
     }
@@ -152,7 +156,8 @@ impl Nvfp4 {
             }
             GroupedGemmNvfp4Portable { .. } => self.portable_tile().map_or(1, PortableTile::ctas),
             // Threads that sm_86, 89 and 120 have.
-            RoundNvfp4Rows => 6,
+            RoundNvfp4Rows { portable: true } => 6,
+            RoundNvfp4Rows { portable: false } => 8,
             PackNvfp4Weights => 2,
         }
     }

@@ -5,7 +5,7 @@ use super::{
     GemmDesc, Kernels, MoeWorkspace, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernel::Launch;
 use crate::moe::weights::LayerDesc;
 use crate::params::{Dtype, Fp8Scaling, Tile};
@@ -47,13 +47,6 @@ impl MaskedPlan {
     pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
         let MaskedDesc { layer, rows: slots, .. } = desc;
         layer.require_cuda(device)?;
-        let hopper_alone = layer.format.is_fp8_tensor() || matches!(layer.format, Format::Mxfp4A8 | Format::Mxfp8);
-        if hopper_alone && !device.is_hopper() {
-            return Err(Error::Unsupported(format!(
-                "moe_masked of {} experts with portable kernels; supported: bf16, f16, mxfp4, nvfp4, fp8_block",
-                layer.format.spec().name
-            )));
-        }
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let up = GemmDesc {
             element,
@@ -90,7 +83,7 @@ impl MaskedPlan {
         let [of_x, of_hidden] = [layer.hidden, layer.intermediate].map(|columns| room.quantise(layer.format, columns));
         let inside = match kernels {
             Kernels::HopperFp8 => fp8_sm90::quantises_inside(layer.format, tile_tokens),
-            _ => layer.format == Format::Mxfp8,
+            _ => kernels == Kernels::HopperMxfp8,
         };
         Ok(MaskedPlan {
             tile_tokens,
@@ -143,7 +136,8 @@ impl Room<'_> {
         let groups = || fp8(Fp8::TilesToE4m3, vectors * 8 / GROUP as i64, 64);
         match format {
             Format::Mxfp8 => {
-                [None, Some(self.launch(Variant::Mxfp8(Mxfp8::RoundTiles), vectors, ROUND_VECTORS * CTA_THREADS))]
+                let round = Mxfp8::RoundTiles { portable: !self.device.is_hopper() };
+                [None, Some(self.launch(Variant::Mxfp8(round), vectors, ROUND_VECTORS * CTA_THREADS))]
             }
             Format::Mxfp4A8 => [None, Some(self.launch(Variant::QuantizeTilesE4m3, self.tile_tokens, 1))],
             _ if !format.is_fp8() => [None; 2],
@@ -170,8 +164,7 @@ impl Room<'_> {
 /// The variants of `Room::quantise` that no call of `moe` has.
 pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
     match format {
-        _ if !device.is_hopper() => vec![],
-        Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles)],
+        Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles { portable: !device.is_hopper() })],
         Format::Mxfp4A8 => vec![Variant::QuantizeTilesE4m3],
         Format::Fp8Tensor => vec![Variant::Fp8(Fp8::PeakOfTiles)],
         Format::Fp8TensorToken => vec![Variant::Fp8(Fp8::WholeRowsOfTiles)],

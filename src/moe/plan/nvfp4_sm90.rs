@@ -47,7 +47,7 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 
 /// Rounding of up to so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
 fn round(elements: i64, device: &Device) -> Launch {
-    let variant = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows);
+    let variant = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: !device.is_hopper() });
     let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
     let grid = ctas.clamp(1, u64::from(variant.ctas_per_multiprocessor() * device.multiprocessors)) as u32;
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
@@ -62,7 +62,8 @@ pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>
 pub fn variants(layer: &LayerDesc) -> Vec<Variant> {
     let gemms = NVFP4_TILES.iter().chain(&NVFP4_FOURS);
     let gemms = gemms.flat_map(|t| [layer.gated, false].map(|gated| Variant::Nvfp4(t.kernel(gated))));
-    let round = (layer.format == Format::Nvfp4A4).then_some(Variant::Nvfp4(Nvfp4::RoundNvfp4Rows));
+    let round = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: false });
+    let round = (layer.format == Format::Nvfp4A4).then_some(round);
     gemms.chain(round).collect()
 }
 

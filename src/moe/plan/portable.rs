@@ -129,7 +129,7 @@ pub fn variants(element: Element, format: Format) -> Vec<Variant> {
     let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated)));
     match format {
         Format::Mxfp8 => gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect(),
-        Format::Nvfp4A4 => gemms.chain([Variant::Nvfp4(Nvfp4::RoundNvfp4Rows)]).collect(),
+        Format::Nvfp4A4 => gemms.chain([Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: true })]).collect(),
         _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
         _ => gemms.collect(),
     }
