@@ -63,17 +63,17 @@ class Rows:
 
 
 Drawn = tuple[int, list[int]]  # m and the rows of each expert
-Case = tuple[str, Callable[[Layer], Drawn]]
+Case = tuple[str, Callable[[Layer, torch.Generator], Drawn]]
 
 
-def share(layer: Layer, percent: float) -> Drawn:
+def share(layer: Layer, _rng: torch.Generator, percent: float) -> Drawn:
     """A share of m, the same for every expert, one row at least."""
     return FILL_ROOM, [max(1, int(FILL_ROOM * percent / 100))] * layer.experts
 
 
-def sent(layer: Layer, tokens: int) -> Drawn:
+def sent(layer: Layer, rng: torch.Generator, tokens: int) -> Drawn:
     """What arrives when every rank sends so many tokens."""
-    chosen = torch.rand(layer.ranks * tokens, layer.ranks * layer.experts).topk(layer.top_k).indices
+    chosen = torch.rand(layer.ranks * tokens, layer.ranks * layer.experts, generator=rng).topk(layer.top_k).indices
     counts = torch.bincount(chosen.flatten(), minlength=layer.ranks * layer.experts)[: layer.experts]
     return layer.ranks * max(tokens, ROOM), counts.tolist()
 
@@ -284,7 +284,9 @@ class _Bench:
             except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
                 self.skip(peer, f"does not start: {type(error).__name__}: {error}")
         for case, draw in cases:
-            drawn = [draw(layer) for _ in weights]
+            # The same rows in every run and for every format: times of two builds can be compared.
+            rng = torch.Generator().manual_seed(0)
+            drawn = [draw(layer, rng) for _ in weights]
             mean = max(1, -(-sum(sum(counts) for _, counts in drawn) // (len(drawn) * layer.experts)))
             given = [make_rows(layer, room, counts, mean, dtype, self.device) for room, counts in drawn]
             floors = [floor_us(layer, counts, format_name, bits, self.device) for _, counts in drawn]
