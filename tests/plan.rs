@@ -210,6 +210,17 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
 }
 
 #[test]
+fn variants_of_one_unit_run_on_the_same_gpus() {
+    let all = variants::all();
+    for arch in ["80", "90a", "100f", "120f"] {
+        for variant in &all {
+            let first = all.iter().find(|other| other.unit() == variant.unit()).unwrap();
+            assert_eq!(variant.runs_on(arch), first.runs_on(arch), "{} on {arch}", variant.symbol());
+        }
+    }
+}
+
+#[test]
 fn symbols_are_unique() {
     let symbols: HashSet<String> = variants::all().iter().map(Variant::symbol).collect();
     assert_eq!(symbols.len(), variants::all().len());

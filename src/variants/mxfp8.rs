@@ -121,11 +121,12 @@ impl Mxfp8 {
         }
     }
 
-    /// The GEMMs of both forms are compiled apart.
+    /// The GEMMs of both forms are compiled apart, and what differs between GPUs.
     pub fn unit(&self) -> String {
         let header = self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
         match *self {
             Gemm { gated, .. } => format!("{header}_{}", gated_name(gated)),
+            RoundTiles { portable: true } => format!("{header}_portable"),
             _ => header.into(),
         }
     }

@@ -108,11 +108,12 @@ impl Nvfp4 {
         }
     }
 
-    /// The GEMMs of both forms are compiled apart.
+    /// The GEMMs of both forms are compiled apart, and what differs between GPUs.
     pub fn unit(&self) -> String {
         let header = self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
         match *self {
             GroupedGemmNvfp4Sm90 { gated, .. } => format!("{header}_{}", gated_name(gated)),
+            RoundNvfp4Rows { portable: true } => format!("{header}_portable"),
             _ => header.into(),
         }
     }
