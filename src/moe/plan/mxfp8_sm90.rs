@@ -42,7 +42,7 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp8Tile {
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read and decoded once. us by tile
-/// (the borders between the means are chosen):
+/// (the borders between the means are chosen, those of 48 and 80 as packed MXFP4's):
 ///   qwen3-30b-a3b  M 256 (mean 16)  173 at 16, 160 at 32, 169 at 64;   M 1024 (64)  254 at 64, 254 at 128, 308 at 192
 ///                  M 4096 (256)  669 at 128, 671 at 192
 ///   gpt-oss-20b    M 256 (32)  272 at 32, 235 at 64, 268 at 128;   M 512 (64)  339 at 64, 322 at 128, 391 at 192

@@ -1,4 +1,4 @@
-//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. Borders are those of packed MXFP4, but that of the tile of 32 tokens.
+//! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. Borders are those of packed MXFP4.
 
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
