@@ -36,6 +36,7 @@ NUMBERS = r"""
 #include <ucontext.h>
 #include <utility>
 #include <vector>
+#define __host__
 #define __device__
 #define __forceinline__ inline
 using std::max;
@@ -65,7 +66,6 @@ PRELUDE = r"""
 static Index blockDim;
 #define __CUDACC__
 #define __CUDA_ARCH__ ARCH
-#define __host__
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
 struct uint2 { uint32_t x, y; };

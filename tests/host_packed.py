@@ -23,7 +23,7 @@ namespace sm90 = oxmoe::sm90;
 extern "C" void __ubsan_handle_out_of_bounds(void*, void*) { fail("an index beyond its array"); }
 
 template <int Codes, int Scales>
-struct Form { static constexpr int kCodeBytes = Codes, kScaleBytes = Scales; };
+struct Form { static constexpr int kCodeBytes = Codes, kScaleBytes = Scales, kWidestSpan = 80; };
 
 static int32_t* given;  // [places, row tiles]: how often
 
@@ -91,6 +91,12 @@ struct Probe {
 };
 
 #define PROBE(name, form, tokens, consumers, stages, blocks, e4m3) \
+    extern "C" int name##_width(int count) { \
+        int chosen = 0; \
+        oxmoe::PackedPipelineSm90<form, false, tokens, consumers, stages, blocks, e4m3>::at_width( \
+            count, [&](auto width) { chosen = decltype(width)::value; }); \
+        return chosen; \
+    } \
     extern "C" const char* name(const GroupedGemmParams* p, int32_t* counts, uint32_t grid, uint32_t seed) { \
         using Pipeline = oxmoe::PackedPipelineSm90<form, false, tokens, consumers, stages, blocks, e4m3>; \
         static_assert(sizeof(typename Pipeline::Shared) <= 227 << 10); \
@@ -115,6 +121,10 @@ class HostPacked:
         text = body("common/ring.cuh") + "\n" + base() + body("moe/packed_pipeline_sm90.cuh")
         entry = "\n".join([ENTRY, *probes])
         self.library = build(folder, text, entry, "-fsanitize=bounds")
+
+    def width(self, name: str, count: int) -> int:
+        """The width that a tile with so many tokens is multiplied at."""
+        return getattr(self.library, f"{name}_width")(ctypes.c_int(count))
 
     def run(self, name: str, given: torch.Tensor, grid: int, seed: int, **parameters: int) -> None:
         p = STRUCTS["GroupedGemmParams"](**parameters)

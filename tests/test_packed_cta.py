@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -59,6 +60,18 @@ def test_cases_have_last_units_by_consumers(consumers: int) -> None:
         splits.add(0 < left * consumers <= case.grid)
         missing.add(0 < left * consumers <= case.grid and case.row_tiles % consumers != 0)
     assert splits == missing == {False, True}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_narrowest_width(probes: HostPacked, name: str) -> None:
+    _, tokens, *_, e4m3 = PIPELINES[name]
+    chosen = [probes.width(name, count) for count in range(1, tokens + 1)]
+    widths = sorted(set(chosen))
+    assert widths[-1] == tokens and all(width % 8 == 0 for width in widths)
+    assert chosen == [min(w for w in widths if w >= count) for count in range(1, tokens + 1)]
+    steps = [wide - narrow for narrow, wide in itertools.pairwise(widths)]
+    fine = 8 if tokens <= 32 or (64 <= tokens <= 128 and not e4m3) else 16
+    assert steps == sorted(steps, reverse=True) and steps[-1] == fine and steps[0] <= 16
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -27,9 +27,7 @@ struct GroupedGemmMxfp4E4m3Sm90 {
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = Pipeline::kCtas;
-    static constexpr int kWidthStep = Pipeline::kWidthStep, kSteps = Pipeline::kSteps;  // of 32 K
-    // With more than five wide widths ptxas runs out of registers (C7512).
-    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : kWidthStep;
+    static constexpr int kSteps = Pipeline::kSteps;  // of 32 K
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -92,7 +90,8 @@ private:
             float sums[1][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
-            multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+            Pipeline::at_width(work.count,
+                               [&](auto width) { multiply<decltype(width)::value>(k_blocks, sums[0], shared, ring); });
             scale_sums(work.count, expert_scale, shared.row_scale[scales.slot], sums[0]);
             const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
             if (!Gated || activated)
@@ -110,21 +109,6 @@ private:
             const float2 scale = mine[n * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[4 * n + i] *= (i % 2 ? scale.y : scale.x) * expert_scale;
-        }
-    }
-
-    // The smallest width that holds the tile, by bisection.
-    template <int Low, int High>
-    static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
-                                                             RingPosition<Stages>& ring) {
-        if constexpr (Low == High) {
-            multiply<Low>(k_blocks, sums, shared, ring);
-        } else {
-            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
-            if (count <= kMiddle)
-                multiply_at_width<Low, kMiddle>(count, k_blocks, sums, shared, ring);
-            else
-                multiply_at_width<kMiddle + kWidthStep, High>(count, k_blocks, sums, shared, ring);
         }
     }
 

@@ -32,9 +32,7 @@ struct GroupedGemmPackedSm90 {
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = Pipeline::kCtas;
-    static constexpr int kWidthStep = Pipeline::kWidthStep, kSteps = Pipeline::kSteps;  // of 16 K
-    // With more wide widths ptxas runs out of registers (C7512).
-    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - Form::kWidestSpan : kWidthStep;
+    static constexpr int kSteps = Pipeline::kSteps;                           // of 16 K, in a group of wgmma
     static constexpr int kGroups = 4 / Form::kGroupSteps;                     // of a block's K, with a scale each
     static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // an expert's
     static constexpr bool kMmaSync = MaxTokens <= 32;
@@ -95,7 +93,12 @@ private:
             float sums[1][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
-            multiply_at_width<kLeastWidth, MaxTokens>(work.count, k_blocks, sums[0], shared, ring);
+            Pipeline::at_width(work.count, [&](auto width) {
+                if constexpr (kMmaSync)
+                    multiply_by_warp<decltype(width)::value>(k_blocks, sums[0], shared, ring);
+                else
+                    multiply<decltype(width)::value>(k_blocks, sums[0], shared, ring);
+            });
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) {
                 if constexpr (kFactors == 2)
@@ -108,23 +111,6 @@ private:
                 Base::template store<true, Form>(work, sums, p, shared, staging);
             else
                 Base::template store<false, Form>(work, sums, p, shared, staging);
-        }
-    }
-
-    // The smallest width that holds the tile, by bisection.
-    template <int Low, int High>
-    static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
-                                                             RingPosition<Stages>& ring) {
-        if constexpr (Low == High && kMmaSync) {
-            multiply_by_warp<Low>(k_blocks, sums, shared, ring);
-        } else if constexpr (Low == High) {
-            multiply<Low>(k_blocks, sums, shared, ring);
-        } else {
-            constexpr int kMiddle = (Low + High) / (2 * kWidthStep) * kWidthStep;
-            if (count <= kMiddle)
-                multiply_at_width<Low, kMiddle>(count, k_blocks, sums, shared, ring);
-            else
-                multiply_at_width<kMiddle + kWidthStep, High>(count, k_blocks, sums, shared, ring);
         }
     }
 

@@ -174,8 +174,8 @@ struct GroupedGemmSm90 {
         return {tile.expert, tile.first, tile.count, place / tiles};
     }
 
-    // `SplitsLast`: units that are left when all CTAs have had equally many, and would keep a third of them or fewer busy, go out
-    // consumer by consumer.
+    // `SplitsLast`: units that are left when all CTAs have had equally many go out consumer by consumer, where each CTA then gets
+    // one at most.
     template <bool ByExpert = kPaired, bool SplitsLast = false, typename Buffers>
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Buffers& shared) {
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;

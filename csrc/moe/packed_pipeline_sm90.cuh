@@ -45,9 +45,15 @@ struct PackedPipelineSm90 {
     static constexpr bool kByExpert = MaxTokens >= 128;
     // Last units by consumers.
     static constexpr bool kSplitsLast = MaxTokens > 32;
-    // Between the widths that a tile can be multiplied at.
-    static constexpr int kWidthStep = MaxTokens <= 32 ? 8 : 16;
-    static_assert(MaxTokens % kWidthStep == 0, "the widest is the tile");
+    // Widths that a tile can be multiplied at, from its own down: in steps of 8 as far as ptxas has registers (C7512), then
+    // of 16.
+    static constexpr int kFineSteps = MaxTokens <= 32 ? MaxTokens / 8 - 1 : !E4m3 && MaxTokens >= 64 && MaxTokens <= 128 ? 4 : 0;
+    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - (E4m3 ? 64 : Form::kWidestSpan) : MaxTokens > 32 ? 16 : 8;
+    static __host__ __device__ constexpr int width(int i) {
+        const int fine = i < kFineSteps ? i : kFineSteps;
+        return MaxTokens - 8 * fine - 16 * (i - fine);
+    }
+    static constexpr int kNarrowest = kFineSteps + (width(kFineSteps) - kLeastWidth) / 16;
     // K steps in a wgmma group: two where the registers of their A operands are there.
     static constexpr int kSteps = MaxTokens >= 128 || (Consumers == 4 && MaxTokens > 48) ? 1 : 2;
     // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
@@ -61,6 +67,20 @@ struct PackedPipelineSm90 {
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
 
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return E4m3 ? p.k / 32 : Base::k_blocks(p); }
+
+    // Calls `multiply` with the narrowest width that holds `count` tokens, a constant, found by bisection.
+    template <int Widest = 0, int Narrowest = kNarrowest, typename F>
+    static __device__ __forceinline__ void at_width(int count, const F& multiply) {
+        if constexpr (Widest == Narrowest) {
+            multiply(std::integral_constant<int, width(Widest)>());
+        } else {
+            constexpr int kMiddle = (Widest + Narrowest + 1) / 2;
+            if (count <= width(kMiddle))
+                at_width<kMiddle, Narrowest>(count, multiply);
+            else
+                at_width<Widest, kMiddle - 1>(count, multiply);
+        }
+    }
 
     // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
 
