@@ -78,6 +78,28 @@ def test_given_experts(device: str, dtype: torch.dtype, rng: torch.Generator) ->
     assert torch.equal(given.view(-1)[combine.long().cpu()], given.view(-1).sort(stable=True).values)
 
 
+@pytest.mark.parametrize("sm_first", [False, True])
+def test_given_ids_of_no_expert(device: str, sm_first: bool, rng: torch.Generator) -> None:
+    """-1 and numbers from E on, anywhere in a row: no slot, and no part in its softmax."""
+    logits = torch.randn((4, 8), generator=rng)
+    given = torch.tensor([[1, -1, 3], [8, 2, 1 << 20], [-1, -1, -1], [0, 7, 5]])
+    data, combine, dispatch = oxmoe.routing(logits.to(device), 3, sm_first, expt_indx=given.to(device))
+    rows = [[expert for expert in row if 0 <= expert < 8] for row in given.tolist()]
+    assert data.expt_hist.tolist() == [sum(row.count(expert) for row in rows) for expert in range(8)]
+    slots = {expert: 3 * t + given[t].tolist().index(expert) for t, row in enumerate(rows) for expert in row}
+    in_order = [slots[expert] for expert in sorted(slots)]
+    assert combine.src_indx.tolist() == in_order + [-1] * 6
+    assert [dispatch.src_indx[slot].item() for slot in in_order] == list(range(6))
+    weights = [
+        (logits[t].softmax(0) if sm_first else logits[t][rows[t]].softmax(0))[expert if sm_first else i].item()
+        for t in range(4)
+        for i, expert in enumerate(rows[t])
+    ]
+    by_expert = dict(zip([expert for row in rows for expert in row], weights, strict=True))
+    expected = torch.tensor([by_expert[expert] for expert in sorted(by_expert)] + [0.0] * 6)
+    torch.testing.assert_close(data.gate_scal.cpu(), expected)
+
+
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("valid", [0, 1, 20, 49, 50])
 def test_padding_rows(device: str, valid: int, as_tensor: bool, rng: torch.Generator) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from oxmoe._oxmoe import ExpertWeights, workspace_bytes
 from oxmoe.dispatch import moe
+from oxmoe.operands import check_tensor
 from oxmoe.prepared import Cache
 
 if TYPE_CHECKING:
@@ -242,11 +243,14 @@ class CuteDslMoEWrapper:
             raise NotImplementedError(
                 "per_token_scale: no scale of its own for each token beside its blocks'; supported: None"
             )
+        check_tensor("x", x)
+        check_tensor("token_selected_experts", token_selected_experts, "T", "top_k")
         tokens = token_selected_experts.shape[0]
         for name, tensor in (
             ("token_selected_experts", token_selected_experts),
             ("token_final_scales", token_final_scales),
         ):
+            check_tensor(name, tensor)
             if tuple(tensor.shape) != (tokens, self.top_k):
                 raise ValueError(f"{name}: expected shape ({tokens}, {self.top_k}), got {tuple(tensor.shape)}")
         buffers = self._output is not None
@@ -262,6 +266,7 @@ class CuteDslMoEWrapper:
         elif x_sf is None:
             raise ValueError("x_sf: needed with quant_mode 'w4a4'")
         else:
+            check_tensor("x_sf", x_sf)
             blocks_of_row = columns // _BLOCK
             if x_sf.numel() != tokens * blocks_of_row:
                 raise ValueError(
@@ -275,9 +280,14 @@ class CuteDslMoEWrapper:
         if weights is None:
             blocks = {"w1_weight": w1_weight, "w1_weight_sf": w1_weight_sf, "w2_weight": w2_weight}
             blocks["w2_weight_sf"] = w2_weight_sf
-            missing = [name for name, t in {**blocks, "w1_alpha": w1_alpha, "w2_alpha": w2_alpha}.items() if t is None]
+            needed = {**blocks, "w1_alpha": w1_alpha, "w2_alpha": w2_alpha}
+            missing = [name for name, tensor in needed.items() if tensor is None]
             if missing:
                 raise ValueError(f"{', '.join(missing)}: needed where weights is None")
+            for name, operand in needed.items():
+                check_tensor(name, operand)
+            if fc2_input_scale is not None:
+                check_tensor("fc2_input_scale", fc2_input_scale)
             given = tuple(tensor for tensor in blocks.values() if tensor is not None)
             weights = self._kept(given, (w1_alpha, fc2_input_scale, w2_alpha))
         ids = token_selected_experts

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
+from oxmoe.operands import check_tensor
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def fused_experts(
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
+    check_tensor("w1", w1)
     mxfp4 = str(w1.dtype).endswith("int8")
     blocks = use_fp8_w8a8 and block_shape is not None
     if use_fp8_w8a8:

@@ -8,6 +8,7 @@ from oxmoe import _oxmoe
 from oxmoe.dispatch import moe
 from oxmoe.dispatch import moe_contiguous as rows_in_order
 from oxmoe.dispatch import moe_masked as masked_rows
+from oxmoe.operands import check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,14 +18,18 @@ __all__ = ["masked_workspace_bytes", "moe_contiguous", "moe_masked"]
 masked_workspace_bytes = _oxmoe.masked_workspace_bytes
 
 
-def _row_major(scale: Any, columns: int) -> Any:
-    """fp32 scales [..., columns / 128] row by row, of such scales in any order of memory, or of DeepEP's packed powers
-    of two: int32 [..., ceil(columns / 512)], four E8M0 bytes each, the first group lowest."""
+def _row_major(scale: Any, x: Any) -> Any:
+    """x's fp32 scales [..., columns / 128] row by row, of such scales in any order of memory, or of DeepEP's packed
+    powers of two: int32 [..., ceil(columns / 512)], four E8M0 bytes each, the first group lowest."""
     import torch
 
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.int32:
-        return scale.contiguous() if isinstance(scale, torch.Tensor) else scale
-    powers = scale.contiguous().view(torch.uint8)[..., : columns // 128]
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    check_tensor("x_scale", scale)
+    if scale.dtype != torch.int32:
+        return scale.contiguous()
+    check_tensor("x", x)
+    powers = scale.contiguous().view(torch.uint8)[..., : x.shape[-1] // 128]
     return (powers.int() << 23).view(torch.float32)
 
 
@@ -53,7 +58,7 @@ def moe_masked(
     so a CUDA graph can be replayed with other counts. Bits are those of `moe` with one expert a token.
     """
     if x_scale is not None:
-        x_scale = _row_major(x_scale, x.shape[-1])
+        x_scale = _row_major(x_scale, x)
     return masked_rows(x, weights, masked_m, x_scale=x_scale, expected_m=expected_m, out=out, workspace=workspace)
 
 
@@ -79,7 +84,7 @@ def moe_contiguous(
     if (counts is None) == (m_indices is None):
         raise ValueError("counts and m_indices: expected one of the two")
     if x_scale is not None:
-        x_scale = _row_major(x_scale, x.shape[-1])
+        x_scale = _row_major(x_scale, x)
     if m_indices is None:
         return rows_in_order(
             x,
@@ -91,8 +96,7 @@ def moe_contiguous(
             out=out,
             workspace=workspace,
         )
-    if m_indices.ndim != 1:
-        raise ValueError(f"m_indices: expected [M], got shape {tuple(m_indices.shape)}")
+    check_tensor("m_indices", m_indices, "M")
     import torch
 
     ones = torch.ones((m_indices.shape[0], 1), device=m_indices.device)

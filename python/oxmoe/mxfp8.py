@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.dispatch import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
+from oxmoe.operands import check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,9 +128,18 @@ def mxfp8_linear(
     float32; default: input's, bfloat16 for codes), then bias [n] is added in it. Raises ValueError where k differs or
     is no multiple of 32, TypeError where weight is not float8_e4m3fn.
     """
+    check_tensor("input", input)
+    check_tensor("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight: expected 2 dimensions [n, k], got shape {tuple(weight.shape)}")
-    (n, k), rows = weight.shape, input.reshape(-1, input.shape[-1])
+    check_tensor("weight_scale", weight_scale)
+    if input.ndim == 0:
+        raise ValueError("input: expected [..., k], got shape ()")
+    if bias is not None:
+        check_tensor("bias", bias, "n")
+        if bias.shape[0] != weight.shape[0]:
+            raise ValueError(f'bias: dimension 0 "n": expected {weight.shape[0]} (from weight), got {bias.shape[0]}')
+    (n, k), rows = weight.shape, input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     if rows.shape[1] != k:
         raise ValueError(f'input: dimension {input.ndim - 1} "k": expected {k} (from weight), got {rows.shape[1]}')
     if k % _GROUP:

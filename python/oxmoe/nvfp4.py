@@ -6,6 +6,7 @@ whole tensor. What only moves bytes is torch and runs on every device; quantisat
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from oxmoe import _oxmoe
 from oxmoe.dispatch import quantize_nvfp4
 from oxmoe.masked import moe_masked
+from oxmoe.operands import check_tensor
 from oxmoe.prepared import Cache
 from oxmoe.tracing import tracing
 
@@ -36,11 +38,21 @@ def _tiles(size: int, tile: int) -> int:
     return -(-size // tile)
 
 
+def _scale_tiles(rows: int, columns: int, sf_vec_size: int) -> tuple[int, int]:
+    """Tiles of a matrix's scales."""
+    if sf_vec_size < 1:
+        raise ValueError(f"sf_vec_size: expected 1 or more, got {sf_vec_size}")
+    return _tiles(rows, _TILE_ROWS), _tiles(_tiles(columns, sf_vec_size), _TILE_COLUMNS)
+
+
 # Gate and up rows
 
 
 def _halves(tensor: Tensor, group_size: int, dim: int) -> int:
     """Groups in a half."""
+    check_tensor("tensor", tensor)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"dim: expected a dimension of the tensor's {tensor.ndim}, got {dim}")
     size = tensor.shape[dim]
     if size % 2 != 0:
         raise ValueError(f"tensor: dimension {dim} has two halves and must be even, got {size}")
@@ -70,6 +82,7 @@ def swizzle_blockscale(scale: Tensor) -> Tensor:
     """SGLang's function of this name: scales float8_e4m3fn [M, G] or [B, M, G] in tiles of 128 rows by 4 columns,
     [M / 128][G / 4][32][4][4] with row r of a tile at [r % 32][r / 32]; M and G are rounded up to whole tiles, with
     zeros. Returned as [M', G'] or [B, M', G'] on the scales' device."""
+    check_tensor("scale", scale)
     if scale.dtype != torch.float8_e4m3fn:
         raise ValueError(f"scale: expected dtype float8_e4m3fn, got {str(scale.dtype).rpartition('.')[2]}")
     if scale.ndim not in (2, 3):
@@ -79,13 +92,14 @@ def swizzle_blockscale(scale: Tensor) -> Tensor:
     shape = (*batch, row_tiles * _TILE_ROWS, column_tiles * _TILE_COLUMNS)
     padded = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     padded[..., :rows, :columns] = scale.view(torch.uint8)
-    tiles = padded.view(-1, row_tiles, 4, 32, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
+    tiles = padded.view(math.prod(batch), row_tiles, 4, 32, column_tiles, 4).permute(0, 1, 4, 3, 2, 5)
     return tiles.reshape(shape).view(torch.float8_e4m3fn)
 
 
 def unswizzle_blockscale(scale: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of swizzle_blockscale: scales [..., rows, columns] of [..., M', G'], whatever their dtype of one
     byte."""
+    check_tensor("scale", scale)
     row_tiles, column_tiles = _tiles(rows, _TILE_ROWS), _tiles(columns, _TILE_COLUMNS)
     padded = (row_tiles * _TILE_ROWS, column_tiles * _TILE_COLUMNS)
     if tuple(scale.shape[-2:]) != padded:
@@ -93,15 +107,20 @@ def unswizzle_blockscale(scale: Tensor, rows: int, columns: int) -> Tensor:
             f"scale: expected [..., {padded[0]}, {padded[1]}] for {rows} rows of {columns} scales, "
             f"got shape {tuple(scale.shape)}"
         )
-    tiles = scale.view(torch.uint8).reshape(-1, row_tiles, column_tiles, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
-    plain = tiles.reshape(*scale.shape[:-2], *padded)[..., :rows, :columns]
+    if scale.element_size() != 1:
+        raise ValueError(f"scale: expected a dtype of one byte, got {str(scale.dtype).rpartition('.')[2]}")
+    *batch, _, _ = scale.shape
+    tiles = scale.view(torch.uint8).reshape(math.prod(batch), row_tiles, column_tiles, 32, 4, 4)
+    tiles = tiles.permute(0, 1, 4, 3, 2, 5)
+    plain = tiles.reshape(*batch, *padded)[..., :rows, :columns]
     return plain.contiguous().view(scale.dtype)
 
 
 def convert_sf_to_mma_layout(sf: Tensor, m: int, k: int, num_groups: int = 1, sf_vec_size: int = 16) -> Tensor:
     """flashinfer's function of this name: swizzled scales of num_groups matrices [m, k] (swizzle_blockscale,
     fp4_quantize) as a view [32, 4, m tiles, 4, k tiles, num_groups] of the same memory."""
-    row_tiles, column_tiles = _tiles(m, _TILE_ROWS), _tiles(_tiles(k, sf_vec_size), _TILE_COLUMNS)
+    check_tensor("sf", sf)
+    row_tiles, column_tiles = _scale_tiles(m, k, sf_vec_size)
     expected = num_groups * row_tiles * column_tiles * _TILE_ROWS * _TILE_COLUMNS
     if sf.numel() != expected:
         raise ValueError(f"sf: expected {expected} scales for m={m}, k={k}, num_groups={num_groups}, got {sf.numel()}")
@@ -111,7 +130,8 @@ def convert_sf_to_mma_layout(sf: Tensor, m: int, k: int, num_groups: int = 1, sf
 def convert_sf_from_mma_layout(sf_6d: Tensor, m: int, k: int, num_groups: int = 1, sf_vec_size: int = 16) -> Tensor:
     """The inverse of convert_sf_to_mma_layout: swizzled scales [num_groups x padded m, padded k / sf_vec_size], of a
     view or of a contiguous tensor."""
-    row_tiles, column_tiles = _tiles(m, _TILE_ROWS), _tiles(_tiles(k, sf_vec_size), _TILE_COLUMNS)
+    check_tensor("sf_6d", sf_6d)
+    row_tiles, column_tiles = _scale_tiles(m, k, sf_vec_size)
     expected = (32, 4, row_tiles, 4, column_tiles, num_groups)
     if tuple(sf_6d.shape) != expected:
         raise ValueError(f"sf_6d: expected shape {expected} for m={m}, k={k}, got {tuple(sf_6d.shape)}")
@@ -157,6 +177,7 @@ def fp4_quantize(
         )
     if nvfp4_4over6 is not None:
         raise NotImplementedError("nvfp4_4over6: no search between two scales; supported: None")
+    check_tensor("input", input)
     if input.ndim < 2:
         raise ValueError(f"input: expected [..., M, K], got shape {tuple(input.shape)}")
     column_major = input.stride(-2) == 1
@@ -168,12 +189,13 @@ def fp4_quantize(
     if input.dtype == torch.float8_e4m3fn:
         input = input.to(torch.bfloat16)
     if global_scale is not None:
+        check_tensor("global_scale", global_scale)
         global_scale = global_scale.to(device=input.device, dtype=torch.float32).reshape(-1)
         if global_scale.numel() != 1:
             raise ValueError(f"global_scale: expected one number, got {global_scale.numel()}")
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     codes, scales = quantize_nvfp4(
-        input.reshape(1, -1, columns),
+        input.reshape(1, math.prod(input.shape[:-1]), columns),
         global_scale,
         block=sf_vec_size,
         scale_dtype="e8m0" if sf_use_ue8m0 else "e4m3",
@@ -195,8 +217,7 @@ def scaled_fp4_grouped_quantize(
     """
     if nvfp4_4over6 is not None:
         raise NotImplementedError("nvfp4_4over6: no search between two scales; supported: None")
-    if a.ndim != 3:
-        raise ValueError(f"a: expected [B, M, K], got shape {tuple(a.shape)}")
+    check_tensor("a", a, "B", "M", "K")
     batches, rows, columns = a.shape
     codes, scales = quantize_nvfp4(a, a_global_sf, scale_layout="128x4", masked_m=mask)
     mma = convert_sf_to_mma_layout(scales.view(torch.float8_e4m3fn), rows, columns, batches)

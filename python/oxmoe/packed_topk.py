@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from oxmoe.operands import check_tensor
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -20,6 +22,8 @@ def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     _check("topk_ids", topk_ids, (torch.int32, torch.int64))
     if topk_weights.shape != topk_ids.shape:
         raise ValueError(f"topk_ids: expected shape {list(topk_weights.shape)}, got {list(topk_ids.shape)}")
+    if topk_weights.device != topk_ids.device:
+        raise ValueError(f"topk_ids: expected device {topk_weights.device} (from topk_weights), got {topk_ids.device}")
     # NOTE: int16 has a sign, which would reach into the id.
     bits = topk_weights.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
     return topk_ids.to(torch.int32) << 16 | bits
@@ -34,6 +38,7 @@ def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(name: str, tensor: Tensor, dtypes: tuple[object, ...]) -> None:
+    check_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).rpartition(".")[2] for dtype in dtypes)
         raise ValueError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).rpartition('.')[2]}")

@@ -97,7 +97,7 @@ def per_token_group_quant_fp8(
             "scale_ue8m0: needs column_major_scales, scale_tma_aligned and group_size 128, "
             f"got {column_major_scales}, {scale_tma_aligned} and {group_size}"
         )
-    if column_major_scales and x.ndim != 2:
+    if column_major_scales and getattr(x, "ndim", 2) != 2:
         raise NotImplementedError(f"column_major_scales: served for 2-D x, got {x.ndim} dimensions")
     codes, scales = quantize_fp8(
         x,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oxmoe.dispatch import routing_tables, topk
+from oxmoe.operands import check_tensor
 from oxmoe.tracing import HAS_TORCH
 
 if HAS_TORCH:
@@ -107,17 +108,23 @@ def _choose(
     """(weights fp32, ids int32) [T, k], ids -1 in padding rows."""
     values = logits.softmax(-1) if sm_first else logits
     if isinstance(n_rows, int):
-        n_rows = logits.new_full((), n_rows, dtype=torch.int32)
+        n_rows = logits.new_full((), max(0, min(n_rows, logits.shape[0])), dtype=torch.int32)
     if expt_indx is None:
         scoring = "identity" if sm_first else "softmax_topk"
         return topk(values, top_k, scoring_func=scoring, renormalize=False, num_token_non_padded=n_rows, order="id")
+    check_tensor("expt_indx", expt_indx)
     if expt_indx.shape != (logits.shape[0], top_k):
         raise ValueError(f'expt_indx: dimension 1 "n_expts_act": expected {top_k}, got shape {tuple(expt_indx.shape)}')
-    weights = values.gather(1, expt_indx.long()).float()
-    ids = expt_indx.int()
+    if expt_indx.device != logits.device:
+        raise ValueError(f"expt_indx: expected device {logits.device} (from logits), got {expt_indx.device}")
+    # NOTE: on CUDA an id beyond the row would end the process's context.
+    none = (expt_indx < 0) | (expt_indx >= logits.shape[1])
+    weights = values.gather(1, expt_indx.long().masked_fill(none, 0)).float()
+    weights = weights.masked_fill(none, 0 if sm_first else -torch.inf)
+    ids = expt_indx.int().masked_fill(none, -1)
     if n_rows is not None:
         ids = ids.masked_fill(torch.arange(ids.shape[0], device=ids.device)[:, None] >= n_rows, -1)
-    return (weights if sm_first else weights.softmax(-1)), ids
+    return (weights if sm_first else weights.softmax(-1).masked_fill(none, 0)), ids
 
 
 def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -139,8 +146,10 @@ def routing(
 
     sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax
     over the chosen. A row's chosen experts are in the order of their ids. expt_indx [T, k]: experts that are given, not
-    chosen. simulated_ep: as on the first of that many expert-parallel ranks. n_rows: rows from this one on are padding.
+    chosen; other numbers than 0 to E - 1 are no expert. simulated_ep: as on the first of that many expert-parallel
+    ranks. n_rows: rows from this one on are padding.
     """
+    check_tensor("logits", logits, "T", "E")
     experts = logits.shape[1]
     if simulated_ep < 1 or experts % simulated_ep:
         raise ValueError(f"simulated_ep: expected a divisor of {experts} experts, got {simulated_ep}")

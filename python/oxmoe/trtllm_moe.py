@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.dispatch import dequantize_mxfp8, moe, topk
+from oxmoe.operands import check_tensor
 from oxmoe.packed_topk import unpack_topk
 from oxmoe.prepared import Cache, number
 from oxmoe.tracing import tracing
@@ -40,6 +41,7 @@ _METHODS = (
     "Sigmoid",
     "TopKSigmoid",
 )
+_GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
 cache = Cache()
 
 
@@ -201,6 +203,9 @@ def _run(
     weights: ExpertWeights | None,
 ) -> Tensor:
     """The layer, its tokens routed as `routing` says: options of `moe`."""
+    check_tensor("hidden_states", hidden_states, "T", "H")
+    if weights is not None and not isinstance(weights, ExpertWeights):
+        raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
     quantization = int(fp8_quantization_type)
     sizes = hidden_states.shape[1], intermediate_size
     _refuse(
@@ -224,6 +229,8 @@ def _run(
     if weights is not None:
         x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
         return moe(x, weights, **routing, x_scale=x_scale, out=output)
+    for name, gemm in zip(_GEMMS, gemms, strict=True):
+        check_tensor(name, gemm)
     of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
     form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
     if tracing():
@@ -351,6 +358,12 @@ def trtllm_fp8_block_scale_moe(
     else:
         scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
         chosen, ids = topk(routing_logits, routing.pop("top_k"), **routing)
+        check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
+        if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
+            raise ValueError(
+                f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
+                f"{tuple(routing_replay_out.shape)}"
+            )
         routing_replay_out[: ids.shape[0]].copy_(ids)
         routing = {"topk_weights": chosen, "topk_ids": ids, **scale}
     return _run(
@@ -419,7 +432,11 @@ def trtllm_fp8_block_scale_routed_moe(
     routing_method_type have no meaning. The rest is as for `trtllm_fp8_block_scale_moe`.
     """
     if isinstance(topk_ids, (tuple, list)):
+        if len(topk_ids) != 2:
+            raise ValueError(f"topk_ids: expected ids and weights, got {len(topk_ids)} tensors")
         ids, chosen = topk_ids
+        check_tensor("topk_ids[0]", ids)
+        check_tensor("topk_ids[1]", chosen)
         chosen = chosen.float()
     else:
         chosen, ids = unpack_topk(topk_ids)
