@@ -110,6 +110,8 @@ def calls() -> dict[str, Call]:
             {"scale": swizzled, "rows": 2 * INTER, "columns": H // 16},
             ("scale",),
         ),
+        "swizzle-mx": (quantize.swizzle_scales, {"scales": torch.zeros((9, 4), dtype=torch.uint8)}, ("scales",)),
+        "unswizzle-mx": (quantize.unswizzle_scales, {"scales": scales, "rows": 64, "blocks": 4}, ("scales",)),
         "to-mma": (nvfp4.convert_sf_to_mma_layout, {"sf": swizzled, **sizes}, ("sf",)),
         "from-mma": (nvfp4.convert_sf_from_mma_layout, {"sf_6d": mma, **sizes}, ("sf_6d",)),
         "interleave": (nvfp4.interleave_w13_halves, {"tensor": w13}, ("tensor",)),

@@ -13,6 +13,7 @@ from oxmoe._oxmoe import quantize_rows_e4m3 as rows_e4m3
 from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
 from oxmoe.dispatch import dequantize_mxfp8, quantize_fp8
 from oxmoe.dispatch import quantize_mxfp8 as mxfp8
+from oxmoe.operands import check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,7 @@ def swizzle_scales(scales: Tensor, layout: str = "128x4") -> Tensor:
     "128x4": [rows / 128, blocks / 4, 32, 4, 4], row r of a tile at [r % 32, r / 32]; "8x4": [rows / 8, blocks / 4, 8,
     4].
     """
+    check_tensor("scales", scales)
     if scales.ndim != 2:
         raise ValueError(f"scales: expected 2 dimensions [rows, blocks], got shape {tuple(scales.shape)}")
     rows, blocks = scales.shape
@@ -61,6 +63,7 @@ def swizzle_scales(scales: Tensor, layout: str = "128x4") -> Tensor:
 
 def unswizzle_scales(scales: Tensor, rows: int, blocks: int, layout: str = "128x4") -> Tensor:
     """The inverse of swizzle_scales: [rows, blocks] of flat scales with padding."""
+    check_tensor("scales", scales)
     of_tile, row_tiles, block_tiles = _tiles(rows, blocks, layout)
     size = row_tiles * of_tile * block_tiles * 4
     if tuple(scales.shape) != (size,):
