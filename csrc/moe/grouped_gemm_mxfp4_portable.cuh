@@ -5,15 +5,8 @@
 namespace oxmoe {
 
 template <int Tokens>
-struct Mxfp4PortableForm {
-    static constexpr int kVectors = 1;
+struct Mxfp4PortableForm : PortableForm<mxfp4::Form> {
     static constexpr int kFewestGroups = Tokens == 16 ? 1 : 2;  // one group: half of the mma of a decoded weight
-    static constexpr int kScaleWords = 1;
-    static constexpr bool kFactorsOfHalves = false;
-
-    static __device__ __forceinline__ uint32_t multipliers(const uint32_t (&scales)[1], int step) {
-        return mxfp4::unpack_scales(scales[0], step / 2);
-    }
 
     static __device__ __forceinline__ void decode(const uint32_t (&codes)[4], int step, uint32_t multipliers, uint32_t (&a)[4]) {
         mxfp4::decode(codes[step], multipliers, a);

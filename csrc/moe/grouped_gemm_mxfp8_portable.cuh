@@ -5,15 +5,8 @@
 
 namespace oxmoe {
 
-struct Mxfp8PortableForm {
-    static constexpr int kVectors = 2;
+struct Mxfp8PortableForm : PortableForm<mxfp8::Form> {
     static constexpr int kFewestGroups = 1;  // one tile serves every batch
-    static constexpr int kScaleWords = 1;
-    static constexpr bool kFactorsOfHalves = false;
-
-    static __device__ __forceinline__ uint32_t multipliers(const uint32_t (&scales)[1], int step) {
-        return mxfp4::unpack_scales(scales[0], step / 2);
-    }
 
     static __device__ __forceinline__ void decode(const uint32_t (&codes)[4], int step, uint32_t multipliers, uint32_t (&a)[4]) {
         uint32_t bits[4];

@@ -17,6 +17,20 @@
 
 namespace oxmoe {
 
+// What a `Form` here shares with the one of Hopper's kernels, such as mxfp4::Form.
+template <typename Packed>
+struct PortableForm {
+    static constexpr int kVectors = Packed::kCodeBytes / 2048, kScaleWords = Packed::kQuadScales / 4;
+    static constexpr bool kFactorsOfHalves = Packed::kFactorsOfHalves;
+
+    static __device__ __forceinline__ uint32_t multipliers(const uint32_t (&scales)[kScaleWords], int step) {
+        if constexpr (kScaleWords == 1)
+            return Packed::multipliers(scales[0], step / Packed::kGroupSteps);
+        else
+            return Packed::multipliers({scales[0], scales[1]}, step / Packed::kGroupSteps);
+    }
+};
+
 template <typename Form, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
 struct GroupedGemmPackedPortable {
     using Element = __nv_bfloat16;
