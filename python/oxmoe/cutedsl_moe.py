@@ -243,9 +243,8 @@ class CuteDslMoEWrapper:
             raise NotImplementedError(
                 "per_token_scale: no scale of its own for each token beside its blocks'; supported: None"
             )
-        check_tensor("x", x)
-        check_tensor("token_selected_experts", token_selected_experts, "T", "top_k")
-        tokens = token_selected_experts.shape[0]
+        check_tensor("x", x, "T", "columns")
+        tokens = x.shape[0]
         for name, tensor in (
             ("token_selected_experts", token_selected_experts),
             ("token_final_scales", token_final_scales),
