@@ -3,10 +3,10 @@
 use crate::device::{cuda_error, Current, Device, Gpu};
 use crate::error::{Error, Result};
 use crate::params::{
-    AllReduceParams, CombineParams, ExpandScalesParams, GroupedGemmParams, LayerParams, LayoutMxfp4Params,
-    MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackMxfp4Params, PackNvfp4Params, QuantizeFp8Params,
-    QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams, RoundNvfp4Params,
-    RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
+    AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
+    LayoutMxfp4Params, MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackMxfp4Params, PackNvfp4Params,
+    QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams,
+    RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
@@ -80,6 +80,7 @@ pub enum Args<'a> {
     /// Of weights and of tokens.
     OrderedGemm(&'a TensorMap, &'a TensorMap, &'a OrderedGemmParams),
     Gemm(&'a GroupedGemmParams),
+    GemmPair(&'a GemmPairParams),
     LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
     RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
     RoutedLayerMxfp4(&'a RoutedLayerParams),
@@ -117,6 +118,7 @@ impl Args<'_> {
             Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
             Args::OrderedGemm(weights, tokens, p) => [address(&weights.0), address(&tokens.0), address(p)],
             Args::Gemm(p) => [address(p), none, none],
+            Args::GemmPair(p) => [address(p), none, none],
             Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
             Args::RoutedLayerMxfp4(p) => [address(p), none, none],
             Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
@@ -155,7 +157,13 @@ impl Args<'_> {
                     Args::Gemm(_),
                     Variant::GroupedGemmPortable { .. }
                         | Variant::GroupedGemmMxfp4Portable { .. }
-                        | Variant::GroupedGemmMxfp4Sm90 { .. }
+                        | Variant::GroupedGemmMxfp4Sm90 { e4m3: true, .. }
+                )
+                | (
+                    Args::GemmPair(_),
+                    Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
+                        | Variant::Mxfp8(Mxfp8::Gemm { .. })
+                        | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
                 )
                 | (Args::LayerSm90(..), Variant::LayerSm90 { routed: false, .. })
                 | (
@@ -171,13 +179,10 @@ impl Args<'_> {
                 | (Args::QuantizeNvfp4(_), Variant::Dense(Dense::QuantizeNvfp4 { .. }))
                 | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
                 | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles { .. }))
-                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::Gemm { .. } | Mxfp8::GemmPortable { .. }))
+                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::GemmPortable { .. }))
                 | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
                 | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
-                | (
-                    Args::Gemm(_),
-                    Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. } | Nvfp4::GroupedGemmNvfp4Portable { .. })
-                )
+                | (Args::Gemm(_), Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Portable { .. }))
                 | (Args::PackNvfp4(_), Variant::Nvfp4(Nvfp4::PackNvfp4Weights))
                 | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { .. }))
                 | (Args::AllReduce(_), Variant::AllReduce(_))

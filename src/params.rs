@@ -13,8 +13,8 @@ pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Work
 pub use common::ffi::{Dtype, Tile, W13Layout};
 pub use dense::ffi::MmMxfp8FewParams;
 pub use moe::ffi::{
-    Activation, ActivationKind, CombineParams, GroupScore, GroupedGemmParams, LayerParams, OrderedGemmParams,
-    RaggedParams, RouteParams, RoutedLayerParams, ScheduleParams, Scoring, SelectParams,
+    Activation, ActivationKind, CombineParams, GemmPairParams, GroupScore, GroupedGemmParams, LayerParams,
+    OrderedGemmParams, RaggedParams, RouteParams, RoutedLayerParams, ScheduleParams, Scoring, SelectParams,
 };
 pub use nvfp4::ffi::{PackNvfp4Params, RoundNvfp4Params};
 pub use quant::ffi::{

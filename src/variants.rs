@@ -401,6 +401,9 @@ impl Variant {
                 "up_weights, down_weights, p",
             ),
             Variant::RoutedLayerMxfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::RoutedLayerParams p", "p"),
+            Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. } => {
+                ("const __grid_constant__ oxmoe::GemmPairParams p", "p")
+            }
             Variant::GroupedGemmPortable { .. }
             | Variant::GroupedGemmMxfp4Portable { .. }
             | Variant::GroupedGemmMxfp4Sm90 { .. } => {
@@ -519,6 +522,16 @@ impl Variant {
             Variant::AllReduce(kernel) => kernel.threads(),
             _ => 1024,
         }
+    }
+
+    /// Whether it takes both GEMMs of a layer, or either.
+    pub fn has_both_gemms(&self) -> bool {
+        matches!(
+            self,
+            Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
+                | Variant::Mxfp8(Mxfp8::Gemm { .. })
+                | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
+        )
     }
 
     /// Whether its CTAs wait for each other: a layer in one launch.

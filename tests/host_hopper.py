@@ -105,6 +105,11 @@ template <typename T>
 static T __shfl_sync(uint32_t, T value, int lane) { return shuffle(value, lane); }
 template <typename T>
 static T __shfl_xor_sync(uint32_t, T value, int mask) { return shuffle(value, threadIdx.x % 32 ^ mask); }
+template <typename T>
+static T __shfl_up_sync(uint32_t, T value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return shuffle(value, lane < distance ? lane : lane - distance);
+}
 static uint32_t __ballot_sync(uint32_t, bool value) {
     uint32_t result = 0;
     for (int lane = 0; lane < 32; ++lane) result |= uint32_t(shuffle(value, lane)) << lane;
@@ -167,6 +172,14 @@ struct __nv_bfloat16 { uint16_t bits; };
 template <typename> uint32_t pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 template <typename> float2 unpack(uint32_t word) { return {float_of(word << 16), float_of(word & 0xFFFF0000u)}; }
 namespace pdl { inline void wait() {} inline void launch_dependents() {} }
+namespace counter {
+inline int add(int* counter) { return (*counter)++; }
+inline void add_only(int* counter, int value) { *counter += value; }
+inline void wait_for(const int* counter, int value) {
+    auto done = [=] { return *counter >= value; };
+    if (!done()) ::wait(done);
+}
+}  // namespace counter
 
 namespace sm90 {
 struct Barrier { uint64_t count : 12, pending : 12, phase : 8; int64_t bytes : 32; };

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from fake_cuda.harness import STRUCTS
 from host_hopper import base, body, build
 
 ENTRY = r"""
@@ -23,35 +22,48 @@ namespace sm90 = oxmoe::sm90;
 extern "C" void __ubsan_handle_out_of_bounds(void*, void*) { fail("an index beyond its array"); }
 
 template <int Codes, int Scales>
-struct Form { static constexpr int kCodeBytes = Codes, kScaleBytes = Scales, kWidestSpan = 80; };
+struct Form { static constexpr int kCodeBytes = Codes, kScaleBytes = Scales; };
 
-static int32_t* given;  // [places, row tiles]: how often
+static int32_t *given, *given_down;  // [places, row tiles] of each GEMM: how often
 
+// Consumers compare, and of GEMM1 they store rows of p.up.out: the tile's codes, so that GEMM2's tokens are known.
 template <typename Pipeline, int Consumers, int Stages, int Blocks, bool E4m3>
 struct Probe {
     using Base = typename Pipeline::Base;
     using Shared = typename Pipeline::Shared;
+    using Params = typename Pipeline::Params;
+    using Unit = typename Pipeline::Unit;
+    static constexpr int kColumns = 64;  // of GEMM1's output, from a row tile
 
-    static void run(const GroupedGemmParams& p) {
+    static void run(const Params& p) {
         Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-        if (threadIdx.x == 0) Base::init_barriers(shared, 128 * Consumers);
+        if (threadIdx.x == 0) {
+            for (uint64_t& stored : shared.stored) sm90::barrier_init(&stored, 128 * Consumers);
+            Base::init_barriers(shared, 128 * Consumers);
+        }
         __syncthreads();
         const int warp = threadIdx.x / 32;
         if (warp == 0) Pipeline::copy_weights(p, shared);
-        else if (warp == 1) Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
-        else if (warp < 4) Pipeline::gather(p, shared);
-        else consume(p, shared, warp / 4 - 1, threadIdx.x % 128);
+        else if (warp >= 4) consume(p, shared, warp / 4 - 1, threadIdx.x % 128);
+        else if constexpr (E4m3) {
+            if (warp == 1) Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
+            else Pipeline::gather(p, shared);
+        } else {
+            if (warp == 1) oxmoe::PairProducers<Pipeline>::schedule(p, shared);
+            else oxmoe::PairProducers<Pipeline>::gather(p, shared);
+        }
     }
 
-    static void consume(const GroupedGemmParams& p, Shared& shared, int consumer, int thread) {
+    static void consume(const Params& params, Shared& shared, int consumer, int thread) {
         RingPosition<Pipeline::kUnitSlots> units;
         RingPosition<Stages> ring;
-        const int blocks_of_k = Pipeline::k_blocks(p), row_tiles = (p.rows + 63) / 64;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
+            const Unit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+            const GroupedGemmParams& p = oxmoe::gemm_of(params, work);
+            const int blocks_of_k = Pipeline::k_blocks(p), row_tiles = (p.rows + 63) / 64;
             const bool mine = Base::has_rows(p, work, consumer);
             const int tile = Base::row_block(work) * Consumers + consumer;
             for (int block = 0; block < blocks_of_k; block += Blocks, ring.advance()) {
@@ -59,11 +71,27 @@ struct Probe {
                 if (mine) compare(p, shared.stage[ring.slot], work, consumer, tile, block, thread);
                 sm90::barrier_arrive(&shared.empty[ring.slot]);
             }
-            if (mine && thread < work.count) ++given[(work.first + thread) * row_tiles + tile];
-            if (mine && thread + 128 < work.count) ++given[(work.first + thread + 128) * row_tiles + tile];
+            int32_t* counts = given;
+            if constexpr (!E4m3) {
+                if (work.is_down()) counts = given_down;
+            }
+            for (int n = thread; mine && n < work.count; n += 128) ++counts[(work.first + n) * row_tiles + tile];
+            if constexpr (!E4m3) {
+                if (work.is_down()) continue;
+                for (int n = thread; mine && n < work.count; n += 128) {
+                    const int column = tile * kColumns, columns = std::min(kColumns, p.out_columns - column);
+                    uint8_t* out = p.out + (size_t(work.first + n) * p.out_columns + column) * 2;
+                    memcpy(out, row_of(params, work, n, tile), 2 * columns);
+                }
+                sm90::barrier_arrive(&shared.stored[work.stored]);
+            }
         }
     }
 
+    // What a row of GEMM1's output is: bytes of the weights' codes that differ from row to row and tile to tile.
+    static const uint8_t* row_of(const oxmoe::GemmPairParams& p, const WorkUnit& work, int n, int tile) {
+        return p.up.weights + (size_t(work.expert) * ((p.up.rows + 63) / 64) + tile) * 512 + (work.first + n) % 24 * 16;
+    }
     template <typename Stage>
     static void compare(const GroupedGemmParams& p, const Stage& stage, const WorkUnit& work, int consumer, int tile,
                         int block, int thread) {
@@ -97,14 +125,17 @@ struct Probe {
             count, [&](auto width) { chosen = decltype(width)::value; }); \
         return chosen; \
     } \
-    extern "C" const char* name(const GroupedGemmParams* p, int32_t* counts, uint32_t grid, uint32_t seed) { \
+    extern "C" const char* name(const void* params, int32_t* up, int32_t* down, uint32_t grid, uint32_t seed) { \
         using Pipeline = oxmoe::PackedPipelineSm90<form, false, tokens, consumers, stages, blocks, e4m3>; \
         static_assert(sizeof(typename Pipeline::Shared) <= 227 << 10); \
-        given = counts, rows_may_end = true; \
+        given = up, given_down = down, rows_may_end = true; \
+        const auto* p = static_cast<const typename Pipeline::Params*>(params); \
         body = [p] { Probe<Pipeline, consumers, stages, blocks, e4m3>::run(*p); }; \
         launch(grid, Pipeline::kThreads, seed); \
+        for (const auto& each : oxmoe::pair_counters) REQUIRE(memcmp(&each, &zeros, sizeof(each)) == 0); \
         return failure.c_str(); \
     }
+static const oxmoe::PairCounters zeros{};
 using Four = Form<2048, 128>;
 using Eight = Form<4096, 128>;
 """
@@ -119,6 +150,7 @@ class HostPacked:
             for name, (bits, *sizes, e4m3) in pipelines.items()
         ]
         text = body("common/ring.cuh") + "\n" + base() + body("moe/packed_pipeline_sm90.cuh")
+        text += body("moe/tile_cut.cuh") + body("moe/pair_schedule_sm90.cuh")
         entry = "\n".join([ENTRY, *probes])
         self.library = build(folder, text, entry, "-fsanitize=bounds")
 
@@ -126,10 +158,10 @@ class HostPacked:
         """The width that a tile with so many tokens is multiplied at."""
         return getattr(self.library, f"{name}_width")(ctypes.c_int(count))
 
-    def run(self, name: str, given: torch.Tensor, grid: int, seed: int, **parameters: int) -> None:
-        p = STRUCTS["GroupedGemmParams"](**parameters)
+    def run(self, name: str, given: list[torch.Tensor], grid: int, seed: int, p: ctypes.Structure) -> None:
+        """`p`: GroupedGemmParams of e4m3, GemmPairParams of others. `given` has a tensor for each GEMM."""
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
-        counts = ctypes.c_void_p(given.data_ptr())
-        failure = function(ctypes.byref(p), counts, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
+        counts = [ctypes.c_void_p(tensor.data_ptr()) for tensor in given]
+        failure = function(ctypes.byref(p), *counts, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
         assert not failure, failure

@@ -103,7 +103,7 @@ fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
 /// The launches with GEMMs in them.
 fn gemms(plan: &MoePlan) -> Vec<Launch> {
     match plan.experts {
-        Experts::Gemms { up, down } => vec![up, down],
+        Experts::Gemms { up, down } => [Some(up), down].into_iter().flatten().collect(),
         Experts::Fused(launch) | Experts::Routed(launch) => vec![launch],
     }
 }
@@ -113,7 +113,13 @@ fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
     layers_on(device).flat_map(|(layer, _)| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
             let rows = most * layer.experts;
-            [true, false].map(|quantizes_x| MaskedDesc { layer, rows, expected, quantizes_x })
+            [(true, true), (false, true), (true, false)].map(|(quantizes_x, finds_tiles)| MaskedDesc {
+                layer,
+                rows,
+                expected,
+                quantizes_x,
+                finds_tiles,
+            })
         })
     })
 }
@@ -164,7 +170,10 @@ fn masked_plans_quantise_what_gemm1_does_not() {
             dtype: format.spec().compute,
             format,
         };
-        let plan = masked_plan(&MaskedDesc { layer, rows: 32 * 1024, expected, quantizes_x: true }, &device);
+        let plan = masked_plan(
+            &MaskedDesc { layer, rows: 32 * 1024, expected, quantizes_x: true, finds_tiles: true },
+            &device,
+        );
         assert!(plan.launches().iter().all(|l| l.grid <= 8 * device.multiprocessors), "{plan:?}");
         plan.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
     };
@@ -311,6 +320,34 @@ fn nvfp4_on_other_gpus_is_portable() {
 }
 
 #[test]
+fn both_gemms_are_one_launch_where_nothing_stands_between_and_find_masked_tiles() {
+    let mut alone = HashSet::new();
+    for device in devices() {
+        for desc in descs(&device) {
+            let plan = plan_of(&desc, &device);
+            let Experts::Gemms { up, down } = plan.experts else { continue };
+            let both = up.variant.has_both_gemms() && plan.quantize[1] == [None; 2];
+            assert_eq!(down.is_none(), both, "{plan:?}");
+            assert!(down.is_none_or(|down| !up.variant.has_both_gemms() || down == up), "{plan:?}");
+        }
+        for desc in masked_descs(&device) {
+            let plan = masked_plan(&desc, &device);
+            let both = plan.down.is_none() && plan.quantize == [[None; 2]; 2];
+            assert_eq!(plan.schedule.is_none(), both && desc.finds_tiles && desc.layer.experts <= 128, "{plan:?}");
+            assert_eq!(
+                plan.down.is_none(),
+                plan.up.variant.has_both_gemms() && plan.quantize[1] == [None; 2],
+                "{plan:?}"
+            );
+            // x in codes is of fp8 formats.
+            let numbers = plan.schedule.is_none() && desc.quantizes_x;
+            alone.extend(numbers.then_some(desc.layer.format.spec().name));
+        }
+    }
+    assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4"]));
+}
+
+#[test]
 fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
         for desc in descs(&device) {
@@ -402,12 +439,13 @@ fn schedule_fits_its_range() {
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 16] {
+fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
     let fp8 = usize::from(layer.format.is_fp8());
     let e4m3 = usize::from(layer.format == Format::Mxfp4A8);
+    let mxfp8 = usize::from(layer.format == Format::Mxfp8);
     let padded = |columns: i64| (columns as usize).next_multiple_of(64);
     let x_e4m3 = e4m3 * tokens as usize * padded(layer.hidden);
     [
@@ -427,6 +465,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.hidden_e4m3.offset, w.hidden_e4m3.bytes, e4m3 * slots * padded(layer.intermediate)),
         (w.row_scales.offset, w.row_scales.bytes, e4m3 * slots * 4),
         (w.down_tile_count.offset, w.down_tile_count.bytes, fp8 * 4),
+        (w.x_rounded.offset, w.x_rounded.bytes, mxfp8 * x * element),
     ]
 }
 

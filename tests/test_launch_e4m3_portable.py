@@ -191,10 +191,10 @@ def test_mxfp8(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_pat
         names = [f"grouped_gemm_mxfp8_portable_{form}_t64_r128_w4_s3" for form in ("gated", "plain")]
         assert [up["kernel"], down["kernel"], combine["kernel"]] == [*names, "combine_bf16"]
         (r,), (p,), (h,), (q,) = (parameters_of(launch) for launch in (of_x, up, of_hidden, down))
-        assert (r.x, r.out, r.rows, r.columns) == (call["x"], ranges["rows"], call["tokens"], layer["hidden"])
+        assert (r.x, r.out, r.rows, r.columns) == (call["x"], ranges["x_rounded"], call["tokens"], layer["hidden"])
         assert (h.x, h.out, h.rows) == (ranges["hidden"], ranges["hidden"], 4 * call["tokens"])
         assert h.columns == layer["intermediate"]
-        assert (p.x, p.out, q.x, q.out) == (ranges["rows"], ranges["hidden"], ranges["hidden"], ranges["rows"])
+        assert (p.x, p.out, q.x, q.out) == (ranges["x_rounded"], ranges["hidden"], ranges["hidden"], ranges["rows"])
         assert (p.k, q.k) == (layer["hidden"], layer["intermediate"])
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
             assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])

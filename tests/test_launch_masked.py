@@ -56,15 +56,24 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         assert call["returned"] and {r["call"] for r in call["records"] if r not in maps} <= others
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
         base, size = call["workspace"]
+        if format == "mxfp4" and call["masked"]:
+            check_one_launch(call, made, layer, result["packed"])
+            tiles[True, m, call["expected"]] = parameters_of(made[0])[0].tile_tokens
+            continue
         schedule, *between, down = made
         (s,) = parameters_of(schedule)
         assert (schedule["kernel"], schedule["grid"][0], s.row_counts) == ("schedule", 1, given["counts"])
         assert (s.experts, s.rows, s.rows_each) == (experts, experts * m, m if call["masked"] else 0)
         assert s.alignment == (1 if call["masked"] else 128)
+        if format in ("mxfp4", "mxfp8"):
+            between.append(down)
         (up,) = [launch for launch in between if launch["kernel"].startswith("grouped_gemm")]
         last = parameters_of(up)[-1], parameters_of(down)[-1]
         ordered = "ordered" in up["kernel"]
         p, q = (params.gemm for params in last) if ordered else last
+        if up is down:
+            (pair, _), p, q = last, last[0].up, last[0].down
+            assert (pair.tiles, pair.row_counts) == (s.tiles, 0)
         assert ordered == ("ordered" in down["kernel"]) == bool(maps) and (s.tile_tokens == 192 or not ordered)
         assert s.tile_step == (64 if ordered else 16)
         assert up["kernel"].startswith(KERNELS[format]) and down["kernel"].startswith(KERNELS[format])
@@ -109,6 +118,25 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         assert tiles[True, m, expected] == tiles[False, m, expected] == tile
     assert tiles[True, 128, 1] == tiles[True, 1, 1] < tiles[True, 128, 128]
     assert tiles[True, 2048, 16] < tiles[True, 2048, 2048]
+
+
+def check_one_launch(
+    call: dict[str, Any], made: list[dict[str, Any]], layer: dict[str, int], packed: list[list[int]]
+) -> None:
+    """Both GEMMs find the tiles of masked rows themselves, and count in what is the workspace's."""
+    (both,) = made
+    (pair,), (base, size), m = parameters_of(both), call["workspace"], call["m"]
+    assert f"_t{pair.tile_tokens}_" in both["kernel"] and both["kernel"].startswith("grouped_gemm_mxfp4_sm90_gated")
+    assert (pair.row_counts, pair.experts, pair.rows_each) == (call["addresses"]["counts"], layer["experts"], m)
+    assert (pair.tiles, pair.tile_step) == (0, 16) and 0 <= pair.counter_slot < 256
+    up, down = pair.up, pair.down
+    assert (up.x, up.out, down.out) == (call["addresses"]["x"], down.x, call["addresses"]["out"])
+    assert (up.rows, down.rows) == (2 * layer["intermediate"], layer["hidden"]) == (2 * down.k, up.k)
+    assert [up.weights, down.weights] == [codes for codes, *_ in packed] and not up.schedule_is_older
+    assert base <= up.out and up.out + 2 * layer["experts"] * m * layer["intermediate"] <= base + size
+    for gemm in (up, down):
+        assert (gemm.slot_of_place, gemm.row_divisor, gemm.slot_weights) == (0, 1, 0)
+    assert 1 <= both["grid"][0] <= 4 * MULTIPROCESSORS
 
 
 def check_fp8(

@@ -57,13 +57,22 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
         if mode == "a16":
-            *_, up, down, combine = made
+            *_, up, combine = made
+            down = up
             assert not any("round" in launch["kernel"] for launch in made)
         else:
             *_, of_x, up, of_hidden, down, combine = made
-        assert combine["kernel"] == "combine_bf16"
-        kernels |= {up["kernel"], down["kernel"]}
-        (p,), (q,) = parameters_of(up), parameters_of(down)
+        assert combine["kernel"] == "combine_bf16" and up["kernel"] == down["kernel"]
+        kernels.add(up["kernel"])
+        (first,), (last,) = parameters_of(up), parameters_of(down)
+        p, q = first.up, last.down
+        gated = "_gated_" in up["kernel"]
+        rows = layer["intermediate"] * (2 if gated else 1), layer["hidden"]
+        if mode == "a16":
+            assert (first.tiles, first.row_counts) == (p.tiles, 0) and (first.up.rows, first.down.rows) == rows
+        else:
+            assert (first.up.rows, first.down.rows, last.up.rows, last.down.rows) == (rows[0], 0, 0, rows[1])
+            assert last.up.next_unit == q.next_unit != p.next_unit and last.up.schedule_is_older
         assert (p.out, q.x, q.out) == (ranges["hidden"], ranges["hidden"], ranges["rows"])
         assert q.schedule_is_older and p.schedule_is_older == (mode != "a16")
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
@@ -95,15 +104,21 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
         made, addresses, (base, size) = launches(call["records"]), call["addresses"], call["workspace"]
         names = [re.sub(r"_(gated|plain)_.*", "", launch["kernel"]) for launch in made]
         gemm, between = "grouped_gemm_nvfp4_sm90", ["round_rows_nvfp4"] * rounded
-        assert names == ["schedule", *between, gemm, *between, gemm] and call["returned"]
+        # The launch of both GEMMs finds the tiles of masked rows itself.
+        alone = call["masked"] and not rounded
+        made_of = ["schedule", gemm][alone:] if not rounded else ["schedule", *between, gemm, *between, gemm]
+        assert names == made_of and call["returned"]
         parameters = [parameters_of(launch)[0] for launch in made]
-        schedule, up, down = parameters[0], parameters[1 + rounded], parameters[-1]
-        gemms = [re.search(r"_t(\d+)_", launch["kernel"]) for launch in made if gemm in launch["kernel"]]
-        up_tile, down_tile = (int(found.group(1)) for found in gemms)
-        # Tiles of 48 are for K of whole stages of four blocks, 304 is not: there the next wider kernel serves them.
+        first, last = parameters[1 + rounded - alone], parameters[-1]
+        schedule, up, down = first if alone else parameters[0], first.up, last.down
+        if alone:
+            assert (schedule.row_counts, schedule.rows_each, schedule.tiles) == (addresses["counts"], call["m"], 0)
+        else:
+            assert (first.row_counts, first.tiles) == (0, schedule.tiles)
+        found = [re.search(r"_t(\d+)_", launch["kernel"]) for launch in made if gemm in launch["kernel"]]
         tile = schedule.tile_tokens
-        assert (up_tile, down_tile) == (tile, 64 if tile == 48 else tile)
-        tiles[call["masked"], call["m"], call["expected"]] = schedule.tile_tokens
+        assert {int(match.group(1)) for match in found} == {tile}
+        tiles[call["masked"], call["m"], call["expected"]] = tile
         assert (up.slot_of_place, up.row_divisor, down.slot_of_place, down.row_divisor) == (0, 1, 0, 1)
         assert down.out == addresses["out"] and up.out == down.x and down.schedule_is_older
         assert base <= up.out and up.out + 2 * math.prod((16, call["m"], 304)) <= base + size

@@ -214,12 +214,18 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             (together,) = parameters_of(one)
             p, q, c = together.layer.up, together.layer.down, together.layer.combine
             assert (together.experts, together.select.tokens) == (layer["experts"], call["tokens"])
+        elif hidden % 8 == 0:
+            *routing, both, combine = made
+            assert routing and both["kernel"].startswith(f"{kernel}_{form}_") and not both["cooperative"]
+            (pair,), (c,) = (parameters_of(launch) for launch in (both, combine))
+            p, q = pair.up, pair.down
+            assert (pair.tiles, pair.row_counts, p.schedule_is_older) == (p.tiles, 0, False) and p.next_unit
+            assert combine["kernel"] == "combine_bf16"
         else:
             *routing, up, down, combine = made
             assert routing and combine["kernel"] == "combine_bf16"
             assert up["kernel"].startswith(f"{kernel}_{form}_") and down["kernel"].startswith(f"{kernel}_plain_")
-            if hidden % 8:
-                assert up["kernel"].endswith("_v1") and down["kernel"].endswith("_v8")
+            assert up["kernel"].endswith("_v1") and down["kernel"].endswith("_v8")
             (p,), (q,), (c,) = (parameters_of(launch) for launch in (up, down, combine))
         assert (p.x, p.out, q.out, c.out) == (call["x"], q.x, c.y, call["out"])
         assert (p.rows, p.k, p.out_columns) == (up_rows, hidden, intermediate)

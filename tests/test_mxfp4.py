@@ -536,8 +536,9 @@ def test_explain() -> None:
         on_gpu = oxmoe.explain(*shape, 16, format="mxfp4", arch=arch)
         assert on_gpu.partition("workspace")[2] == text.partition("workspace")[2]
         kernel = "grouped_gemm_mxfp4_" + ("sm90" if arch == "sm_90" else "portable")
-        assert [f"{kernel}_{form}_" in on_gpu for form in ("gated", "plain")] == [True, True]
-        assert on_gpu.count("grouped_gemm") == 2 and "combine_bf16" in on_gpu
+        both = arch == "sm_90"  # in one launch
+        assert [f"{kernel}_{form}_" in on_gpu for form in ("gated", "plain")] == [True, not both]
+        assert on_gpu.count("grouped_gemm") == (1 if both else 2) and "combine_bf16" in on_gpu
         assert "launch" not in oxmoe.explain(*shape, 0, format="mxfp4", arch=arch)
     with pytest.raises(ValueError, match=r'hidden_size: expected a multiple of 32 for format "mxfp4", got 2872'):
         oxmoe.explain(32, 4, 2872, 2880, 16, format="mxfp4", arch="cpu")

@@ -28,16 +28,20 @@ ROWS_AND_COLUMNS = (
     Shape("h352-i320", 4, 2, 352, 320, bias=True).with_options(activation="relu2"),
     Shape("h512-i768", 4, 2, 512, 768, bias=True),  # K of whole stages of four blocks
     Shape("h224-i96", 4, 2, 224, 96).with_options(activation="silu", gated=False),
+    Shape("h256-i320", 4, 2, 256, 320).with_options(activation="relu2"),
 )
 # Tokens of a layer of 4 experts with top-2 and the tile (tokens, consumers) of both GEMMs; others of K of whole stages.
 TILES = {8: (16, 1), 24: (32, 3), 90: (64, 3), 130: (80, 3), 170: (128, 3), 300: (192, 3), 1000: (192, 3)}
 FOURS = {24: (48, 4), 90: (64, 4)}
-# So many work units that narrow tiles take 128 rows, in GEMM1 and in GEMM2.
-MANY_UNITS = (Shape("up", 64, 4, 96, 1696, bias=True), Shape("down", 64, 4, 3264, 96, bias=True))
+# So many work units of GEMM1 that narrow tiles take 128 rows.
+MANY_UNITS = (
+    Shape("gated", 64, 4, 96, 1696, bias=True),
+    Shape("plain", 64, 4, 352, 3296, bias=True).with_options(activation="relu2"),
+)
 
 
 def kernels(shape: Shape, tokens: int, arch: str | None = None) -> list[tuple[str, str, int, int]]:
-    """(kernel, form, tokens, consumers) of both GEMMs on Hopper, from the plan's text."""
+    """(kernel, form, tokens, consumers) of the GEMMs' launch on Hopper, from the plan's text."""
     sizes = shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens
     text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch=arch)
     found = re.findall(r"(grouped_gemm_mxfp4_\w+?)_(gated|plain)_t(\d+)_c(\d+)_", text)
@@ -46,14 +50,9 @@ def kernels(shape: Shape, tokens: int, arch: str | None = None) -> list[tuple[st
 
 def planned(shape: Shape, tokens: int) -> list[tuple[str, str, int, int]]:
     """The same as the cases here want it."""
-    if shape in MANY_UNITS:
-        consumers = (2, 1) if shape.name == "up" else (1, 2)
-        tiles = [(16, count) for count in consumers]
-    else:
-        fours = shape.hidden % 256 == 0
-        tiles = [(FOURS if fours and tokens in FOURS else TILES)[tokens]] * 2
-    forms = ("gated" if shape.gated else "plain", "plain")
-    return [("grouped_gemm_mxfp4_sm90", form, *tile) for form, tile in zip(forms, tiles, strict=True)]
+    fours = shape.hidden % 256 == 0
+    tile = (16, 2) if shape in MANY_UNITS else (FOURS if fours and tokens in FOURS else TILES)[tokens]
+    return [("grouped_gemm_mxfp4_sm90", "gated" if shape.gated else "plain", *tile)]
 
 
 def on_hopper() -> bool:

@@ -44,7 +44,7 @@ def test_plan(shape: Shape) -> None:
     form = "gated" if shape.gated else "plain"
     for tokens in (1, 2):
         assert planned(shape, tokens) == [f"routed_layer_mxfp4_sm90_{form}"]
-    assert planned(shape, 3) == [f"grouped_gemm_mxfp4_sm90_{form}", "grouped_gemm_mxfp4_sm90_plain"]
+    assert planned(shape, 3) == [f"grouped_gemm_mxfp4_sm90_{form}"]
 
 
 def check_rows(blocks: Blocks, weights: oxmoe.ExpertWeights, logits: Tensor, rng: torch.Generator) -> None:

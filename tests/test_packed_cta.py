@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
+from fake_cuda.harness import STRUCTS
 from host_packed import HostPacked
 
 # As in src/variants/: bits, tokens, consumers, stages, blocks, e4m3.
@@ -50,15 +52,14 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> HostPacked:
     return HostPacked(tmp_path_factory.mktemp("packed_cta"), PIPELINES)
 
 
-@pytest.mark.parametrize("consumers", [3, 4])
-def test_cases_have_last_units_by_consumers(consumers: int) -> None:
+def test_cases_have_last_units_by_consumers() -> None:
     """And others, and row tiles that such a unit does not have."""
     splits, missing = set(), set()
     for case in CASES.values():
-        blocks = -(-case.row_tiles // consumers)
+        blocks = -(-case.row_tiles // 3)
         left = TILES * blocks % case.grid
-        splits.add(0 < left * consumers <= case.grid)
-        missing.add(0 < left * consumers <= case.grid and case.row_tiles % consumers != 0)
+        splits.add(0 < left * 3 <= case.grid)
+        missing.add(0 < left * 3 <= case.grid and case.row_tiles % 3 != 0)
     assert splits == missing == {False, True}
 
 
@@ -74,43 +75,134 @@ def test_narrowest_width(probes: HostPacked, name: str) -> None:
     assert steps == sorted(steps, reverse=True) and steps[-1] == fine and steps[0] <= 16
 
 
+@dataclasses.dataclass
+class Rows:
+    """Tiles of rows in the order of places, and the rows of x that they are."""
+
+    tiles: list[list[int]]
+    slots: torch.Tensor
+    divisor: int
+    x: torch.Tensor
+    counts: list[int] | None = None
+
+    @property
+    def places(self) -> int:
+        return len(self.slots)
+
+    @classmethod
+    def gathered(cls, tokens: int, case: Case, rng: torch.Generator) -> Rows:
+        # Full and nearly full tiles, one row, what two copies of a thread take, an odd count.
+        counts = [tokens, 1, tokens - 1, 16, tokens // 2 + 3]
+        assert len(counts) == TILES
+        tiles, place = [], 2
+        for number, count in enumerate(counts):
+            tiles.append([number * EXPERTS // len(counts), place, count, 0])
+            place += count + 1
+        slots = torch.randperm(2 * place, generator=rng)[:place].int()
+        height = place if case.in_order else place + 1
+        x = torch.randint(256, (height, 2 * case.k), dtype=torch.uint8, generator=rng)
+        return cls(tiles, slots, 1 if case.in_order else 2, x)
+
+    @classmethod
+    def by_expert(cls, tokens: int, case: Case, rng: torch.Generator) -> Rows:
+        """An expert without rows, one with a tile and some, one whose rows fill what there is room for."""
+        each, step = 2 * tokens + 3, min(tokens, 16)
+        counts, tiles = [0, tokens + 1, each + 5], []
+        for expert, rows in enumerate(min(count, each) for count in counts):
+            parts, steps, first = -(-rows // tokens), -(-rows // step), expert * each
+            for part in range(parts):
+                end = min(first + (steps // parts + (part < steps % parts)) * step, expert * each + rows)
+                tiles.append([expert, first, end - first, 0])
+                first = end
+        x = torch.randint(256, (EXPERTS * each, 2 * case.k), dtype=torch.uint8, generator=rng)
+        return cls(tiles, torch.arange(EXPERTS * each, dtype=torch.int32), 1, x, counts)
+
+
+class Gemm:
+    """Weights of a GEMM, any bytes, and how often each of its outputs was given to a consumer."""
+
+    def __init__(self, name: str, row_tiles: int, k: int, places: int, rng: torch.Generator) -> None:
+        bits, *_, e4m3 = PIPELINES[name]
+        blocks = -(-k // 32) if e4m3 else -(-k // 64)
+        self.row_tiles, self.rows, self.k = row_tiles, 64 * row_tiles - 16, k
+        sizes = (512 * bits, 128)
+        self.parts = [
+            torch.randint(256, (EXPERTS, row_tiles, blocks, size), dtype=torch.uint8, generator=rng) for size in sizes
+        ]
+        self.given = torch.zeros((places, row_tiles), dtype=torch.int32)
+
+    def params(self, **others: int) -> Any:
+        codes, scales = (part.data_ptr() for part in self.parts)
+        own = {"rows": self.rows, "k": self.k, "out_columns": self.rows}
+        return STRUCTS["GroupedGemmParams"](weights=codes, block_scales=scales, **own, **others)
+
+    def check(self, tiles: list[list[int]]) -> None:
+        expected = torch.zeros_like(self.given)
+        for _, first, size, _ in tiles:
+            expected[first : first + size] = 1
+        assert torch.equal(self.given, expected)
+        self.given.zero_()
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", PIPELINES)
-def test_stages(probes: HostPacked, name: str, case: Case, rng: torch.Generator) -> None:
-    bits, tokens, *_, e4m3 = PIPELINES[name]
-    if e4m3 and case.k % 64:
+@pytest.mark.parametrize("name", [name for name, (*_, e4m3) in PIPELINES.items() if e4m3])
+def test_stages_of_one_gemm(probes: HostPacked, name: str, case: Case, rng: torch.Generator) -> None:
+    if case.k % 64:
         pytest.skip("e4m3 rows are whole blocks")
-    # Full and nearly full tiles, one row, what two copies of a thread take, an odd count.
-    counts = [tokens, 1, tokens - 1, 16, tokens // 2 + 3]
-    assert len(counts) == TILES
-    tiles, place = [], 2
-    for number, count in enumerate(counts):
-        tiles.append([number * EXPERTS // len(counts), place, count, 0])
-        place += count + 1
-    blocks = -(-case.k // 32) if e4m3 else -(-case.k // 64)
-    rows = 64 * case.row_tiles - 16
-    codes, scales = (
-        torch.randint(256, (EXPERTS, case.row_tiles, blocks, size), dtype=torch.uint8, generator=rng)
-        for size in (512 * bits, 128)
-    )
-    divisor = 1 if case.in_order else 2
-    slots = torch.randperm(2 * place, generator=rng)[:place].int()
-    height = place if case.in_order else place + 1
-    x = torch.randint(256, (height, 2 * case.k), dtype=torch.uint8, generator=rng)
-    table, tile_count = torch.tensor(tiles, dtype=torch.int32), torch.tensor([len(tiles)], dtype=torch.int32)
-    for count in (len(tiles), 2, 0):
-        tile_count.fill_(count)
-        next_unit = torch.zeros(1, dtype=torch.int32)
-        given = torch.zeros((place, case.row_tiles), dtype=torch.int32)
-        seed = int(torch.randint(1 << 32, (), generator=rng))
-        probes.run(
-            name, given, case.grid, seed,
-            x=x.data_ptr(), slot_of_place=0 if case.in_order else slots.data_ptr(), row_divisor=divisor,
+    rows = Rows.gathered(PIPELINES[name][1], case, rng)
+    gemm = Gemm(name, case.row_tiles, case.k, rows.places, rng)
+    table = torch.tensor(rows.tiles, dtype=torch.int32)
+    for count in (TILES, 2, 0):
+        next_unit, tile_count = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+        p = gemm.params(
+            x=rows.x.data_ptr(), slot_of_place=0 if case.in_order else rows.slots.data_ptr(), row_divisor=rows.divisor,
             tiles=table.data_ptr(), tile_count=tile_count.data_ptr(),
             next_unit=0 if case.strided else next_unit.data_ptr(),
-            weights=codes.data_ptr(), block_scales=scales.data_ptr(), rows=rows, k=case.k, out_columns=rows,
         )  # fmt: skip
-        expected = torch.zeros_like(given)
-        for _, first, size, _ in tiles[:count]:
-            expected[first : first + size] = 1
-        assert torch.equal(given, expected)
+        seed = int(torch.randint(1 << 32, (), generator=rng))
+        probes.run(name, [gemm.given, gemm.given], case.grid, seed, p)
+        gemm.check(rows.tiles[:count])
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["schedule", "by-expert"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", [name for name, (*_, e4m3) in PIPELINES.items() if not e4m3])
+def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expert: bool, rng: torch.Generator) -> None:
+    """GEMM2's tokens are what the probe stores as GEMM1's output: whoever gathers them too early gets other bytes."""
+    tokens = PIPELINES[name][1]
+    rows = Rows.by_expert(tokens, case, rng) if by_expert else Rows.gathered(tokens, case, rng)
+    up = Gemm(name, case.row_tiles, case.k, rows.places, rng)
+    down = Gemm(name, 5, up.rows, rows.places, rng)
+    runs = [(len(rows.tiles), True, True)]
+    if not by_expert:
+        runs += [(2, True, True), (0, True, True), (TILES, True, False), (TILES, False, True)]
+    for count, has_up, has_down in runs:
+        hidden = torch.randint(256, (rows.places, 2 * up.rows), dtype=torch.uint8, generator=rng)
+        table = torch.tensor(rows.tiles, dtype=torch.int32)
+        next_unit, tile_count = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+        ordered = by_expert or case.in_order
+        shared = {} if by_expert else {"tile_count": tile_count.data_ptr(), "next_unit": next_unit.data_ptr()}
+        pair = {
+            "up": up.params(
+                x=rows.x.data_ptr(), slot_of_place=0 if ordered else rows.slots.data_ptr(),
+                row_divisor=rows.divisor, out=hidden.data_ptr(), **shared,
+            ),
+            "down": down.params(x=hidden.data_ptr(), row_divisor=1, **shared),
+        }  # fmt: skip
+        for gemm, there in (("up", has_up), ("down", has_down)):
+            if not there:
+                pair[gemm].rows = 0
+        if rows.counts is not None:
+            counts = torch.tensor(rows.counts, dtype=torch.int32)
+            pair |= {"row_counts": counts.data_ptr(), "experts": EXPERTS, "rows_each": rows.places // EXPERTS}
+        else:
+            pair["tiles"] = table.data_ptr()
+        p = STRUCTS["GemmPairParams"](**pair, tile_tokens=tokens, tile_step=min(tokens, 16), counter_slot=7)
+        seed = int(torch.randint(1 << 32, (), generator=rng))
+        probes.run(name, [up.given, down.given], case.grid, seed, p)
+        up.check(rows.tiles[:count] if has_up else [])
+        down.check(rows.tiles[:count] if has_down else [])
+        if rows.counts is None:
+            done = torch.zeros(TILES, dtype=torch.int32)
+            done[:count] = case.row_tiles * has_up
+            assert torch.equal(table[:, 3], done)

@@ -12,9 +12,9 @@ __device__ __forceinline__ int add(int* counter) {
     return before;
 }
 
-// The same without the value: nothing waits for the answer.
-__device__ __forceinline__ void add_only(int* counter) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+// The same of any value, without the answer: nothing waits for it.
+__device__ __forceinline__ void add_only(int* counter, int value = 1) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 
 // Returns once the counter has reached `value`.

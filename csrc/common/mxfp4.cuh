@@ -99,9 +99,6 @@ struct Form {
     static constexpr int kThreadCodes = 16, kQuadScales = 4;  // bytes between a thread's codes and the next's, a quad's scales
     static constexpr bool kFactorsOfHalves = false;           // a gated expert's gate and up rows have factors of their own
 
-    // Widths of the widest tile, down from its tokens, that registers allow.
-    static constexpr int kWidestSpan = 80;
-
     // A thread's of a block.
     using Codes = uint4;
     using Scales = uint32_t;

@@ -104,7 +104,6 @@ struct Form {
     static constexpr int kCodeBytes = mxfp8::kCodeBytes, kScaleBytes = mxfp8::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 4;
     static constexpr bool kFactorsOfHalves = false;
-    static constexpr int kWidestSpan = 64;
 
     struct Codes {
         uint4 halves[2];

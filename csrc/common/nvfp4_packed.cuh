@@ -47,7 +47,6 @@ __host__ __device__ constexpr uint32_t place_scales(uint32_t g_first, uint32_t g
 struct Form {
     static constexpr int kCodeBytes = nvfp4::kCodeBytes, kScaleBytes = nvfp4::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 8;
-    static constexpr int kWidestSpan = 80;
     static constexpr bool kFactorsOfHalves = true;
 
     using Codes = uint4;

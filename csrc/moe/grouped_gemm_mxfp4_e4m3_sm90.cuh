@@ -45,10 +45,10 @@ struct GroupedGemmMxfp4E4m3Sm90 {
                 Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
             } else {
                 RingPosition<Pipeline::kScaleSlots> slots;
-                Pipeline::gather(p, shared, [&](int count, const uint32_t* sources, int thread) {
+                Pipeline::gather(p, shared, [&](const WorkUnit& work, const uint32_t* sources, int thread) {
                     const uint32_t row_chunks = p.k / 8;
 #pragma unroll 1
-                    for (int n = thread; n < count; n += Base::kGatherThreads) {
+                    for (int n = thread; n < work.count; n += Base::kGatherThreads) {
                         sm90::copy_4_async(&shared.row_scale[slots.slot][n], p.row_scales + sources[n] / row_chunks);
                     }
                     slots.advance();

@@ -1,5 +1,6 @@
-// Grouped GEMM for Hopper with packed weights and bf16 tokens: out[place] = activation(weights[expert(place)] x[row(place)]
-// + bias[expert(place)]). Exact where weights are bf16 numbers, such as e2m1 or e4m3 times a power of two, or e2m1 times e4m3.
+// Both grouped GEMMs of a layer for Hopper, with packed weights and bf16 tokens: out[place] = activation(weights[expert(place)]
+// x[row(place)] + bias[expert(place)]), then the same of these rows without an activation; or one of them. Exact where weights
+// are bf16 numbers, such as e2m1 or e4m3 times a power of two, or e2m1 times e4m3.
 //
 // `Form` is what the weights are packed as: blocks of 64 rows x 64 K, four warps each; see mxfp4::Form, mxfp8::Form, nvfp4::Form.
 // A thread reads its part of a block and decodes it into the A fragments of four k16 steps.
@@ -12,19 +13,28 @@
 // up. Wider tiles use wgmma, several warpgroups a CTA, so that one decodes while another multiplies. The two give the same bits.
 // Either way a stage's K blocks are one straight run of code.
 //
+// Units of GEMM2 follow those of GEMM1 without a break: w2 is on its way while the last of w13 is multiplied, and only the tokens
+// of a unit wait, until all of GEMM1's output for them is there.
+//
+// Progress: CTAs take their units, the first one as well, from one counter, GEMM1's before GEMM2's. So what a unit waits for is
+// in the hands of a CTA that runs, and is before whatever that one waits for; CTAs need not be on the GPU all at once.
+//
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out.
 #pragma once
 #include <cstdint>
 
 #include "../common/sm80.cuh"
 #include "packed_pipeline_sm90.cuh"
+#include "pair_schedule_sm90.cuh"
 
 namespace oxmoe {
 
 template <typename Form, bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
 struct GroupedGemmPackedSm90 {
     using Pipeline = PackedPipelineSm90<Form, Gated, MaxTokens, Consumers, Stages, Blocks, false>;
-    using Base = typename Pipeline::Base;
+    using Base = typename Pipeline::Base;    // GEMM1
+    using Plain = typename Pipeline::Plain;  // GEMM2
+    using Producers = PairProducers<Pipeline>;
     using Shared = typename Pipeline::Shared;
     using Stage = typename Pipeline::Stage;
 
@@ -36,24 +46,28 @@ struct GroupedGemmPackedSm90 {
     static constexpr int kGroups = 4 / Form::kGroupSteps;                     // of a block's K, with a scale each
     static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // an expert's
     static constexpr bool kMmaSync = MaxTokens <= 32;
-    static constexpr int kReaders = kMmaSync ? 4 : 128;  // arrivals of a warpgroup that free a stage
+    // Arrivals of a warpgroup that free a stage, or say that a unit is stored.
+    static constexpr int kReaders = kMmaSync ? 4 : 128;
 
-    static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
+    static __device__ __forceinline__ void run(const GemmPairParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-        if (threadIdx.x == 0) Base::init_barriers(shared, kReaders * Consumers);
+        if (threadIdx.x == 0) {
+            for (uint64_t& stored : shared.stored) sm90::barrier_init(&stored, kReaders * Consumers);
+            Base::init_barriers(shared, kReaders * Consumers);
+        }
         __syncthreads();
         // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
-        if (!p.schedule_is_older) pdl::wait();
+        if (!p.up.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
             if constexpr (Pipeline::kMovesRegisters) sm90::registers_decrease<Pipeline::kProducerRegisters>();
             const int warp = threadIdx.x / 32;
             if (warp == 0)
                 Pipeline::copy_weights(p, shared);
             else if (warp == 1)
-                Base::template schedule<Pipeline::kByExpert, Pipeline::kSplitsLast>(p, shared);
+                Producers::schedule(p, shared);
             else
-                Pipeline::gather(p, shared);
+                Producers::gather(p, shared);
         } else {
             if constexpr (Pipeline::kMovesRegisters) sm90::registers_increase<Pipeline::kConsumerRegisters>();
             consume(p, shared);
@@ -63,33 +77,36 @@ struct GroupedGemmPackedSm90 {
 private:
     // ---- consumers ----
 
-    static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
+    static __device__ __forceinline__ void consume(const GemmPairParams& p, Shared& shared) {
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        const int k_blocks = Base::k_blocks(p);
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
+            PairUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
             work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            work.stored = __shfl_sync(0xFFFFFFFF, work.stored, 0);
             if (work.expert < 0) break;
-            if (!Base::has_rows(p, work, Base::consumer_index())) {
+            const int k_blocks = __shfl_sync(0xFFFFFFFF, Base::k_blocks(gemm_of(p, work)), 0);
+            if (!Base::has_rows(gemm_of(p, work), work, Base::consumer_index())) {
                 for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     release(&shared.empty[ring.slot], true);
                 }
+                if (!work.is_down()) release(&shared.stored[work.stored], true);
                 continue;
             }
-            work.row_block = Base::row_block(work);
+            // NOTE: before the multiplication, so that nobody waits for them after it.
             typename Base::Biases bias;
-            Base::template load_biases<true>(work, p, bias);
-            const float scale = p.expert_scales[kFactors * work.expert];
-            [[maybe_unused]] float up_scale;
-            if constexpr (kFactors == 2) up_scale = p.expert_scales[2 * work.expert + 1];
+            float factors[kFactors];
+            if (work.is_down())
+                load<Plain>(work, p.down, bias, factors);
+            else
+                load<Base>(work, p.up, bias, factors);
             float sums[1][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
@@ -99,18 +116,40 @@ private:
                 else
                     multiply<decltype(width)::value>(k_blocks, sums[0], shared, ring);
             });
-#pragma unroll
-            for (int i = 0; i < MaxTokens / 2; ++i) {
-                if constexpr (kFactors == 2)
-                    sums[0][i] *= i % 4 < 2 ? scale : up_scale;
-                else
-                    sums[0][i] *= scale;
+            if (work.is_down()) {
+                finish<Plain>(work, p.down, sums, bias, factors, shared, staging);
+                continue;
             }
-            const bool activated = Base::template prepare_sums<true>(work, sums, bias, p);
+            finish<Base>(work, p.up, sums, bias, factors, shared, staging);
+            release(&shared.stored[work.stored], true);
+        }
+    }
+
+    // The biases of a lane's rows, and what the expert's sums are multiplied by: gate and up rows may differ.
+    template <typename Gemm>
+    static __device__ __forceinline__ void load(const WorkUnit& work, const GroupedGemmParams& p, typename Base::Biases& bias,
+                                                float (&factors)[kFactors]) {
+        constexpr int kOwn = Gemm::kGated ? kFactors : 1;
+        Gemm::template load_biases<true>(work, p, bias);
+#pragma unroll
+        for (int i = 0; i < kFactors; ++i) factors[i] = p.expert_scales[kOwn * work.expert + i % kOwn];
+    }
+
+    template <typename Gemm>
+    static __device__ __forceinline__ void finish(const WorkUnit& work, const GroupedGemmParams& p,
+                                                  float (&sums)[1][MaxTokens / 2], const typename Base::Biases& bias,
+                                                  const float (&factors)[kFactors], Shared& shared, uint32_t& staging) {
+#pragma unroll
+        for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= factors[i % 4 < 2 ? 0 : kFactors - 1];
+        if constexpr (Gated && !Gemm::kGated) {  // GEMM2 has no activation
+            Gemm::add_biases(sums, bias, p);
+            Gemm::template store<true, Form>(work, sums, p, shared, staging);
+        } else {
+            const bool activated = Gemm::template prepare_sums<true>(work, sums, bias, p);
             if (!Gated || activated)
-                Base::template store<true, Form>(work, sums, p, shared, staging);
+                Gemm::template store<true, Form>(work, sums, p, shared, staging);
             else
-                Base::template store<false, Form>(work, sums, p, shared, staging);
+                Gemm::template store<false, Form>(work, sums, p, shared, staging);
         }
     }
 

@@ -152,26 +152,28 @@ struct GroupedGemmSm90 {
     // ---- schedule: one warp turns the schedule's tiles into work units ----
 
     // All tiles of an expert, then the next row block: an expert's weights are read from memory once. An expert with many tiles
-    // has them in even groups, so that the tokens of a group stay in L2.
-    static __device__ __forceinline__ WorkUnit unit_by_expert(const GroupedGemmParams& p, int unit, int row_blocks,
-                                                              int tile_count) {
+    // has them in even groups, so that the tokens of a group stay in L2. Returns the tile's number.
+    static __device__ __forceinline__ int unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit,
+                                                         WorkUnit& work) {
         // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.
-        const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = p.tiles[any].expert;
+        const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = all[any].expert;
         int first = any, end = any + 1;
         for (uint32_t others = 0; others == 0; first -= others ? __clz(others) : 32) {
             const int before = first - 32 + lane;
-            others = ~__ballot_sync(0xFFFFFFFF, before >= 0 && p.tiles[max(before, 0)].expert == expert);
+            others = ~__ballot_sync(0xFFFFFFFF, before >= 0 && all[max(before, 0)].expert == expert);
         }
         for (uint32_t others = 0; others == 0; end += others ? __ffs(others) - 1 : 32) {
             const int after = end + lane;
-            others = ~__ballot_sync(0xFFFFFFFF, after < tile_count && p.tiles[min(after, tile_count - 1)].expert == expert);
+            others = ~__ballot_sync(0xFFFFFFFF, after < tile_count && all[min(after, tile_count - 1)].expert == expert);
         }
         const int groups = (end - first + kMostGroupTiles - 1) / kMostGroupTiles,
                   group_tiles = (end - first + groups - 1) / groups;
         const int group = (unit - first * row_blocks) / (group_tiles * row_blocks), start = first + group * group_tiles;
         const int tiles = min(group_tiles, end - start), place = unit - start * row_blocks;
-        const Tile tile = p.tiles[start + place % tiles];
-        return {tile.expert, tile.first, tile.count, place / tiles};
+        const int number = start + place % tiles;
+        const Tile tile = all[number];
+        work = {tile.expert, tile.first, tile.count, place / tiles};
+        return number;
     }
 
     // `SplitsLast`: units that are left when all CTAs have had equally many go out consumer by consumer, where each CTA then gets
@@ -186,7 +188,7 @@ struct GroupedGemmSm90 {
             const int parts = max(0, unit - whole), number = min(unit, whole + parts / Consumers);
             if (number >= units) return work;
             if constexpr (ByExpert)
-                work = unit_by_expert(p, number, row_blocks, tile_count);
+                unit_by_expert(p.tiles, tile_count, row_blocks, number, work);
             else
                 find_unit(p.tiles, tile_count, row_blocks, number, work);
             if (SplitsLast && number >= whole) work.row_block = ~(work.row_block * Consumers + parts % Consumers);
@@ -197,10 +199,20 @@ struct GroupedGemmSm90 {
             if (lane == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
             return __shfl_sync(0xFFFFFFFF, unit, 0);
         };
+        hand_out<SplitsLast>(p, shared, p.next_unit != nullptr, blockIdx.x, next, unit_at, [](const WorkUnit&) {});
+    }
+
+    // From the first unit on `next(unit)` after each, as `unit_at(unit)` has them: until one's expert is -1. `on_demand`: not
+    // before the one before nears its end. `handed_out(unit)`: after each.
+    template <bool SplitsLast, typename Params, typename Buffers, typename Next, typename UnitAt, typename HandedOut>
+    static __device__ __forceinline__ void hand_out(const Params& params, Buffers& shared, bool on_demand, int unit, Next next,
+                                                    UnitAt unit_at, HandedOut handed_out) {
+        const int lane = threadIdx.x % 32;
         RingPosition<kUnitSlots> ring;
         RingPosition<1> fetches;
-        for (int unit = blockIdx.x;; ring.advance(), fetches.advance()) {
-            WorkUnit work = unit_at(unit);
+        for (;; ring.advance(), fetches.advance()) {
+            auto work = unit_at(unit);
+            const GroupedGemmParams& p = gemm_of(params, work);
             // Row tiles of the last row block that an expert does not have.
             while (SplitsLast && work.row_block < 0 && ~work.row_block * 64 >= p.rows) {
                 unit = next(unit);
@@ -215,15 +227,16 @@ struct GroupedGemmSm90 {
             }
             if (lane == 0) shared.unit[ring.slot] = work;
             sm90::barrier_arrive(&shared.unit_full[ring.slot]);
+            handed_out(work);
             if (work.expert < 0) break;
-            if (p.next_unit) sm90::barrier_wait(&shared.fetch_next, fetches.parity);
+            if (on_demand) sm90::barrier_wait(&shared.fetch_next, fetches.parity);
             unit = next(unit);
         }
     }
 
     // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
 
-    // `Blocks` K blocks a stage. `first_of_unit(count, sources, thread)`: its copies are done when those of the first stage are.
+    // `Blocks` K blocks a stage. `first_of_unit(work, sources, thread)`: its copies are done when those of the first stage are.
     template <int Blocks = 1, typename Buffers, typename... F>
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Buffers& shared, F... first_of_unit) {
         // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
@@ -240,7 +253,7 @@ struct GroupedGemmSm90 {
             const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
             const uint32_t* sources = shared.source[units.slot];
-            (first_of_unit(work.count, sources, thread), ...);
+            (first_of_unit(work, sources, thread), ...);
             const int grouped = work.count / kGroupRows * kGroupRows;
             uint32_t source[kGroups > 0 ? kGroups : 1][kGroup];
 #pragma unroll
@@ -583,7 +596,7 @@ public:
                     const uint4 outputs = Form::finish(sm90::load_shared_16(buffers + staging + n * kOutputBytes + read), p);
                     if (inside) sm90::store_global_16(out + size_t(chunk + n) * p.out_columns, outputs);
                 }
-                staging ^= kStagingBytes;
+                staging ^= sizeof(shared.staging[0]) / 2;
             }
         }
     }

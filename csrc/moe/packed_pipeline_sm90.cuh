@@ -3,7 +3,8 @@
 // units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
 //
 // A stage has `Blocks` blocks of 64 K. Rows of tokens come 128 bytes at a time: a block of bf16, two of e4m3 (`E4m3`; the base
-// then takes a row for k / 2 elements of 16 bits).
+// then takes a row for k / 2 elements of 16 bits). Kernels of bf16 tokens have both GEMMs of a layer (GemmPairParams), of e4m3
+// one.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -15,6 +16,9 @@ namespace oxmoe {
 template <typename Form, bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks, bool E4m3>
 struct PackedPipelineSm90 {
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
+    using Plain = GroupedGemmSm90<__nv_bfloat16, false, MaxTokens, 1, Consumers, Stages>;  // GEMM2 of a pair
+    using Params = std::conditional_t<E4m3, GroupedGemmParams, GemmPairParams>;
+    using Unit = std::conditional_t<E4m3, WorkUnit, PairUnit>;
 
     static constexpr int kBlockRows = 64;
     static constexpr int kThreads = Base::kThreads;
@@ -28,27 +32,30 @@ struct PackedPipelineSm90 {
     struct alignas(1024) Stage {
         uint8_t tokens[kTokenBlocks * Base::kTokenBytes], codes[Consumers][kCodeBytes], scales[Consumers][kScaleBytes];
     };
+    static constexpr int kStagingBytes = E4m3 ? Base::kStagingBytes : Plain::kStagingBytes;
+    static_assert(Base::kStagingBytes <= kStagingBytes, "one buffer for both epilogues");
     struct RowScales {
         float row_scale[kScaleSlots][MaxTokens];
     };
-    struct NoRowScales {};
-    struct Shared : std::conditional_t<E4m3, RowScales, NoRowScales> {
+    struct Nothing {};
+    struct Shared : std::conditional_t<E4m3, RowScales, Nothing> {
         Stage stage[Stages];
-        uint8_t staging[Consumers][2 * Base::kStagingBytes];
+        uint8_t staging[Consumers][2 * kStagingBytes];
         uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
-        WorkUnit unit[kUnitSlots];
+        Unit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t stored[2];  // of kernels with both GEMMs: units of GEMM1 in turn
     };
     static constexpr int kSharedBytes = sizeof(Shared);
 
     // Tiles of an expert in turn, where it has several.
     static constexpr bool kByExpert = MaxTokens >= 128;
-    // Last units by consumers.
-    static constexpr bool kSplitsLast = MaxTokens > 32;
+    // Last units by consumers: of one GEMM, where a launch has both they cost more than they save.
+    static constexpr bool kSplitsLast = E4m3 && MaxTokens > 32;
     // Widths that a tile can be multiplied at, from its own down: in steps of 8 as far as ptxas has registers (C7512), then
     // of 16.
     static constexpr int kFineSteps = MaxTokens <= 32 ? MaxTokens / 8 - 1 : !E4m3 && MaxTokens >= 64 && MaxTokens <= 128 ? 4 : 0;
-    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - (E4m3 ? 64 : Form::kWidestSpan) : MaxTokens > 32 ? 16 : 8;
+    static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : MaxTokens > 32 ? 16 : 8;
     static __host__ __device__ constexpr int width(int i) {
         const int fine = i < kFineSteps ? i : kFineSteps;
         return MaxTokens - 8 * fine - 16 * (i - fine);
@@ -84,18 +91,19 @@ struct PackedPipelineSm90 {
 
     // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
 
-    static __device__ __forceinline__ void copy_weights(const GroupedGemmParams& p, Shared& shared) {
+    static __device__ __forceinline__ void copy_weights(const Params& params, Shared& shared) {
         if (threadIdx.x != 0) return;
-        const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + kBlockRows - 1) / kBlockRows;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
-        const int fetch_block = max(0, blocks_of_k - Base::kFetchLead) / Blocks * Blocks;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
+            const Unit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+            const GroupedGemmParams& p = gemm_of(params, work);
+            const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + kBlockRows - 1) / kBlockRows;
+            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            const int fetch_block = max(0, blocks_of_k - Base::kFetchLead) / Blocks * Blocks;
             const bool is_one = kSplitsLast && work.row_block < 0;
             const int first_tile = is_one ? ~work.row_block : work.row_block * Consumers,
                       tiles = is_one ? 1 : min(Consumers, row_tiles - first_tile),
@@ -129,22 +137,28 @@ struct PackedPipelineSm90 {
     //
     // `first_of_unit`: as in the base.
     template <typename... F>
-    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared, F... first_of_unit) {
-        if constexpr (kTokenBlocks == 1) return Base::gather(p, shared, first_of_unit...);
+    static __device__ __forceinline__ void gather(const Params& params, Shared& shared, F... first_of_unit) {
+        if constexpr (kTokenBlocks == 1) {
+            if constexpr (E4m3)
+                return Base::gather(params, shared, first_of_unit...);
+            else
+                return gather_blocks(params, shared, first_of_unit...);
+        }
         constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows, kGroup = 4;
-        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
+        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
-        const int row_blocks = Base::k_blocks(p);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         pdl::wait();
         pdl::launch_dependents();
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
+            const Unit work = shared.unit[units.slot];
             if (work.expert < 0) break;
+            const GroupedGemmParams& p = gemm_of(params, work);
+            const int chunks = p.k / 8, row_blocks = Base::k_blocks(p);
             const uint32_t* sources = shared.source[units.slot];
-            (first_of_unit(work.count, sources, thread), ...);
+            (first_of_unit(work, sources, thread), ...);
             uint32_t source[kPasses];
 #pragma unroll
             for (int i = 0; i < kPasses; ++i) source[i] = sources[first + i * kPassRows];
@@ -176,6 +190,58 @@ struct PackedPipelineSm90 {
                             const bool inside = (block + i) * 8 + chunk < chunks;
                             sm90::copy_16_async(tokens + i * Base::kTokenBytes, inside ? row + i * 8 : row, inside);
                         }
+                    }
+                }
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
+private:
+    // One block a stage, of a kernel with both GEMMs. NOTE: half of the sources lie in registers. With all of them there ptxas
+    // has one pair left for addresses, and each copy waits until the one before it has read its own.
+    template <typename F>
+    static __device__ __forceinline__ void gather_blocks(const Params& params, Shared& shared, F first_of_unit) {
+        constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows, kGroup = 4, kHeld = kPasses / 2;
+        const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8;
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        pdl::wait();
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const Unit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const GroupedGemmParams& p = gemm_of(params, work);
+            const uint32_t* sources = shared.source[units.slot];
+            first_of_unit(work, sources, thread);
+            uint32_t held[kHeld];
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) held[i] = sources[first + i * kPassRows];
+            const uint4* x = reinterpret_cast<const uint4*>(p.x) + chunk;
+            int left = p.k / 8 - chunk;
+#pragma unroll 1
+            for (int blocks = Base::k_blocks(p); blocks > 0; --blocks, x += 8, left -= 8, ring.advance()) {
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+                // NOTE: read anew, else ptxas keeps the conditions of all rows in a register, bit by bit.
+                const int rows = *const_cast<volatile int*>(&shared.unit[units.slot].count) - first;
+#pragma unroll
+                for (int group = 0; group < kPasses; group += kGroup) {
+                    if (group * kPassRows >= rows + first) break;
+                    uint32_t source[kGroup];
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        const volatile uint32_t* other = &sources[first + (group + i) * kPassRows];
+                        source[i] = group + i < kHeld ? held[group + i] : *other;
+                    }
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        const int row = (group + i) * kPassRows;
+                        // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
+                        if (row < rows) sm90::copy_16_async(tokens + row * 128, x + source[i], left > 0);
                     }
                 }
                 sm90::copy_async_arrive(&shared.full[ring.slot]);

@@ -3,7 +3,7 @@
 use super::schedule;
 use crate::params::{RouteParams, Tile};
 
-const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, reserved: 0 };
+const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, done: 0 };
 
 /// Sorts the slots and writes the schedule: tiles in the order of their experts, an expert's slots cut evenly in
 /// steps over as few tiles as hold them, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
@@ -80,7 +80,7 @@ fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usiz
     let mut tiles = 0;
     for (e, &count) in out.histogram.iter().enumerate() {
         for (first, count) in schedule::cut(count, tile_tokens, tile_step) {
-            out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, reserved: 0 };
+            out.tiles[tiles] = Tile { expert: e as i32, first: out.offsets[e] + first, count, done: 0 };
             tiles += 1;
         }
     }

@@ -17,7 +17,7 @@ pub unsafe fn schedule(p: &ScheduleParams) {
         next = (i64::from(next) + i64::from(wanted + p.alignment - 1) / i64::from(p.alignment) * i64::from(p.alignment))
             .min(p.rows.into()) as i32;
         for (start, count) in cut(count, p.tile_tokens, p.tile_step) {
-            let tile = Tile { expert, first: first + start, count, reserved: 0 };
+            let tile = Tile { expert, first: first + start, count, done: 0 };
             // SAFETY: the caller's contract.
             unsafe { *p.tiles.add(tiles) = tile };
             tiles += 1;

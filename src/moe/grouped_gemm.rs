@@ -6,8 +6,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{
-    Activation, ActivationKind, Dtype, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams, Tile,
-    W13Layout,
+    Activation, ActivationKind, Dtype, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams,
+    RoutedLayerParams, ScheduleParams, Tile, W13Layout,
 };
 use crate::tma::{self, TensorMap};
 use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
@@ -168,15 +168,23 @@ pub struct Order {
     pub out_scales: (i64, i64),
 }
 
+/// One of a layer's GEMMs.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Gemm {
+    Up,
+    Down,
+}
+
 /// `order`: of fp8.
 pub fn launch(
     stream: &Stream<'_>,
     op: &str,
     launch: &Launch,
-    maps: &WeightMaps,
+    (layer, which): (&Layer, Gemm),
     p: &GroupedGemmParams,
     order: Option<Order>,
 ) -> Result<()> {
+    let maps = if which == Gemm::Up { &layer.up_maps } else { &layer.down_maps };
     match launch.variant {
         Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
             stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
@@ -207,8 +215,58 @@ pub fn launch(
             };
             stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
         }
+        variant if variant.has_both_gemms() => {
+            let (own, other) = (*p, GroupedGemmParams { rows: 0, ..*p });
+            let (up, down) = if which == Gemm::Up { (own, other) } else { (other, own) };
+            launch_both(stream, op, launch, &up, &down)
+        }
         _ => stream.launch(op, launch, Args::Gemm(p)),
     }
+}
+
+/// Both GEMMs of a layer in one launch.
+pub fn launch_both(
+    stream: &Stream<'_>,
+    op: &str,
+    launch: &Launch,
+    up: &GroupedGemmParams,
+    down: &GroupedGemmParams,
+) -> Result<()> {
+    let pair = GemmPairParams {
+        up: *up,
+        down: *down,
+        tiles: up.tiles.cast_mut(),
+        row_counts: std::ptr::null(),
+        experts: 0,
+        rows_each: 0,
+        tile_tokens: 1,
+        tile_step: 1,
+        counter_slot: 0,
+    };
+    stream.launch(op, launch, Args::GemmPair(&pair))
+}
+
+/// The same of rows that lie expert by expert, whose schedule nobody has made. `counter_slot`: the workspace's.
+pub fn launch_both_of_rows(
+    stream: &Stream<'_>,
+    op: &str,
+    launch: &Launch,
+    (up, down): (&GroupedGemmParams, &GroupedGemmParams),
+    schedule: &ScheduleParams,
+    counter_slot: i32,
+) -> Result<()> {
+    let pair = GemmPairParams {
+        up: *up,
+        down: *down,
+        tiles: std::ptr::null_mut(),
+        row_counts: schedule.row_counts,
+        experts: schedule.experts,
+        rows_each: schedule.rows_each,
+        tile_tokens: schedule.tile_tokens,
+        tile_step: schedule.tile_step,
+        counter_slot,
+    };
+    stream.launch(op, launch, Args::GemmPair(&pair))
 }
 
 /// The maps of both weights for a layer in one launch.

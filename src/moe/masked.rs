@@ -1,12 +1,12 @@
 //! The layer on rows that lie expert by expert, as DeepEP and DeepGEMM hand them over: no routing and no combine. Places of the schedule
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
-use super::grouped_gemm::{self, Order};
+use super::grouped_gemm::{self, Gemm, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
-use super::{elem, fp8, nvfp4};
+use super::{elem, fp8, nvfp4, routed};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -134,8 +134,12 @@ impl Stages {
         Stages { schedule, quantize, round, nvfp4, up, down }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer) -> Result<()> {
-        stream.launch("moe_masked: schedule", &plan.schedule, Args::Schedule(&self.schedule))?;
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+        let Some(schedule) = plan.schedule else {
+            let (op, gemms) = ("moe_masked: GEMM1 and GEMM2", (&self.up, &self.down));
+            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, counter_slot);
+        };
+        stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
         let [of_x, of_hidden] = plan.quantize;
         let quantize = |op, launches: [Option<Launch>; 2], args: Option<Args<'_>>| {
             let Some(args) = args else { return Ok(()) };
@@ -155,9 +159,12 @@ impl Stages {
             (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
         }
         let [up_order, down_order] = self.quantize.map_or([None; 2], |(.., orders)| orders.map(Some));
-        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, &layer.up_maps, &up, up_order)?;
+        let Some(plan_down) = plan.down else {
+            return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
+        };
+        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
         quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
-        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan.down, &layer.down_maps, &self.down, down_order)
+        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &self.down, down_order)
     }
 
     fn run_cpu(&self, layer: &Layer) {
@@ -275,10 +282,11 @@ impl<'py> Call<'_, 'py> {
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
                 let quantizes_x = x_scale.is_none();
-                let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x };
-                let plan = MaskedPlan::new(&desc, &gpu.device)?;
+                let finds_tiles = self.division.rows_each > 0;
+                let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
+                let (plan, slot) = routed::plan_masked(&desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(plan.tile_tokens).run_cuda(&stream, &plan, layer)?;
+                stages(plan.tile_tokens).run_cuda(&stream, &plan, layer, slot)?;
             }
         }
         Ok(out_object)

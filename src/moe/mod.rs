@@ -33,6 +33,7 @@ use crate::params::{
 };
 use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use grouped_gemm::Gemm;
 use numbers::Numbers;
 use per_expert::{Given, Scalar};
 use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
@@ -156,7 +157,7 @@ impl Stages {
             mxfp4_a8::Quantize::new(packed, desc, (ws, base), &route, (&mut up, &mut down))
         });
         let round = (layer.desc.format == Format::Mxfp8)
-            .then(|| mxfp8::Round::new(desc.tokens, ws.rows.at(base), &route, &mut up, &down));
+            .then(|| mxfp8::Round::new(desc.tokens, ws.x_rounded.at(base), &route, &mut up, &down));
         // GEMM2 writes to the room of x once GEMM1 has read it.
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
         let nvfp4 =
@@ -192,7 +193,11 @@ impl Stages {
                     stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
                 }
                 let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
-                grouped_gemm::launch(stream, "moe: GEMM1", up, &layer.up_maps, &up_params, up_order)?;
+                let Some(down) = down else {
+                    grouped_gemm::launch_both(stream, "moe: GEMM1 and GEMM2", up, &up_params, &self.down)?;
+                    return self.combine_on_cuda(stream, plan);
+                };
+                grouped_gemm::launch(stream, "moe: GEMM1", up, (layer, Gemm::Up), &up_params, up_order)?;
                 if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
                     quantize.launch_hidden(stream)?;
                 }
@@ -206,7 +211,7 @@ impl Stages {
                 if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
                     stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
                 }
-                grouped_gemm::launch(stream, "moe: GEMM2", down, &layer.down_maps, &self.down, down_order)?;
+                grouped_gemm::launch(stream, "moe: GEMM2", down, (layer, Gemm::Down), &self.down, down_order)?;
             }
             Experts::Fused(launch) => {
                 let stages = (self.up, self.down, self.combine);
@@ -214,6 +219,10 @@ impl Stages {
             }
             Experts::Routed(_) => return Err(Error::Unsupported("moe: routing inside without router logits".into())),
         }
+        self.combine_on_cuda(stream, plan)
+    }
+
+    fn combine_on_cuda(&self, stream: &Stream<'_>, plan: &MoePlan) -> Result<()> {
         match &plan.combine {
             Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
             None => Ok(()),

@@ -66,17 +66,17 @@ pub struct Round {
 }
 
 impl Round {
-    /// Makes GEMM1 read rounded rows. `rows`: GEMM2 writes there once GEMM1 is done.
+    /// Makes GEMM1 read rounded rows, which are written to `x`.
     pub fn new(
         tokens: i64,
-        rows: *mut u8,
+        x: *mut u8,
         route: &RouteParams,
         up: &mut GroupedGemmParams,
         down: &GroupedGemmParams,
     ) -> Round {
         let of_x = QuantizeRowsParams {
             x: up.x,
-            out: rows,
+            out: x,
             scales: std::ptr::null_mut(),
             rows: tokens as i32,
             columns: up.k,
@@ -94,7 +94,7 @@ impl Round {
             tile_count: route.tile_count,
             ..of_x
         };
-        up.x = rows;
+        up.x = x;
         // The rounding before it writes no schedule.
         up.schedule_is_older = true;
         Round { x: of_x, hidden: of_hidden }

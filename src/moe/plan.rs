@@ -63,6 +63,8 @@ pub struct MoeWorkspace {
     /// Of e4m3 activations: GEMM1's output in e4m3, and the scales of x's rows, then of its.
     pub hidden_e4m3: Range,
     pub row_scales: Range,
+    /// Of MXFP8: x, rounded to its numbers.
+    pub x_rounded: Range,
     /// Of fp8 formats: GEMM2's schedule, where it has its own.
     pub down_tiles: Range,
     pub down_tile_count: Range,
@@ -112,6 +114,10 @@ impl MoeWorkspace {
             hidden_scales: add("hidden_scales", fp8(slots, layer.intermediate, GROUP / 4)),
             hidden_e4m3: add("hidden_e4m3", only_e4m3(slots * e4m3_columns(layer.intermediate))),
             row_scales: add("row_scales", only_e4m3(slots * 4)),
+            x_rounded: add(
+                "x_rounded",
+                if layer.format == Format::Mxfp8 { tokens as usize * layer.hidden as usize * element } else { 0 },
+            ),
             down_tiles: add("down_tiles", fp8(down_tiles, size_of::<Tile>() as i64, 1)),
             down_tile_count: add("down_tile_count", fp8(1, 4, 1)),
             bytes: 0,
@@ -143,9 +149,16 @@ impl MoeWorkspace {
             &self.down_tile_count,
             &self.hidden_e4m3,
             &self.row_scales,
+            &self.x_rounded,
         ];
-        let (fp8, e4m3) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0);
-        all.into_iter().enumerate().filter(move |(i, _)| *i < 12 || if *i < 18 { fp8 } else { e4m3 }).map(|(_, r)| r)
+        let (fp8, e4m3, mxfp8) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0, self.x_rounded.bytes > 0);
+        let has = move |i| match i {
+            0..12 => true,
+            12..18 => fp8,
+            18..20 => e4m3,
+            _ => mxfp8,
+        };
+        all.into_iter().enumerate().filter(move |&(i, _)| has(i)).map(|(_, range)| range)
     }
 }
 
@@ -208,7 +221,8 @@ impl Counters {
 pub enum Experts {
     Gemms {
         up: Launch,
-        down: Launch,
+        /// None: `up` has both GEMMs.
+        down: Option<Launch>,
     },
     /// Both GEMMs and the combine.
     Fused(Launch),
@@ -311,11 +325,11 @@ impl MoePlan {
             (None, Kernels::Hopper) => {
                 let tile_tokens = sm90::tile_tokens(&up, &down, device);
                 let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
-                (tile_tokens, Experts::Gemms { up, down })
+                (tile_tokens, Experts::Gemms { up, down: Some(down) })
             }
             (None, Kernels::HopperMxfp4) => {
                 let tile_tokens = mxfp4_sm90::tile_tokens(&up);
-                let [up, down] = [up, down].map(|gemm| mxfp4_sm90::gemm(&gemm, tile_tokens, device));
+                let (up, down) = mxfp4_sm90::gemms(&up, &down, tile_tokens, device);
                 (tile_tokens, Experts::Gemms { up, down })
             }
             (None, Kernels::HopperFp8) => {
@@ -327,22 +341,22 @@ impl MoePlan {
                 down_tile_tokens = fp8_sm90::down_tile_tokens(&down, tile_tokens);
                 let up = fp8_sm90::gemm(&up, tile_tokens, device);
                 let down = fp8_sm90::down(&down, down_tile_tokens.unwrap_or(tile_tokens), device);
-                (tile_tokens, Experts::Gemms { up, down })
+                (tile_tokens, Experts::Gemms { up, down: Some(down) })
             }
             (None, Kernels::HopperMxfp8) => {
                 let tile_tokens = mxfp8_sm90::tile_tokens(&up);
-                let [up, down] = [up, down].map(|gemm| mxfp8_sm90::gemm(&gemm, tile_tokens, device));
-                (tile_tokens, Experts::Gemms { up, down })
+                let up = mxfp8_sm90::gemms(&up, &down, tile_tokens, device);
+                (tile_tokens, Experts::Gemms { up, down: None })
             }
             (None, Kernels::HopperNvfp4) => {
                 let tile_tokens = nvfp4_sm90::tile_tokens(&up);
-                let [up, down] = [up, down].map(|gemm| nvfp4_sm90::gemm(&gemm, tile_tokens, device));
+                let (up, down) = nvfp4_sm90::gemms(&up, &down, tile_tokens, device);
                 (tile_tokens, Experts::Gemms { up, down })
             }
             (None, Kernels::Portable) => {
                 let tile_tokens = portable::tile_tokens(&up, &down, device);
                 let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
-                (tile_tokens, Experts::Gemms { up, down })
+                (tile_tokens, Experts::Gemms { up, down: Some(down) })
             }
         };
         let quantize = if one_launch.is_some() {
@@ -379,7 +393,7 @@ impl MoePlan {
         let experts = match self.experts {
             Experts::Gemms { up, down } => {
                 let [x, hidden] = self.quantize;
-                x.into_iter().chain([Some(up)]).chain(hidden).chain([Some(down)]).flatten().collect()
+                x.into_iter().chain([Some(up)]).chain(hidden).chain([down]).flatten().collect()
             }
             Experts::Fused(launch) => vec![launch],
             Experts::Routed(launch) => return vec![launch],

@@ -1,9 +1,10 @@
-//! The layer in one launch, with the routing inside and without.
+//! The layer in one launch, with the routing inside and without, and the counters of launches that nothing else prepares.
 //!
-//! With the routing inside, nothing zeroes the counters before it runs, so they are the kernel's own, and launches that may overlap must
+//! With the routing inside, or where `moe_masked` has one launch, nothing zeroes the counters before it runs, so they are the kernel's own, and launches that may overlap must
 //! have different ones. Launches on one workspace follow each other: each workspace has its slot of counters.
 
 use super::grouped_gemm;
+use super::plan::masked::{MaskedDesc, MaskedPlan};
 use super::plan::sm90::ROUTED_WORKSPACES;
 use super::plan::{self, Counters, Experts, MoeDesc, MoePlan};
 use super::weights::Layer;
@@ -43,6 +44,22 @@ pub fn plan_call(desc: &MoeDesc, device: &Device, (ordinal, workspace): (i32, us
     match of(ordinal, workspace) {
         Some(slot) => Ok((plan, slot)),
         None => Ok((MoePlan::new(&MoeDesc { routes_inside: false, ..*desc }, device)?, 0)),
+    }
+}
+
+/// The same of rows that lie expert by expert: without a slot a launch makes their schedule.
+pub fn plan_masked(
+    desc: &MaskedDesc,
+    device: &Device,
+    (ordinal, workspace): (i32, usize),
+) -> Result<(MaskedPlan, i32)> {
+    let plan = MaskedPlan::new(desc, device)?;
+    if plan.schedule.is_some() {
+        return Ok((plan, 0));
+    }
+    match of(ordinal, workspace) {
+        Some(slot) => Ok((plan, slot)),
+        None => Ok((MaskedPlan::new(&MaskedDesc { finds_tiles: false, ..*desc }, device)?, 0)),
     }
 }
 

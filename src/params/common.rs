@@ -32,6 +32,7 @@ pub mod ffi {
         expert: i32,
         first: i32,
         count: i32,
-        reserved: i32,
+        /// 0 in a new schedule. Row tiles of GEMM1's output that are there, where one launch has both GEMMs.
+        done: i32,
     }
 }

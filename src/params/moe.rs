@@ -244,6 +244,25 @@ pub mod ffi {
         expert_limit_after: bool,
     }
 
+    /// Both GEMMs of a layer, GEMM2 of GEMM1's output; of one that is not there `rows` is 0. Schedule and counter are `up`'s.
+    #[derive(Clone, Copy, Debug)]
+    struct GemmPairParams {
+        up: GroupedGemmParams,
+        down: GroupedGemmParams,
+        /// The schedule, whose `Tile::done` are counted.
+        tiles: *mut Tile,
+        /// i32 `[experts]` or null. With it there is no schedule: rows lie expert by expert, and each CTA finds their tiles. The other numbers
+        /// are as in `ScheduleParams`.
+        row_counts: *const i32,
+        /// At most 128.
+        experts: i32,
+        rows_each: i32,
+        tile_tokens: i32,
+        tile_step: i32,
+        /// Which of the kernel's counters: launches that may overlap have different ones.
+        counter_slot: i32,
+    }
+
     /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
     /// of neighbouring rows and groups of columns.
     #[derive(Clone, Copy, Debug)]

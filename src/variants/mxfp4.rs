@@ -28,9 +28,11 @@ impl Mxfp4Sm90Tile {
     pub(super) fn shared_bytes_with(self, codes: u32, gated: bool) -> u32 {
         let (columns, scales) = if self.e4m3 { (64, 3 * self.tokens * 4) } else { (128, 0) };
         let stage = (self.blocks * (self.tokens * columns + self.consumers * (codes + 128))).next_multiple_of(1024);
-        let (bytes, full) = if gated { (64, self.tokens.min(64)) } else { (128, self.tokens.min(32)) };
+        // Kernels of bf16 tokens have GEMM2's epilogue, too.
+        let (bytes, full) = if gated && self.e4m3 { (64, self.tokens.min(64)) } else { (128, self.tokens.min(32)) };
         let chunk = bytes * if self.tokens.is_multiple_of(full) && self.consumers < 4 { full } else { 16 };
-        let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * 16, 8 * (2 * self.stages + 5));
+        let unit = if self.e4m3 { 16 } else { 32 };
+        let (offsets, units, barriers) = (2 * self.tokens * 4, 2 * unit, 8 * (2 * self.stages + 7));
         let behind = 2 * self.consumers * chunk + offsets + units + barriers;
         (scales.next_multiple_of(1024) + self.stages * stage + behind).next_multiple_of(1024)
     }

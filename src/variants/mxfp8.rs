@@ -114,7 +114,8 @@ impl Mxfp8 {
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            Gemm { .. } | GemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
+            Gemm { .. } => ("const __grid_constant__ oxmoe::GemmPairParams p", "p"),
+            GemmPortable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoundRows => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
             RoundTiles { .. } => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
             Peak | Pack => ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p"),

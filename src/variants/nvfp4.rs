@@ -100,9 +100,8 @@ impl Nvfp4 {
 
     pub fn signature(&self) -> (&'static str, &'static str) {
         match self {
-            GroupedGemmNvfp4Sm90 { .. } | GroupedGemmNvfp4Portable { .. } => {
-                ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
-            }
+            GroupedGemmNvfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::GemmPairParams p", "p"),
+            GroupedGemmNvfp4Portable { .. } => ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p"),
             RoundNvfp4Rows { .. } => ("const __grid_constant__ oxmoe::RoundNvfp4Params p", "p"),
             PackNvfp4Weights => ("const __grid_constant__ oxmoe::PackNvfp4Params p", "p"),
         }

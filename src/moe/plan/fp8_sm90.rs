@@ -149,10 +149,10 @@ pub fn scaling(format: Format) -> Fp8Scaling {
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     if in_order(tile_tokens) {
         let unit_rows = if gemm.gated { 256 } else { 128 };
-        return tiles::launch(gemm, tile_tokens, (Variant::Fp8(fp8::ordered(gemm.gated)), unit_rows), device);
+        return tiles::launch(&[gemm], tile_tokens, (Variant::Fp8(fp8::ordered(gemm.gated)), unit_rows), device);
     }
     let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+    tiles::launch(&[gemm], tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
 }
 
 /// Tokens of GEMM2's tiles where it has its own schedule.
@@ -195,7 +195,7 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         _ => few,
     };
     let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
-    tiles::launch(gemm, tile_tokens, (variant, blocks * group), device)
+    tiles::launch(&[gemm], tile_tokens, (variant, blocks * group), device)
 }
 
 /// What csrc/moe/routed_layer_fp8_sm90.cuh has room for: columns of x and between the GEMMs.

@@ -29,6 +29,8 @@ pub struct MaskedDesc {
     pub expected: i64,
     /// Whether x is quantised here (fp8).
     pub quantizes_x: bool,
+    /// Whether an expert's rows begin at a multiple of a number, and the workspace has counters (`super::routed::slot`).
+    pub finds_tiles: bool,
 }
 
 /// Its launches. A pure function of shape and device.
@@ -36,11 +38,13 @@ pub struct MaskedDesc {
 pub struct MaskedPlan {
     pub tile_tokens: i32,
     pub max_tiles: i32,
-    pub schedule: Launch,
+    /// None: the GEMMs' launch finds the tiles itself.
+    pub schedule: Option<Launch>,
     /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub up: Launch,
-    pub down: Launch,
+    /// None: `up` has both GEMMs.
+    pub down: Option<Launch>,
 }
 
 impl MaskedPlan {
@@ -70,14 +74,17 @@ impl MaskedPlan {
             Kernels::HopperNvfp4 => nvfp4_sm90::tile_tokens(&few_up),
             Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
         };
-        let [up, down] = [up, down].map(|gemm| match kernels {
-            Kernels::Hopper => sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::HopperMxfp4 => mxfp4_sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::HopperFp8 => fp8_sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::HopperMxfp8 => mxfp8_sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::HopperNvfp4 => nvfp4_sm90::gemm(&gemm, tile_tokens, device),
-            Kernels::Portable => portable::gemm(&gemm, tile_tokens, device),
-        });
+        let each = |gemm: fn(&GemmDesc, i32, &Device) -> Launch| {
+            (gemm(&up, tile_tokens, device), Some(gemm(&down, tile_tokens, device)))
+        };
+        let (up, down) = match kernels {
+            Kernels::Hopper => each(sm90::gemm),
+            Kernels::HopperMxfp4 => mxfp4_sm90::gemms(&up, &down, tile_tokens, device),
+            Kernels::HopperFp8 => each(fp8_sm90::gemm),
+            Kernels::HopperMxfp8 => (mxfp8_sm90::gemms(&up, &down, tile_tokens, device), None),
+            Kernels::HopperNvfp4 => nvfp4_sm90::gemms(&up, &down, tile_tokens, device),
+            Kernels::Portable => each(portable::gemm),
+        };
         let max_tiles = max_tiles(*slots, experts, tile_tokens);
         let room = Room { tiles: max_tiles.into(), tile_tokens: tile_tokens.into(), device };
         let [of_x, of_hidden] = [layer.hidden, layer.intermediate].map(|columns| room.quantise(layer.format, columns));
@@ -85,27 +92,27 @@ impl MaskedPlan {
             Kernels::HopperFp8 => fp8_sm90::quantises_inside(layer.format, tile_tokens),
             _ => kernels == Kernels::HopperMxfp8,
         };
-        Ok(MaskedPlan {
-            tile_tokens,
-            max_tiles,
-            schedule: schedule(),
-            quantize: match layer.format {
-                // x that came as codes is expanded by the same launch.
-                format if format.is_nvfp4() => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),
-                _ => [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
-            },
-            up,
-            down,
-        })
+        let quantize = match layer.format {
+            // x that came as codes is expanded by the same launch.
+            format if format.is_nvfp4() => nvfp4_sm90::rounds(layer, *slots, device).map(|launch| [None, launch]),
+            _ => [if desc.quantizes_x { of_x } else { [None; 2] }, if inside { [None; 2] } else { of_hidden }],
+        };
+        // What quantises rows needs a schedule, too.
+        let alone = down.is_none() && quantize.iter().flatten().all(Option::is_none);
+        let finds_tiles = desc.finds_tiles && alone && experts <= PAIR_EXPERTS;
+        Ok(MaskedPlan { tile_tokens, max_tiles, schedule: (!finds_tiles).then(schedule), quantize, up, down })
     }
 
     /// All launches in their order.
     pub fn launches(&self) -> Vec<Launch> {
         let [x, hidden] = self.quantize;
-        let gemms = [Some(self.up)].into_iter().chain(hidden).chain([Some(self.down)]);
-        [Some(self.schedule)].into_iter().chain(x).chain(gemms).flatten().collect()
+        let gemms = [Some(self.up)].into_iter().chain(hidden).chain([self.down]);
+        [self.schedule].into_iter().chain(x).chain(gemms).flatten().collect()
     }
 }
+
+/// Most experts whose tiles the launch of both GEMMs finds (csrc/moe/pair_schedule_sm90.cuh).
+const PAIR_EXPERTS: i64 = 128;
 
 /// In steps of what an expert's rows are cut into tiles.
 pub fn tile_step(format: Format, tile_tokens: i32) -> i32 {

@@ -98,9 +98,16 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
-    let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+/// GEMM1 and, where its launch has not both, GEMM2. Of e4m3 activations a launch between them quantises.
+pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> (Launch, Option<Launch>) {
+    let launch = |of: &GemmDesc, gemms: &[&GemmDesc]| {
+        let tile = tile(of, tile_tokens, device);
+        tiles::launch(gemms, tile_tokens, (tile.variant(of.gated), tile.unit_rows()), device)
+    };
+    match up.format {
+        Format::Mxfp4A8 => (launch(up, &[up]), Some(launch(down, &[down]))),
+        _ => (launch(up, &[up, down]), None),
+    }
 }
 
 /// The layer in one launch, with the routing inside, for so many tokens, where the tokens leave each warp a deep enough ring. us a layer,
@@ -135,15 +142,14 @@ pub fn quantize(rows: i64, device: &Device) -> Launch {
 }
 
 pub fn variants(format: Format, gated: bool) -> Vec<Variant> {
-    let gemms = tiles_of(format).iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
-    let other = match format {
-        Format::Mxfp4A8 => vec![Variant::QuantizeRowsE4m3],
+    let gemms = |gated| tiles_of(format).iter().map(move |t| t.variant(gated));
+    match format {
+        Format::Mxfp4A8 => gemms(gated).chain(gemms(false)).chain([Variant::QuantizeRowsE4m3]).collect(),
         _ => {
-            let fours = MXFP4_SM90_FOURS.iter().flat_map(|t| [gated, false].map(|gated| t.variant(gated)));
-            fours.chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
+            let fours = MXFP4_SM90_FOURS.iter().map(|t| t.variant(gated));
+            gemms(gated).chain(fours).chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
         }
-    };
-    gemms.chain(other).collect()
+    }
 }
 
 #[cfg(test)]
@@ -160,7 +166,7 @@ mod tests {
         let (device, element, format) = (Device::typical(Arch::SM90), Element::Bf16, Format::Mxfp4);
         let chosen = |k, mean: i64| {
             let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
-            super::gemm(&gemm, tile_tokens(&gemm), &device).variant
+            gemms(&gemm, &gemm, tile_tokens(&gemm), &device).0.variant
         };
         let fours = MXFP4_SM90_FOURS.map(|t| t.variant(true));
         assert_eq!([30, 40, 61].map(|mean| chosen(7168, mean)), fours);
@@ -176,7 +182,7 @@ mod tests {
             for tokens in [1, 16, 64, 256, 512, 1024, 2048, 2500, 4096] {
                 let (slots, element) = (tokens * 4, Element::Bf16);
                 let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
-                let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+                let (launch, _) = gemms(&gemm, &gemm, tile_tokens(&gemm), &device);
                 assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
                 chosen.push(launch.variant);
             }

@@ -60,9 +60,10 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
-    let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(gemm, tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+/// Both GEMMs.
+pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let tile = tile(up, tile_tokens, device);
+    tiles::launch(&[up, down], tile_tokens, (tile.variant(up.gated), tile.unit_rows()), device)
 }
 
 /// Rounding of so many elements of x, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
@@ -74,7 +75,7 @@ pub fn round(elements: i64, device: &Device) -> Launch {
 }
 
 pub fn variants(gated: bool) -> Vec<Variant> {
-    let gemms = MXFP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| Variant::Mxfp8(t.kernel(gated))));
+    let gemms = MXFP8_TILES.iter().map(|t| Variant::Mxfp8(t.kernel(gated)));
     gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect()
 }
 
@@ -91,7 +92,7 @@ mod tests {
         for tokens in [1, 16, 64, 256, 512, 1024, 1500, 2048, 2500, 4096] {
             let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Mxfp8);
             let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
-            let launch = super::gemm(&gemm, tile_tokens(&gemm), &device);
+            let launch = gemms(&gemm, &gemm, tile_tokens(&gemm), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);
         }

@@ -51,9 +51,12 @@ pub fn takes_fours(gemm: &GemmDesc) -> bool {
     gemm.k % 256 == 0
 }
 
-/// A GEMM whose CTAs take units of `unit_rows` weight rows by a tile of the schedule one after the other.
-pub fn launch(gemm: &GemmDesc, tile_tokens: i32, (variant, unit_rows): (Variant, u32), device: &Device) -> Launch {
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows);
+/// GEMMs of a layer whose CTAs take units of `unit_rows` weight rows by a tile of the schedule one after the other.
+pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, (variant, unit_rows): (Variant, u32), device: &Device) -> Launch {
+    let units_of = |gemm: &&GemmDesc| {
+        max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows)
+    };
+    let units: u32 = gemms.iter().map(units_of).sum();
     Launch {
         variant,
         grid: units.min(resident(variant, device)).max(1),
