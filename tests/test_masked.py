@@ -128,6 +128,45 @@ def test_edges(device: str, format: str, rng: torch.Generator) -> None:
     assert empty.shape == (6, 0, shape.hidden)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [1, 64, 128, 129])
+def test_tiles_of_many_experts(experts: int, rng: torch.Generator) -> None:
+    """Up to 128 experts one launch finds their tiles and has both GEMMs."""
+    shape = Shape("many", experts, 1, 256, 64)
+    weights = make("mxfp4", shape, "cuda", rng)
+    x = draw(shape, "mxfp4", 40, "cuda", rng)
+    for expected_m in (1, 12, 40):
+        counts = some_counts(experts, 40, rng) if experts > 3 else torch.tensor([17], dtype=torch.int32)
+        check_masked(x, weights, counts, expected_m=expected_m)
+
+
+@pytest.mark.gpu
+def test_two_streams_and_any_workspace(rng: torch.Generator) -> None:
+    """Calls that may overlap count apart, and so do those beyond the workspaces that have counters."""
+    shape, m = Shape("streams", 16, 1, 512, 256), 24
+    weights = make("mxfp4", shape, "cuda", rng)
+    inputs = [draw(shape, "mxfp4", m, "cuda", rng) for _ in range(2)]
+    counts = [some_counts(16, m, rng).cuda() for _ in range(2)]
+    size = -(-oxmoe.masked_workspace_bytes(weights, 16 * m) // 1024) * 1024
+    room = make_workspace(300 * size, torch.device("cuda"))
+    spaces = [room[i * size : (i + 1) * size] for i in range(300)]
+    valid = [torch.arange(m, device="cuda")[None] < count[:, None] for count in counts]
+    expected = [
+        oxmoe.moe_masked(*given)[rows] for *given, rows in zip(inputs, [weights] * 2, counts, valid, strict=True)
+    ]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results: list[tuple[int, Tensor]] = []
+    for _ in range(100):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results.append((i, oxmoe.moe_masked(inputs[i], weights, counts[i], workspace=spaces[i])))
+    torch.cuda.synchronize()
+    results += [(0, oxmoe.moe_masked(inputs[0], weights, counts[0], workspace=space)) for space in spaces]
+    for i, result in results:
+        assert same_bits(result[valid[i]], expected[i])
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(device: str, name: str, rng: torch.Generator) -> None:
