@@ -66,7 +66,6 @@ struct GroupedGemmSm90 {
     static constexpr bool kPaired = RowTiles == 2;
     // Between the widths that a tile can be multiplied at.
     static constexpr int kWidthStep = kPaired ? 8 : 16;
-    static constexpr int kMostGroupTiles = 12;
 
     struct alignas(128) Shared {
         struct {
@@ -151,31 +150,6 @@ struct GroupedGemmSm90 {
 
     // ---- schedule: one warp turns the schedule's tiles into work units ----
 
-    // All tiles of an expert, then the next row block: an expert's weights are read from memory once. An expert with many tiles
-    // has them in even groups, so that the tokens of a group stay in L2. Returns the tile's number.
-    static __device__ __forceinline__ int unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit,
-                                                         WorkUnit& work) {
-        // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.
-        const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = all[any].expert;
-        int first = any, end = any + 1;
-        for (uint32_t others = 0; others == 0; first -= others ? __clz(others) : 32) {
-            const int before = first - 32 + lane;
-            others = ~__ballot_sync(0xFFFFFFFF, before >= 0 && all[max(before, 0)].expert == expert);
-        }
-        for (uint32_t others = 0; others == 0; end += others ? __ffs(others) - 1 : 32) {
-            const int after = end + lane;
-            others = ~__ballot_sync(0xFFFFFFFF, after < tile_count && all[min(after, tile_count - 1)].expert == expert);
-        }
-        const int groups = (end - first + kMostGroupTiles - 1) / kMostGroupTiles,
-                  group_tiles = (end - first + groups - 1) / groups;
-        const int group = (unit - first * row_blocks) / (group_tiles * row_blocks), start = first + group * group_tiles;
-        const int tiles = min(group_tiles, end - start), place = unit - start * row_blocks;
-        const int number = start + place % tiles;
-        const Tile tile = all[number];
-        work = {tile.expert, tile.first, tile.count, place / tiles};
-        return number;
-    }
-
     // `SplitsLast`: units that are left when all CTAs have had equally many go out consumer by consumer, where each CTA then gets
     // one at most.
     template <bool ByExpert = kPaired, bool SplitsLast = false, typename Buffers>
@@ -188,7 +162,7 @@ struct GroupedGemmSm90 {
             const int parts = max(0, unit - whole), number = min(unit, whole + parts / Consumers);
             if (number >= units) return work;
             if constexpr (ByExpert)
-                unit_by_expert(p.tiles, tile_count, row_blocks, number, work);
+                find_unit_by_expert(p.tiles, tile_count, row_blocks, number, work);
             else
                 find_unit(p.tiles, tile_count, row_blocks, number, work);
             if (SplitsLast && number >= whole) work.row_block = ~(work.row_block * Consumers + parts % Consumers);

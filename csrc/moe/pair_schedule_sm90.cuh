@@ -32,7 +32,7 @@ static __device__ PairCounters pair_counters[PairCounters::kSlots];
 
 // A warp's: the tiles that Schedule writes, without its launch.
 class RowTiles {
-    static constexpr int kEach = PairCounters::kExperts / 32, kMostGroupTiles = 12;
+    static constexpr int kEach = PairCounters::kExperts / 32;
 
     int rows[kEach], before[kEach];  // of a lane's experts: rows, and tiles of all experts before
 
@@ -61,7 +61,7 @@ public:
     }
 
     // Unit `unit` of `count` tiles of `row_blocks` units: the tiles of an expert, then the next row block, as in
-    // GroupedGemmSm90::unit_by_expert. Returns the expert's tiles.
+    // find_unit_by_expert. Returns the expert's tiles.
     __device__ __forceinline__ int find(const GemmPairParams& p, int row_blocks, int unit, WorkUnit& work) const {
         const int any = unit / row_blocks;
         // The last expert before whose tiles there are no more than that.
@@ -121,7 +121,7 @@ struct PairProducers {
                 work.awaited *= counted.find(p, blocks, number, work);
                 work.tile = work.expert;
             } else if constexpr (Pipeline::kByExpert) {
-                work.tile = Base::unit_by_expert(p.tiles, tiles, blocks, number, work);
+                work.tile = find_unit_by_expert(p.tiles, tiles, blocks, number, work);
             } else {
                 work.tile = find_unit(p.tiles, tiles, blocks, number, work);
             }

@@ -36,4 +36,28 @@ __device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int 
     return number;
 }
 
+constexpr int kMostGroupTiles = 12;
+// The same in another order: all tiles of an expert, then the next row block: an expert's weights are read from memory once. An
+// expert with many tiles has them in even groups, so that the tokens of a group stay in L2.
+__device__ __forceinline__ int find_unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit, WorkUnit& work) {
+    // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.
+    const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = all[any].expert;
+    int first = any, end = any + 1;
+    for (uint32_t others = 0; others == 0; first -= others ? __clz(others) : 32) {
+        const int before = first - 32 + lane;
+        others = ~__ballot_sync(0xFFFFFFFF, before >= 0 && all[max(before, 0)].expert == expert);
+    }
+    for (uint32_t others = 0; others == 0; end += others ? __ffs(others) - 1 : 32) {
+        const int after = end + lane;
+        others = ~__ballot_sync(0xFFFFFFFF, after < tile_count && all[min(after, tile_count - 1)].expert == expert);
+    }
+    const int groups = (end - first + kMostGroupTiles - 1) / kMostGroupTiles, group_tiles = (end - first + groups - 1) / groups;
+    const int group = (unit - first * row_blocks) / (group_tiles * row_blocks), start = first + group * group_tiles;
+    const int tiles = min(group_tiles, end - start), place = unit - start * row_blocks;
+    const int number = start + place % tiles;
+    const Tile tile = all[number];
+    work = {tile.expert, tile.first, tile.count, place / tiles};
+    return number;
+}
+
 }  // namespace oxmoe
