@@ -232,7 +232,12 @@ pub fn launch_both(
     up: &GroupedGemmParams,
     down: &GroupedGemmParams,
 ) -> Result<()> {
-    let pair = GemmPairParams {
+    stream.launch(op, launch, Args::GemmPair(&pair(up, down)))
+}
+
+/// Both with a schedule.
+fn pair(up: &GroupedGemmParams, down: &GroupedGemmParams) -> GemmPairParams {
+    GemmPairParams {
         up: *up,
         down: *down,
         tiles: up.tiles.cast_mut(),
@@ -242,8 +247,7 @@ pub fn launch_both(
         tile_tokens: 1,
         tile_step: 1,
         counter_slot: 0,
-    };
-    stream.launch(op, launch, Args::GemmPair(&pair))
+    }
 }
 
 /// The same of rows that lie expert by expert, whose schedule nobody has made. `counter_slot`: the workspace's.
@@ -255,9 +259,7 @@ pub fn launch_both_of_rows(
     schedule: &ScheduleParams,
     counter_slot: i32,
 ) -> Result<()> {
-    let pair = GemmPairParams {
-        up: *up,
-        down: *down,
+    let of_rows = GemmPairParams {
         tiles: std::ptr::null_mut(),
         row_counts: schedule.row_counts,
         experts: schedule.experts,
@@ -265,8 +267,9 @@ pub fn launch_both_of_rows(
         tile_tokens: schedule.tile_tokens,
         tile_step: schedule.tile_step,
         counter_slot,
+        ..pair(up, down)
     };
-    stream.launch(op, launch, Args::GemmPair(&pair))
+    stream.launch(op, launch, Args::GemmPair(&of_rows))
 }
 
 /// The maps of both weights for a layer in one launch.
