@@ -93,7 +93,9 @@ def awkward(dtype: torch.dtype, rng: torch.Generator, blocks: int = 4096) -> lis
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_by_definition(dtype: torch.dtype, rounding: str, device: str, rng: torch.Generator) -> None:
     for shape in SHAPES:
-        x = (torch.randn(shape, generator=rng) * torch.exp(2 * torch.randn((*shape[:-1], 1), generator=rng))).to(dtype)
+        x = torch.randn(shape, generator=rng) * torch.exp(2 * torch.randn((*shape[:-1], 1), generator=rng))
+        most = torch.finfo(dtype).max  # one row in some thousands is beyond f16
+        x = x.clamp(-most, most).to(dtype)
         x[..., :32] *= torch.rand((), generator=rng) < 0.5  # all-zero blocks in half of the tensors
         codes, scales = quantize.mxfp4(x.to(device), rounding=rounding)
         assert codes.shape == (*shape[:-1], shape[-1] // 2) and scales.shape == (*shape[:-1], shape[-1] // 32)
