@@ -49,10 +49,12 @@ struct Cta {
 struct Product { float* sums; uint64_t a, b; bool keep; };
 struct Copy { uint8_t* to; const void* from; };
 constexpr size_t kStack = 32 << 10;
+struct Launch { uint32_t grid, threads; std::function<void()> body; };
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    uint32_t cta, thread;
+    const Launch* of;
+    uint32_t launch, cta, block, thread;  // cta: of all launches
     std::function<bool()> condition;
     std::deque<std::vector<Product>> groups;
     std::vector<Product> products;  // not committed
@@ -64,6 +66,7 @@ static std::vector<Fiber> fibers;
 static Fiber* self;
 static ucontext_t scheduler;
 static std::function<void()> body;
+static std::vector<uint32_t> unfinished;  // threads of launches
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
 
 static bool rows_may_end = false;  // inside a block of K
@@ -79,22 +82,23 @@ static void wait(std::function<bool()> condition) {
     swapcontext(&self->context, &scheduler);
 }
 static void start() {
-    body();
+    self->of->body();
     REQUIRE(self->groups.empty() && self->products.empty() && self->copies.empty());
     self->over = true;
+    --unfinished[self->launch];
     swapcontext(&self->context, &scheduler);
 }
-static uint8_t* shared_memory() { return ctas[blockIdx.x].shared; }
+static uint8_t* shared_memory() { return ctas[self->cta].shared; }
 static void meet(Meeting& meeting, int threads) {
     const int number = meeting.number;
     if (++meeting.there == threads) meeting.there = 0, ++meeting.number;
     wait([&meeting, number] { return meeting.number != number; });
 }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
-static void converge() { meet(ctas[blockIdx.x].warps[threadIdx.x / 32], 32); }
+static void converge() { meet(ctas[self->cta].warps[threadIdx.x / 32], 32); }
 template <typename T>
 static T shuffle(T value, uint32_t from) {
-    auto& lanes = ctas[blockIdx.x].lanes[threadIdx.x / 32];
+    auto& lanes = ctas[self->cta].lanes[threadIdx.x / 32];
     memcpy(&lanes[threadIdx.x % 32], &value, sizeof(T));
     converge();
     memcpy(&value, &lanes[from], sizeof(T));
@@ -116,22 +120,28 @@ static uint32_t __ballot_sync(uint32_t, bool value) {
     return result;
 }
 static void __syncwarp() { converge(); }
-static void launch(uint32_t grid, uint32_t threads, uint32_t seed) {
+// All are on the GPU at once.
+static void launch(const std::vector<Launch>& all, uint32_t seed) {
     std::mt19937 random(seed);
-    gridDim.x = grid;
-    arrivals.clear(), failure.clear();
-    ctas = std::vector<Cta>(grid);
-    fibers = std::vector<Fiber>(grid * threads);
+    arrivals.clear(), failure.clear(), unfinished.clear(), ctas.clear();
+    size_t threads = 0, cta = 0;
+    for (const Launch& one : all) threads += one.grid * one.threads, cta += one.grid;
+    ctas = std::vector<Cta>(std::exchange(cta, 0));
+    fibers = std::vector<Fiber>(threads);
     std::vector<Fiber*> order;
-    for (uint32_t i = 0; i < fibers.size(); ++i) {
-        Fiber& fiber = fibers[i];
-        fiber.cta = i / threads, fiber.thread = i % threads;
-        fiber.stack.reset(new char[kStack]);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = kStack;
-        makecontext(&fiber.context, start, 0);
-        order.push_back(&fiber);
+    for (const Launch& one : all) {
+        for (uint32_t i = 0; i < one.grid * one.threads; ++i) {
+            Fiber& fiber = fibers[order.size()];
+            fiber.of = &one, fiber.launch = unfinished.size();
+            fiber.block = i / one.threads, fiber.cta = cta + fiber.block, fiber.thread = i % one.threads;
+            fiber.stack.reset(new char[kStack]);
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.get();
+            fiber.context.uc_stack.ss_size = kStack;
+            makecontext(&fiber.context, start, 0);
+            order.push_back(&fiber);
+        }
+        unfinished.push_back(one.grid * one.threads), cta += one.grid;
     }
     for (auto& cta : ctas) memset(cta.shared, 0x7F, 255 << 10);  // NaN
     std::vector<uint32_t> slowness(fibers.size() / 32);
@@ -148,7 +158,7 @@ static void launch(uint32_t grid, uint32_t threads, uint32_t seed) {
             if (fiber->over || (fiber->condition && !fiber->condition())) continue;
             moved = true;
             if (sleeps[(fiber - fibers.data()) / 32]) continue;
-            self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->cta;
+            self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->block, gridDim.x = fiber->of->grid;
             fiber->condition = nullptr;
             swapcontext(&scheduler, &fiber->context);
             self = nullptr;
@@ -165,13 +175,20 @@ static void launch(uint32_t grid, uint32_t threads, uint32_t seed) {
         if (!failure.empty()) return;
     }
 }
-static void __syncthreads() { meet(ctas[blockIdx.x].all, fibers.size() / ctas.size()); }
+static void launch(uint32_t grid, uint32_t threads, uint32_t seed) { launch({{grid, threads, body}}, seed); }
+static void __syncthreads() { meet(ctas[self->cta].all, self->of->threads); }
 
 namespace oxmoe {
 struct __nv_bfloat16 { uint16_t bits; };
 template <typename> uint32_t pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 template <typename> float2 unpack(uint32_t word) { return {float_of(word << 16), float_of(word & 0xFFFF0000u)}; }
-namespace pdl { inline void wait() {} inline void launch_dependents() {} }
+namespace pdl {
+inline void wait() {
+    const uint32_t launch = self->launch;
+    ::wait([launch] { return std::all_of(unfinished.begin(), unfinished.begin() + launch, [](uint32_t n) { return n == 0; }); });
+}
+inline void launch_dependents() {}
+}  // namespace pdl
 namespace counter {
 inline int add(int* counter) { return (*counter)++; }
 inline void add_only(int* counter, int value) { *counter += value; }
@@ -316,22 +333,24 @@ inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { Wgmma
 
 ENTRY = """
 using oxmoe::OrderedGemmParams;
+static std::vector<Launch> launches;
 template <typename Kernel>
-static const char* run(
-    const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid, uint32_t seed) {
+static void add(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) {
     static_assert(sizeof(typename Kernel::Shared) <= 227 << 10);
     const CUtensorMap map{p->gemm.weights, width, rows}, tokens{p->gemm.x, width, places};
-    body = [p, &map, &tokens] {
+    const auto run = [p, map, tokens] {
         if constexpr (requires { Kernel::kBoxBytes; }) Kernel::run(map, tokens, *p);
         else Kernel::run(map, p->gemm);
     };
-    launch(grid, Kernel::kThreads, seed);
+    launches.push_back({grid, Kernel::kThreads, run});
+}
+extern "C" const char* run_all(uint32_t seed) {
+    launch(std::exchange(launches, {}), seed);
     return failure.c_str();
 }
 #define KERNEL(name, ...) \\
-    extern "C" const char* name( \\
-        const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid, uint32_t seed) { \\
-        return run<oxmoe::__VA_ARGS__>(p, width, rows, places, grid, seed); \\
+    extern "C" void name(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) { \\
+        add<oxmoe::__VA_ARGS__>(p, width, rows, places, grid); \\
     }
 KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
 KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
@@ -348,6 +367,7 @@ struct GroupedGemmSm90 {
     static constexpr int kRows = 64 * RowTiles * Consumers, kBlockK = 64, kTokenBytes = MaxTokens * 128, kUnitSlots = 2;
     static constexpr int kGatherThreads = 64, kFetchLead = 8, kMostGroupTiles = 12, kThreads = 128 * (1 + Consumers);
     static constexpr int kStagingBytes = 1024;
+    static constexpr bool kGated = Gated;
     static constexpr bool kPaired = RowTiles == 2;
 """
 INSTRUCTIONS = """
@@ -405,16 +425,22 @@ class HostFp8:
         assert kernels.count(dynamic) == len(names)
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
-        self.library = build(folder, f"{text}\n{base()}{kernels}", ENTRY)
+        overlap = body("moe/gemm_overlap_sm90.cuh")
+        self.library = build(folder, f"{text}\n{base()}{overlap}{kernels}", ENTRY)
+        self.library.run_all.restype = ctypes.c_char_p
+        self.parameters: list[Any] = []
 
-    def run(
-        self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, seed: int, **parameters: Any
+    def add(
+        self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, **parameters: Any
     ) -> None:
-        """weights: e4m3 [experts, rows, k]; x has as many rows as there are places where they lie in their order."""
+        """A launch. weights: e4m3 [experts, rows, k]; x has as many rows as there are places where they lie in their order."""
         gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
-        p = STRUCTS["OrderedGemmParams"](gemm=gemm, **strides)
-        function = getattr(self.library, name)
-        function.restype = ctypes.c_char_p
+        self.parameters.append(STRUCTS["OrderedGemmParams"](gemm=gemm, **strides))
         shape = map(ctypes.c_int64, (weights.shape[2], weights.shape[0] * weights.shape[1], places))
-        failure = function(ctypes.byref(p), *shape, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
+        getattr(self.library, name)(ctypes.byref(self.parameters[-1]), *shape, ctypes.c_uint32(grid))
+
+    def run(self, seed: int) -> None:
+        """All that were added, at once."""
+        failure = self.library.run_all(ctypes.c_uint32(seed)).decode()
+        self.parameters.clear()
         assert not failure, failure

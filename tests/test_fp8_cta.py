@@ -26,6 +26,7 @@ BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
 ORDERED_TILES = [(0, 192), (0, 1), (2, 64), (2, 65), (2, 128), (3, 129), (3, 191)]
 ORDERS = 3  # of threads
+GRID = 3
 EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
 POISON = 0x7F  # NaN in every dtype here
 
@@ -43,6 +44,7 @@ class Case:
     quantised: bool = False
     strided: bool = False  # units in a fixed stride
     by_group: bool = False  # scales of neighbouring rows beside each other
+    together: bool = False  # an expert's tiles without a gap
 
     @property
     def gated(self) -> bool:
@@ -50,6 +52,8 @@ class Case:
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
+        if self.together and self.kernel.startswith("ordered"):
+            return [(expert, sum(count for e, count in TILES if e == expert)) for expert in (0, 2, 3)]
         return ORDERED_TILES if self.kernel.startswith("ordered") else TILES
 
     @property
@@ -93,6 +97,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostFp8:
     return HostFp8(tmp_path_factory.mktemp("fp8_cta"))
 
 
+def seed_of(rng: torch.Generator) -> int:
+    return int(torch.randint(1 << 32, (), generator=rng))
+
+
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)
 
@@ -118,6 +126,8 @@ class Gemm:
         groups = case.inner // 128
         self.tiles, mine, place = [], [], GAP
         for expert, count in case.tiles:
+            if case.together and self.tiles and self.tiles[-1][0] == expert:
+                place -= GAP
             self.tiles.append([expert, place, count, 0])
             mine.append(torch.arange(place, place + count))
             place += count + GAP
@@ -157,8 +167,10 @@ class Gemm:
                 sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation])
             self.expected.append(sums.bfloat16())
 
-    def run(self, kernels: HostFp8, rng: torch.Generator, *, quantised: bool, tiles: int | None = None) -> list[Tensor]:
-        """out, and its scales where quantised; what is no tile's is as it was."""
+    def add(
+        self, kernels: HostFp8, *, quantised: bool, tiles: int | None = None, **others: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """A launch. Returns out, with its scales where quantised, and what counts units."""
         case, infinity = self.case, float("inf")
         out = poisoned((self.places, case.columns), torch.float8_e4m3fn if quantised else BF16)
         groups = case.columns // 128, case.inner // 128
@@ -170,9 +182,10 @@ class Gemm:
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
         limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}
-        grid, seed = 3, int(torch.randint(1 << 32, (), generator=rng))
-        kernels.run(
-            case.kernel, self.weights, self.places, strides, grid, seed,
+        # Kept until they have run.
+        self.buffers = [x_scales, tile_count, next_unit]
+        kernels.add(
+            case.kernel, self.weights, self.places, strides, GRID,
             x=self.x.data_ptr(), x_scales=x_scales.data_ptr(),
             slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
             tiles=self.tile_table.data_ptr(), tile_count=tile_count.data_ptr(),
@@ -182,12 +195,20 @@ class Gemm:
             bias=0 if self.bias is None else self.bias.data_ptr(), bias_dtype=DTYPES[case.bias or F32],
             layout=int(case.up_gate), slot_weights=self.factors.data_ptr() if case.weighted else 0,
             activation=STRUCTS["Activation"](kind=case.activation, alpha=1.0, beta=0.0, **limits),
-            out=out.data_ptr(), out_scales=out_scales.data_ptr() if quantised else 0,
+            out=out.data_ptr(), out_scales=out_scales.data_ptr() if quantised else 0, **others,
         )  # fmt: skip
-        units = int(tile_count) * -(-case.columns // case.unit_columns)
-        assert tiles is not None or units > grid, "several units a CTA"
+        return [out, out_scales] if quantised else [out], next_unit
+
+    def run(self, kernels: HostFp8, rng: torch.Generator, *, quantised: bool, tiles: int | None = None) -> list[Tensor]:
+        """out, and its scales where quantised; what is no tile's is as it was."""
+        case = self.case
+        results, next_unit = self.add(kernels, quantised=quantised, tiles=tiles)
+        kernels.run(seed_of(rng))
+        units = (len(self.tiles) if tiles is None else tiles) * -(-case.columns // case.unit_columns)
+        assert tiles is not None or units > GRID, "several units a CTA"
         assert int(next_unit) == (0 if case.strided else units)
-        results = [out, out_scales.T.contiguous() if case.by_group else out_scales] if quantised else [out]
+        if case.by_group and quantised:
+            results[1] = results[1].T.contiguous()
         written = self.inside if tiles is None else self.inside[:0]
         for tensor in results:
             others = tensor.view(torch.uint8).clone()
@@ -216,3 +237,35 @@ def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("name", ["gated", "plain", "ordered-gated", "stationary"])
 def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
+
+
+# GEMM1 with its unit of several rows of tiles, GEMM2, whose schedule may be another.
+OVERLAPS = {
+    "wide-plain": ("gated", "plain", 384),
+    "wide-stationary": ("gated", "stationary_4", 256),
+    "wide-ordered": ("gated", "ordered_plain", 384),
+    "ordered": ("ordered_gated", "ordered_plain", 384),
+    "not-gated": ("plain", "plain", 384),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_second_gemm_begins_before_the_first_ends(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+    """All CTAs of both run at once: GEMM2 waits for what GEMM1 says is there, and reads poison if it does not."""
+    first, second, between = OVERLAPS[name]
+    activation = RELU2 if first == "plain" else SWIGLU
+    up = Gemm(Case(first, 256, between, activation, quantised=True, together=True), rng)
+    down = Gemm(Case(second, between, 640, together=True), rng)
+    assert torch.equal(up.inside, down.inside) and (len(up.tiles) == len(down.tiles)) == (name != "wide-ordered")
+    (down.x, down.x_scales), _ = up.add(kernels, quantised=True)
+    kernels.run(seed_of(rng))
+    (expected,) = down.run(kernels, rng, quantised=False)
+    rows = torch.tensor([sum(count for of, _, count, _ in up.tiles if of == expert) for expert in range(EXPERTS)])
+    for _ in range(ORDERS):
+        done = torch.zeros(EXPERTS, dtype=torch.int32)
+        (down.x, down.x_scales), _ = up.add(kernels, quantised=True, done=done.data_ptr())
+        awaited = {"awaited": done.data_ptr(), "schedule_is_older": True}
+        (out,), _ = down.add(kernels, quantised=False, **awaited)
+        kernels.run(seed_of(rng))
+        assert same_bits(out[down.inside], expected)
+        assert torch.equal(done, (rows * (between // 128)).int())

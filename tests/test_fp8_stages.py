@@ -184,3 +184,20 @@ def test_activations(name: str, kind: str, device: str, rng: torch.Generator) ->
 def test_models(shape: Shape, tokens: int, kind: str, rng: torch.Generator) -> None:
     layer = make(kind, shape, "cuda", rng)
     check_steps(layer, kind, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [700, 3000])
+@pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
+def test_second_gemm_reads_nothing_early(shape: Shape, tokens: int, rng: torch.Generator) -> None:
+    """It begins before GEMM1 ends: what GEMM1 has not written yet is NaN."""
+    layer = make_fp8(shape, "cuda", rng)
+    made, x = layer.weights(), layer.x(tokens, rng)
+    weights, ids = (part.cuda() for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
+    workspace = make_workspace(oxmoe.workspace_bytes(made, tokens, shape.top_k), "cuda")
+    results = []
+    for _ in range(30):
+        workspace.fill_(0xFF)
+        results.append(oxmoe.moe(x, made, weights, ids, workspace=workspace))
+    assert bool(results[0].isfinite().all())
+    assert all(same_bits(other, results[0]) for other in results[1:])

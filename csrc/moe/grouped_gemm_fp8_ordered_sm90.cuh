@@ -23,6 +23,7 @@ struct GroupedGemmFp8OrderedSm90 {
     using Wide = GroupedGemmFp8WideSm90<Gated, 4>;
     // Its schedule: units of kPasses blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, 128, 2, kPasses, Stages>;
+    using Overlap = GemmOverlapSm90<Base>;
     static_assert(Base::kRows == kPasses * kBlockRows, "units of blocks");
 
     static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -39,6 +40,7 @@ struct GroupedGemmFp8OrderedSm90 {
         uint32_t source[kUnitSlots][kTokens];  // the schedule's, nobody reads it
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t stored[kUnitSlots];
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
@@ -60,7 +62,7 @@ struct GroupedGemmFp8OrderedSm90 {
             if (warp == 0)
                 copy(weights, tokens, p.gemm, shared);
             else if (warp == 1)
-                Base::schedule(p.gemm, shared);
+                Overlap::schedule(p.gemm, shared);
             else
                 multiply_scales(p, shared);
         } else {
@@ -81,6 +83,7 @@ private:
             sm90::barrier_init(&shared.unit_empty[u], 1 + kScaleThreads + 128 * kConsumers);
         }
         sm90::barrier_init(&shared.fetch_next, 1);
+        Overlap::init_barriers(shared, 128 * kConsumers);
         sm90::barrier_init_fence();
     }
 
@@ -98,13 +101,14 @@ private:
         const int k_blocks = Base::k_blocks(p);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         pdl::launch_dependents();
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+            if (p.awaited) sm90::fence_async_proxy();
             const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
             // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, kPasses * k_blocks - Base::kFetchLead);
@@ -139,7 +143,7 @@ private:
         const int k_blocks = Base::k_blocks(p.gemm), thread = threadIdx.x % kScaleThreads;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p.gemm);
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
@@ -194,7 +198,7 @@ private:
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         // NOTE: before the loop and at its ends: at its start, ptxas no longer sees that lanes agree on the ring.
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         for (;;) {
@@ -211,6 +215,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_arrive(&shared.empty[ring.slot]);
                 }
+                Overlap::stored(p, shared, units.slot ^ 1);
                 sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
                 continue;
             }
@@ -233,6 +238,7 @@ private:
                     size_t(place[half]) * params.out_scale_row + size_t(work.row_block) * params.out_scale_group;
                 Wide::store_group(p, place[half], work.row_block, threadIdx.x % 4 * Wide::kRun, half, sums, scale_at);
             }
+            Overlap::stored(p, shared, units.slot ^ 1);
         }
     }
 

@@ -25,6 +25,7 @@ struct GroupedGemmFp8StationarySm90 {
     using Wide = GroupedGemmFp8WideSm90<false, 4>;
     // Its schedule: units of UnitBlocks blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, false, kTokens, 2, UnitBlocks, 2>;
+    using Overlap = GemmOverlapSm90<Base, false>;
     static_assert(Base::kRows == UnitBlocks * kBlockRows, "units of blocks");
 
     static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -57,7 +58,7 @@ struct GroupedGemmFp8StationarySm90 {
             if (warp == 0)
                 copy_weights(weights, p, shared);
             else if (warp == 1)
-                Base::schedule(p, shared);
+                Overlap::schedule(p, shared);
             else
                 gather(p, shared);
         } else {
@@ -129,7 +130,7 @@ private:
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         RingPosition<kUnitSlots> units;
         RingPosition<kTokenStages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         pdl::launch_dependents();
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
@@ -190,7 +191,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<kTokenStages> tokens;
         RingPosition<kWeightStages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];

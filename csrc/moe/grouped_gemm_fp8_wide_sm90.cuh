@@ -20,6 +20,7 @@
 
 #include "../common/fp8.cuh"
 #include "../common/wgmma_fp8.cuh"
+#include "gemm_overlap_sm90.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
@@ -29,6 +30,7 @@ struct GroupedGemmFp8WideSm90 {
     static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2, kBlockRows = 128;
     // Its units are 256 weight rows, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, kTokens, 2, kConsumers, Stages>;
+    using Overlap = GemmOverlapSm90<Base>;
     static_assert(Base::kRows == kBlocks * kBlockRows, "units of two blocks");
 
     static constexpr int kThreads = Base::kThreads;
@@ -45,6 +47,7 @@ struct GroupedGemmFp8WideSm90 {
         uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t stored[kUnitSlots];
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
@@ -53,6 +56,7 @@ struct GroupedGemmFp8WideSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
+            Overlap::init_barriers(shared, 128 * kConsumers);
             Base::init_barriers(shared, kReaders * kConsumers);
             sm90::prefetch_tensor_map(&weights);
         }
@@ -65,7 +69,7 @@ struct GroupedGemmFp8WideSm90 {
             if (warp == 0)
                 copy_weights(weights, p, shared);
             else if (warp == 1)
-                Base::schedule(p, shared);
+                Overlap::schedule(p, shared);
             else
                 Base::gather(p, shared);
         } else {
@@ -177,7 +181,7 @@ private:
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         await_unit(shared, units, ring);
         Part part = take_unit(p, shared, units, row);
         while (part.work.expert >= 0) {
@@ -186,6 +190,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
                 }
+                Overlap::stored(p, shared, units.slot ^ 1);
                 await_unit(shared, units, ring);
                 part = take_unit(p, shared, units, row);
                 continue;
@@ -199,12 +204,14 @@ private:
             await_unit(shared, units, ring);
             if constexpr (Gated) {
                 finish(p, part.work, row, sums);
+                Overlap::stored(p, shared, units.slot ^ 1);
                 part = take_unit(p, shared, units, row);
             } else {
                 // NOTE: before the outputs, which cover the latency of the next unit's scales. Gated, registers would not do.
                 const WorkUnit work = part.work;
                 part = take_unit(p, shared, units, row);
                 finish(p, work, row, sums);
+                Overlap::stored(p, shared, units.slot);
             }
         }
     }

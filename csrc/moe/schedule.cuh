@@ -21,7 +21,7 @@ struct Schedule {
         const int thread = threadIdx.x;
         pdl::launch_dependents();
         pdl::wait();
-        if (thread < p.counter_count) p.counters[thread] = 0;
+        for (int i = thread; i < p.counter_count; i += kThreads) p.counters[i] = 0;
         Sum rows_before, tiles_before;
         for (int base = 0; base < p.experts; base += kThreads) {
             const int experts = min(p.experts - base, kThreads);

@@ -38,8 +38,9 @@ __device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int 
 
 constexpr int kMostGroupTiles = 12;
 // The same in another order: all tiles of an expert, then the next row block: an expert's weights are read from memory once. An
-// expert with many tiles has them in even groups, so that the tokens of a group stay in L2.
-__device__ __forceinline__ int find_unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit, WorkUnit& work) {
+// expert with many tiles has them in even groups, so that the tokens of a group stay in L2. `expert_rows`: all of the expert's.
+__device__ __forceinline__ int find_unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit, WorkUnit& work,
+                                                   int* expert_rows = nullptr) {
     // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.
     const int lane = threadIdx.x % 32, any = unit / row_blocks, expert = all[any].expert;
     int first = any, end = any + 1;
@@ -57,6 +58,7 @@ __device__ __forceinline__ int find_unit_by_expert(const Tile* all, int tile_cou
     const int number = start + place % tiles;
     const Tile tile = all[number];
     work = {tile.expert, tile.first, tile.count, place / tiles};
+    if (expert_rows) *expert_rows = all[end - 1].first + all[end - 1].count - all[first].first;
     return number;
 }
 

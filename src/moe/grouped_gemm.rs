@@ -123,6 +123,8 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         slot_weights: rows.slot_weights,
         out: rows.hidden,
         out_scales: std::ptr::null_mut(),
+        done: std::ptr::null_mut(),
+        awaited: std::ptr::null(),
         rows: layer.up.rows as i32,
         k: layer.up.k as i32,
         out_columns: layer.desc.intermediate as i32,

@@ -3,7 +3,7 @@
 
 use super::grouped_gemm::{self, Gemm, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
-use super::plan::{self, e4m3_columns, MoeWorkspace};
+use super::plan::{self, e4m3_columns, Counters, MoeWorkspace};
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
 use super::{elem, fp8, nvfp4, routed};
@@ -70,7 +70,7 @@ impl Stages {
             tiles: ws.tiles.at(base),
             tile_count: ws.tile_count.at(base),
             counters: ws.counters.at(base),
-            counter_count: masked::COUNTERS,
+            counter_count: masked::counters(&layer.desc),
         };
         let [mut up, mut down] = grouped_gemm::params(
             layer,
@@ -162,9 +162,14 @@ impl Stages {
         let Some(plan_down) = plan.down else {
             return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
         };
+        let mut down = self.down;
+        if plan.overlaps {
+            up.done = self.schedule.counters.wrapping_add(Counters::DONE);
+            down.awaited = up.done;
+        }
         grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
         quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
-        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &self.down, down_order)
+        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &down, down_order)
     }
 
     fn run_cpu(&self, layer: &Layer) {

@@ -36,7 +36,7 @@ use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use grouped_gemm::Gemm;
 use numbers::Numbers;
 use per_expert::{Given, Scalar};
-use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
+use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
 use routing::Tiling;
 use scratch::Scratch;
@@ -193,6 +193,11 @@ impl Stages {
                     stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
                 }
                 let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
+                let mut down_params = self.down;
+                if plan.overlaps {
+                    up_params.done = self.route.counters.wrapping_add(Counters::DONE);
+                    down_params.awaited = up_params.done;
+                }
                 let Some(down) = down else {
                     grouped_gemm::launch_both(stream, "moe: GEMM1 and GEMM2", up, &up_params, &self.down)?;
                     return self.combine_on_cuda(stream, plan);
@@ -211,7 +216,7 @@ impl Stages {
                 if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
                     stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
                 }
-                grouped_gemm::launch(stream, "moe: GEMM2", down, (layer, Gemm::Down), &self.down, down_order)?;
+                grouped_gemm::launch(stream, "moe: GEMM2", down, (layer, Gemm::Down), &down_params, down_order)?;
             }
             Experts::Fused(launch) => {
                 let stages = (self.up, self.down, self.combine);

@@ -203,6 +203,8 @@ impl Counters {
     pub const NEXT_UP: usize = 0;
     pub const NEXT_DOWN: usize = 1;
     pub const TILES_DONE: usize = 2;
+    /// i32 `[experts]`: `GroupedGemmParams::done`, where layers in one launch count tiles.
+    pub const DONE: usize = 2;
     /// Of e4m3 with one scale for all of a call: the largest magnitudes of x and of GEMM1's output, where layers in one launch count tiles.
     pub const PEAK_X: usize = 2;
     pub const PEAK_HIDDEN: usize = 3;
@@ -240,6 +242,8 @@ pub struct MoePlan {
     /// GEMM2's own schedule behind the routing, and its tiles' tokens, where they are not GEMM1's.
     pub down_schedule: Option<(Launch, i32)>,
     pub experts: Experts,
+    /// GEMM2 begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh).
+    pub overlaps: bool,
     /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
@@ -375,6 +379,7 @@ impl MoePlan {
         } else {
             [[None; 2]; 2]
         };
+        let overlaps = one_launch.is_none() && kernels == Kernels::HopperFp8 && fp8_sm90::overlaps(format, tile_tokens);
         Ok(MoePlan {
             desc: *desc,
             tile_tokens,
@@ -382,6 +387,7 @@ impl MoePlan {
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
             experts,
+            overlaps,
             quantize,
             combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
@@ -406,6 +412,7 @@ impl MoePlan {
     pub fn counter_count(&self) -> i32 {
         match self.experts {
             Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
+            Experts::Gemms { .. } if self.overlaps => Counters::DONE as i32 + self.desc.layer.experts as i32,
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
             Experts::Routed(_) => 0,

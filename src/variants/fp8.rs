@@ -280,17 +280,19 @@ impl Fp8 {
     /// Bytes of `Shared`: stages with scales, staged outputs (two chunks a consumer), row offsets and work units (two of each), barriers.
     pub fn shared_bytes(&self) -> u32 {
         let rest = |tokens, stages| 2 * tokens * 4 + 2 * 16 + 8 * (2 * stages + 5);
+        // Two barriers where units are announced.
+        let announced = |tokens, stages| rest(tokens, stages) + 2 * 8;
         let bytes = match *self {
             GroupedGemmFp8Sm90 { gated, tokens, consumers, stages } => {
                 let stage = tokens * 128 + consumers * 8192 + tokens * 4 + consumers * 8;
                 let chunk = if gated { tokens.min(64) * 64 } else { tokens.min(32) * 128 };
                 stages * stage + 2 * consumers * chunk + rest(tokens, stages)
             }
-            GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + rest(WIDE_TOKENS, stages),
+            GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + announced(WIDE_TOKENS, stages),
             // A scale of each token in a stage; gated, the sums of 128 gate rows.
             GroupedGemmFp8OrderedSm90 { gated, stages } => {
                 let stage = (ORDERED_TOKENS + 128) * 128 + ORDERED_TOKENS * 4;
-                stages * stage + if gated { ORDERED_TOKENS * 128 * 4 } else { 512 } + rest(ORDERED_TOKENS, stages)
+                stages * stage + if gated { ORDERED_TOKENS * 128 * 4 } else { 512 } + announced(ORDERED_TOKENS, stages)
             }
             // A ring of 8 K blocks of tokens and one of 6 of weights.
             GroupedGemmFp8StationarySm90 { .. } => (8 + 6) * 128 * 128 + rest(WIDE_TOKENS, 8 + 6),

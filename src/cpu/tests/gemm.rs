@@ -89,6 +89,8 @@ impl Data {
             slot_weights: if c.slot_weights { self.slot_weights.as_ptr() } else { std::ptr::null() },
             out: out.bytes.as_mut_ptr(),
             out_scales: std::ptr::null_mut(),
+            done: std::ptr::null_mut(),
+            awaited: std::ptr::null(),
             rows: c.rows() as i32,
             k: c.k as i32,
             out_columns: c.out_columns as i32,

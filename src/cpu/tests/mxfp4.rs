@@ -67,6 +67,8 @@ fn expanded_weights_are_plain_weights() {
                                 slot_weights: std::ptr::null(),
                                 out: out.bytes.as_mut_ptr(),
                                 out_scales: std::ptr::null_mut(),
+                                done: std::ptr::null_mut(),
+                                awaited: std::ptr::null(),
                                 rows: rows as i32,
                                 k: k as i32,
                                 out_columns: out_columns as i32,

@@ -117,6 +117,11 @@ pub fn quantises_inside(format: Format, tile_tokens: i32) -> bool {
     format == Format::Fp8Block && tile_tokens >= WIDE_TOKENS as i32
 }
 
+/// Whether GEMM2 of `moe` begins where GEMM1 ends. Not where x lies in the order of places: there GEMM2 writes where GEMM1 reads.
+pub fn overlaps(format: Format, tile_tokens: i32) -> bool {
+    quantises_inside(format, tile_tokens) && !in_order(tile_tokens)
+}
+
 /// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.
 pub fn quantize(
     layer: &LayerDesc,
@@ -196,6 +201,16 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     };
     let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
     tiles::launch(&[gemm], tile_tokens, (variant, blocks * group), device)
+}
+
+/// The same where only `expected` many rows are likely of all that there is room for.
+pub fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
+    let launch = gemm(all, tile_tokens, device);
+    match tile_tokens == WIDE_TOKENS as i32 {
+        // Of both kernels a multiprocessor holds one CTA.
+        true => Launch { grid: launch.grid, ..down(expected, tile_tokens, device) },
+        false => launch,
+    }
 }
 
 /// What csrc/moe/routed_layer_fp8_sm90.cuh has room for: columns of x and between the GEMMs.

@@ -16,8 +16,11 @@ use crate::variants::mxfp8::Mxfp8;
 use crate::variants::Variant;
 use crate::workspace::Layout;
 
-/// Those of `Counters` that a call has: no tile is counted.
-pub const COUNTERS: i32 = Counters::PEAK_HIDDEN as i32 + 1;
+/// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
+pub fn counters(layer: &LayerDesc) -> i32 {
+    let done = if layer.format == Format::Fp8Block { Counters::DONE as i32 + layer.experts as i32 } else { 0 };
+    done.max(Counters::PEAK_HIDDEN as i32 + 1)
+}
 
 /// One call.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +48,8 @@ pub struct MaskedPlan {
     pub up: Launch,
     /// None: `up` has both GEMMs.
     pub down: Option<Launch>,
+    /// As in `MoePlan`.
+    pub overlaps: bool,
 }
 
 impl MaskedPlan {
@@ -80,7 +85,10 @@ impl MaskedPlan {
         let (up, down) = match kernels {
             Kernels::Hopper => each(sm90::gemm),
             Kernels::HopperMxfp4 => mxfp4_sm90::gemms(&up, &down, tile_tokens, device),
-            Kernels::HopperFp8 => each(fp8_sm90::gemm),
+            Kernels::HopperFp8 => {
+                let down = fp8_sm90::down_of_rows((&few_down, &down), tile_tokens, device);
+                (fp8_sm90::gemm(&up, tile_tokens, device), Some(down))
+            }
             Kernels::HopperMxfp8 => (mxfp8_sm90::gemms(&up, &down, tile_tokens, device), None),
             Kernels::HopperNvfp4 => nvfp4_sm90::gemms(&up, &down, tile_tokens, device),
             Kernels::Portable => each(portable::gemm),
@@ -100,7 +108,9 @@ impl MaskedPlan {
         // What quantises rows needs a schedule, too.
         let alone = down.is_none() && quantize.iter().flatten().all(Option::is_none);
         let finds_tiles = desc.finds_tiles && alone && experts <= PAIR_EXPERTS;
-        Ok(MaskedPlan { tile_tokens, max_tiles, schedule: (!finds_tiles).then(schedule), quantize, up, down })
+        let schedule = (!finds_tiles).then(schedule);
+        let overlaps = kernels == Kernels::HopperFp8 && inside;
+        Ok(MaskedPlan { tile_tokens, max_tiles, schedule, quantize, up, down, overlaps })
     }
 
     /// All launches in their order.
@@ -193,7 +203,7 @@ pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
     let mut w = MoeWorkspace {
         tiles: add("tiles", tiles as usize * size_of::<Tile>()),
         tile_count: add("tile_count", 4),
-        counters: add("counters", COUNTERS as usize * 4),
+        counters: add("counters", counters(layer) as usize * 4),
         hidden: add("hidden", slots * layer.intermediate as usize * element),
         x_codes: add("x_codes", fp8(layer.hidden, 1)),
         x_scales: add("x_scales", fp8(layer.hidden, GROUP / 4)),
