@@ -185,13 +185,15 @@ template <typename> float2 unpack(uint32_t word) { return {float_of(word << 16),
 namespace pdl {
 inline void wait() {
     const uint32_t launch = self->launch;
-    ::wait([launch] { return std::all_of(unfinished.begin(), unfinished.begin() + launch, [](uint32_t n) { return n == 0; }); });
+    const auto first = unfinished.begin();
+    ::wait([=] { return std::all_of(first, first + launch, [](uint32_t threads) { return threads == 0; }); });
 }
 inline void launch_dependents() {}
 }  // namespace pdl
 namespace counter {
 inline int add(int* counter) { return (*counter)++; }
-inline void add_only(int* counter, int value) { *counter += value; }
+inline void add_only(int* counter, int value = 1) { *counter += value; }
+inline bool has_reached(const int* counter, int value) { return *counter >= value; }
 inline void wait_for(const int* counter, int value) {
     auto done = [=] { return *counter >= value; };
     if (!done()) ::wait(done);
@@ -433,7 +435,7 @@ class HostFp8:
     def add(
         self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, **parameters: Any
     ) -> None:
-        """A launch. weights: e4m3 [experts, rows, k]; x has as many rows as there are places where they lie in their order."""
+        """A launch. weights: e4m3 [experts, rows, k]; x has a row for each place where they lie in their order."""
         gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
         self.parameters.append(STRUCTS["OrderedGemmParams"](gemm=gemm, **strides))
         shape = map(ctypes.c_int64, (weights.shape[2], weights.shape[0] * weights.shape[1], places))

@@ -32,6 +32,8 @@ NEAR = 2.0**-6
 
 # GEMM2 of 256 to 1024 columns has a kernel of its own where tiles are wide.
 PAIRS = Shape("pairs-of-blocks", 4, 2, 512, 512, bias=True)
+# Groups of 128 columns between the GEMMs for every multiprocessor: then GEMM1 quantises in tiles of few tokens, too.
+GROUPS = Shape("many-groups", 48, 4, 384, 640, bias=True)
 KINDS = ("block", *MODES)
 
 
@@ -157,7 +159,7 @@ def make(kind: str, shape: Shape, device: str, rng: torch.Generator) -> Fp8 | Fp
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 70, 300])
-@pytest.mark.parametrize("shape", [*SHAPES[1:], PAIRS], ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [*SHAPES[1:], PAIRS, GROUPS], ids=lambda s: s.name)
 def test_steps(shape: Shape, tokens: int, kind: str, device: str, rng: torch.Generator) -> None:
     layer = make(kind, shape, device, rng)
     check_steps(layer, kind, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
@@ -166,15 +168,18 @@ def test_steps(shape: Shape, tokens: int, kind: str, device: str, rng: torch.Gen
 @pytest.mark.parametrize("kind", ["block", "static"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_routing_patterns(pattern: str, kind: str, device: str, rng: torch.Generator) -> None:
-    layer = make(kind, SHAPES[2], device, rng)
-    check_steps(layer, kind, layer.x(100, rng), *make_routing(pattern, 100, 5, 3, rng))
+    for shape in (SHAPES[2], GROUPS):
+        layer = make(kind, shape, device, rng)
+        check_steps(layer, kind, layer.x(100, rng), *make_routing(pattern, 100, shape.experts, shape.top_k, rng))
 
 
 @pytest.mark.parametrize("kind", ["block", "static"])
 @pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
 def test_activations(name: str, kind: str, device: str, rng: torch.Generator) -> None:
-    layer = make(kind, SHAPES[2].with_options(**ACTIVATIONS[name]), device, rng)
-    check_steps(layer, kind, layer.x(200, rng), *make_routing("uniform", 200, 5, 3, rng))
+    for shape in (SHAPES[2], GROUPS):
+        layer = make(kind, shape.with_options(**ACTIVATIONS[name]), device, rng)
+        routing = make_routing("uniform", 200, shape.experts, shape.top_k, rng)
+        check_steps(layer, kind, layer.x(200, rng), *routing)
 
 
 @pytest.mark.gpu
@@ -187,7 +192,7 @@ def test_models(shape: Shape, tokens: int, kind: str, rng: torch.Generator) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [700, 3000])
+@pytest.mark.parametrize("tokens", [40, 300, 700, 3000])
 @pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
 def test_second_gemm_reads_nothing_early(shape: Shape, tokens: int, rng: torch.Generator) -> None:
     """It begins before GEMM1 ends: what GEMM1 has not written yet is NaN."""
@@ -201,3 +206,15 @@ def test_second_gemm_reads_nothing_early(shape: Shape, tokens: int, rng: torch.G
         results.append(oxmoe.moe(x, made, weights, ids, workspace=workspace))
     assert bool(results[0].isfinite().all())
     assert all(same_bits(other, results[0]) for other in results[1:])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_row_has_the_same_bits_in_every_tile(gated: bool, device: str, rng: torch.Generator) -> None:
+    """GEMM1's output quantised behind it, and by its epilogue in tiles of few and of many tokens."""
+    options = {} if gated else ACTIVATIONS["relu2"]
+    layer, tokens = make_fp8(GROUPS.with_options(**options), device, rng), 3000
+    made, x = layer.weights(), layer.x(tokens, rng)
+    weights, ids = (part.to(device) for part in make_routing("uniform", tokens, GROUPS.experts, GROUPS.top_k, rng))
+    whole = oxmoe.moe(x, made, weights, ids)
+    for count in (1, 6, 40, 90, 300, 600, 900):
+        assert same_bits(oxmoe.moe(x[:count], made, weights[:count], ids[:count]), whole[:count]), count

@@ -17,12 +17,16 @@ __device__ __forceinline__ void add_only(int* counter, int value = 1) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ bool has_reached(const int* counter, int value) {
+    int now;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    return now >= value;
+}
+
 // Returns once the counter has reached `value`.
 __device__ __forceinline__ void wait_for(const int* counter, int value) {
-    int now;
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    } while (now < value);
+    while (!has_reached(counter, value)) {
+    }
 }
 
 // Adds `share`; nothing waits for the answer.

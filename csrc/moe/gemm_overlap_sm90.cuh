@@ -2,7 +2,9 @@
 // tokens expert by expert, not for the launch before theirs.
 //
 // GEMM1 counts in `GroupedGemmParams::done` what it has stored, in rows x groups of 128 columns of an expert; in GEMM2 the warp
-// that hands out units waits for the expert's before it does.
+// that hands out units waits for the expert's before it does. In front of the experts GEMM1's CTAs count themselves as they end:
+// once all have, nobody looks at the counters any more. (Each look empties the L1 cache, where the schedule is, and a short K
+// leaves no time to read it anew.)
 //
 // Progress: programmatic dependent launch starts a CTA of GEMM2 once all of GEMM1's have started, and those wait for nobody.
 #pragma once
@@ -15,11 +17,10 @@
 namespace oxmoe {
 
 // `Base`: the GroupedGemmSm90 whose units a kernel has; all tiles of an expert, then the next row block. `Announces`: whether it
-// can be a GEMM1, whose Shared has barriers `stored`, one for each slot of a unit.
+// may be a GEMM1, whose Shared has barriers `stored`, one for each slot of a unit.
 template <typename Base, bool Announces = true>
 struct GemmOverlapSm90 {
     static constexpr int kGroup = 128;
-    static constexpr int kUnitGroups = Base::kRows / (Base::kGated ? 2 : 1) / kGroup;
     static_assert(Base::kUnitSlots == 2, "a unit is announced when the next but one has not been handed out");
 
     template <typename Shared>
@@ -38,17 +39,22 @@ struct GemmOverlapSm90 {
         if (p.done) sm90::barrier_arrive(&shared.stored[slot]);
     }
 
-    // One warp.
+    // One warp. A unit is `passes` row blocks.
     template <typename Shared>
-    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
-        const int row_blocks = (p.rows + Base::kRows - 1) / Base::kRows, tile_count = *p.tile_count;
+    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared, int passes = 1) {
+        const int unit_rows = passes * Base::kRows, unit_groups = unit_rows / (Base::kGated ? 2 : 1) / kGroup;
+        const int row_blocks = (p.rows + unit_rows - 1) / unit_rows, tile_count = *p.tile_count;
+        bool waits = p.awaited != nullptr;
         const auto unit_at = [&](int unit) {
             WorkUnit work{-1, 0, 0, 0};
             if (unit >= tile_count * row_blocks) return work;
-            int rows;
-            find_unit_by_expert(p.tiles, tile_count, row_blocks, unit, work, &rows);
-            // A K block is 128 columns of GEMM1's output.
-            if (p.awaited) counter::wait_for(p.awaited + work.expert, rows * Base::k_blocks(p));
+            int rows = 0;
+            find_unit_by_expert(p.tiles, tile_count, row_blocks, unit, work, waits ? &rows : nullptr);
+            if (waits) {
+                waits = __shfl_sync(0xFFFFFFFF, !counter::has_reached(p.awaited, p.awaited_ctas), 0);
+                // A K block is 128 columns of GEMM1's output.
+                if (waits) counter::wait_for(p.awaited + 1 + work.expert, rows * Base::k_blocks(p));
+            }
             return work;
         };
         const auto next = [&](int unit) {
@@ -64,13 +70,14 @@ struct GemmOverlapSm90 {
                 if (last.expert >= 0) {
                     sm90::barrier_wait(&shared.stored[ring.slot], ring.parity);
                     ring.advance();
-                    const int groups = min(kUnitGroups, p.out_columns / kGroup - last.row_block * kUnitGroups);
-                    if (threadIdx.x % 32 == 0) counter::add_only(p.done + last.expert, last.count * groups);
+                    const int groups = min(unit_groups, p.out_columns / kGroup - last.row_block * unit_groups);
+                    if (threadIdx.x % 32 == 0) counter::add_only(p.done + 1 + last.expert, last.count * groups);
                 }
                 last = work;
             }
         };
         Base::template hand_out<false>(p, shared, p.next_unit != nullptr, blockIdx.x, next, unit_at, handed_out);
+        if (Announces && p.done && threadIdx.x % 32 == 0) counter::add_only(p.done);
         // NOTE: so that GEMM1 has ended for who waits for this launch.
         if (p.awaited) pdl::wait();
     }

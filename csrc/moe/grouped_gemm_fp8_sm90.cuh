@@ -8,12 +8,17 @@
 // A block's product is added to fp32 sums times the scales of its rows and tokens (wgmma keeps 14 bits, and scales change from
 // block to block). The scales come with the stage.
 //
+// With out_scales out is e4m3 with a scale for each 128 columns of a row: a unit is then as many row blocks, one after the other,
+// as have 128 outputs, which meet in shared memory.
+//
 // Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), 16-byte aligned x, weights and out.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
 
+#include "../common/fp8.cuh"
 #include "../common/wgmma_fp8.cuh"
+#include "gemm_overlap_sm90.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
@@ -21,23 +26,29 @@ namespace oxmoe {
 template <bool Gated, int MaxTokens, int Consumers, int Stages>
 struct GroupedGemmFp8Sm90 {
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
+    using Overlap = GemmOverlapSm90<Base>;
     static_assert(MaxTokens <= 64, "a gathering thread copies one token's scale");
 
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kReaders = 128;  // arrivals of a warpgroup that free a stage
     static constexpr int kScaleRows = 128;
+    static constexpr int kGroup = 128, kPasses = kGroup * (Gated ? 2 : 1) / Base::kRows;  // row blocks of 128 outputs
+    static constexpr int kStagingBytes = Consumers * 2 * Base::kStagingBytes, kGroupBytes = 2 * kGroup;  // of bf16
+    // NOTE: one consumer's staging has no room, and more would cost a CTA.
+    static constexpr bool kQuantises = MaxTokens * kGroupBytes <= kStagingBytes;
 
     struct alignas(128) Shared {
         struct {
             uint8_t tokens[Base::kTokenBytes], weights[Base::kWeightBytes];
         } stage[Stages];
-        uint8_t staging[Consumers][2 * Base::kStagingBytes];
+        uint8_t staging[Consumers][2 * Base::kStagingBytes];  // or the outputs of a group, a row a token
         float token_scales[Stages][MaxTokens];
         float weight_scales[Stages][Consumers][2];  // of the two halves of a consumer's slices
         uint32_t source[kUnitSlots][MaxTokens];     // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t stored[kUnitSlots];
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
@@ -49,6 +60,7 @@ struct GroupedGemmFp8Sm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
+            Overlap::init_barriers(shared, 128 * Consumers);
             Base::init_barriers(shared, kReaders * Consumers);
             sm90::prefetch_tensor_map(&weights);
         }
@@ -59,7 +71,7 @@ struct GroupedGemmFp8Sm90 {
         if (warp == 0)
             copy_weights(weights, p, shared);
         else if (warp == 1)
-            Base::schedule(p, shared);
+            schedule(p, shared);
         else if (warp < 4)
             gather(p, shared);
         else
@@ -67,6 +79,18 @@ struct GroupedGemmFp8Sm90 {
     }
 
 private:
+    static __device__ __forceinline__ bool quantises(const GroupedGemmParams& p) { return kQuantises && p.out_scales; }
+
+    // Row blocks of a unit.
+    static __device__ __forceinline__ int passes(const GroupedGemmParams& p) { return quantises(p) ? kPasses : 1; }
+
+    static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared) {
+        if (p.done || p.awaited)
+            Overlap::schedule(p, shared, passes(p));
+        else
+            Base::schedule(p, shared);
+    }
+
     // ---- weights: one thread, one box a stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
@@ -80,14 +104,18 @@ private:
             const WorkUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             if (work.expert < 0) break;
+            const int first = work.row_block * passes(p), last = first + passes(p) - 1;
 #pragma unroll 1
-            for (int block = 0; block < k_blocks; ++block, ring.advance()) {
-                if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(&shared.full[ring.slot], Base::kWeightBytes);
-                sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
-                                     {block * Base::kBlockK, 0, 0, work.row_block * (Base::kRows / 16), work.expert},
-                                     &shared.full[ring.slot]);
+            for (int row_block = first; row_block <= last; ++row_block) {
+#pragma unroll 1
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    if (row_block == last && block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
+                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                    sm90::barrier_arrive_expect(&shared.full[ring.slot], Base::kWeightBytes);
+                    sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
+                                         {block * Base::kBlockK, 0, 0, row_block * (Base::kRows / 16), work.expert},
+                                         &shared.full[ring.slot]);
+                }
             }
         }
     }
@@ -96,43 +124,47 @@ private:
     // a token keep old bytes ----
 
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
-        constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows;
+        constexpr int kPassRows = Base::kGatherThreads / 8, kCopies = MaxTokens / kPassRows;
         const int thread = threadIdx.x % Base::kGatherThreads, chunk = thread % 8, first = thread / 8;
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         const int k_blocks = Base::k_blocks(p), scale_blocks = p.rows / kScaleRows;
         const float* weight_scales = reinterpret_cast<const float*>(p.block_scales);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         pdl::launch_dependents();
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             const WorkUnit work = shared.unit[units.slot];
             if (work.expert < 0) break;
             const uint32_t* sources = shared.source[units.slot];
-            uint32_t source[kPasses];
+            uint32_t source[kCopies];
 #pragma unroll
-            for (int i = 0; i < kPasses; ++i) source[i] = sources[first + i * kPassRows];
+            for (int i = 0; i < kCopies; ++i) source[i] = sources[first + i * kPassRows];
             // A row of x has 8 vectors a block, and one scale.
             const float* token_scale = p.x_scales + (thread < work.count ? sources[thread] / 8 : 0);
-            const int row_tile = work.row_block * Consumers + thread / 2 % Consumers;
-            const int row = Gated ? thread % 2 * p.out_columns + row_tile * 32 : row_tile * 64;
-            const int scale_block = work.expert * scale_blocks + min(row / kScaleRows, scale_blocks - 1);
-            const float* weight_scale = weight_scales + size_t(scale_block) * k_blocks;
+            const int first_block = work.row_block * passes(p), end = first_block + passes(p);
 #pragma unroll 1
-            for (int block = 0; block < k_blocks; ++block, ring.advance()) {
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                const uint4* x = reinterpret_cast<const uint4*>(p.x) + block * 8 + chunk;
-                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+            for (int row_block = first_block; row_block < end; ++row_block) {
+                const int row_tile = row_block * Consumers + thread / 2 % Consumers;
+                const int row = Gated ? thread % 2 * p.out_columns + row_tile * 32 : row_tile * 64;
+                const int scale_block = work.expert * scale_blocks + min(row / kScaleRows, scale_blocks - 1);
+                const float* weight_scale = weight_scales + size_t(scale_block) * k_blocks;
+#pragma unroll 1
+                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+                    const uint4* x = reinterpret_cast<const uint4*>(p.x) + block * 8 + chunk;
+                    const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
 #pragma unroll
-                for (int i = 0; i < kPasses; ++i) {
-                    if (first + i * kPassRows < work.count)
-                        sm90::copy_16_async(tokens + i * kPassRows * 128, x + source[i], true);
+                    for (int i = 0; i < kCopies; ++i) {
+                        if (first + i * kPassRows < work.count)
+                            sm90::copy_16_async(tokens + i * kPassRows * 128, x + source[i], true);
+                    }
+                    if (thread < work.count) sm90::copy_4_async(&shared.token_scales[ring.slot][thread], token_scale + block);
+                    if (thread < 2 * Consumers)
+                        sm90::copy_4_async(&shared.weight_scales[ring.slot][0][0] + thread, weight_scale + block);
+                    sm90::copy_async_arrive(&shared.full[ring.slot]);
                 }
-                if (thread < work.count) sm90::copy_4_async(&shared.token_scales[ring.slot][thread], token_scale + block);
-                if (thread < 2 * Consumers)
-                    sm90::copy_4_async(&shared.weight_scales[ring.slot][0][0] + thread, weight_scale + block);
-                sm90::copy_async_arrive(&shared.full[ring.slot]);
             }
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         }
@@ -153,18 +185,116 @@ private:
             work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
             work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
             if (work.expert < 0) break;
-            typename Base::Biases bias;
-            Base::load_biases(work, p, bias);
-            float sums[1][MaxTokens / 2];
+            const int unit = work.row_block;
+            // NOTE: until all consumers have read what they share of the unit before.
+            if (quantises(p)) sm90::named_barrier(kMeeting, 128 * Consumers);
+#pragma unroll 1
+            for (int pass = 0; pass < passes(p); ++pass) {
+                work.row_block = unit * passes(p) + pass;
+                typename Base::Biases bias;
+                Base::load_biases(work, p, bias);
+                float sums[1][MaxTokens / 2];
 #pragma unroll
-            for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
-            multiply_at_width<16, MaxTokens>(work.count, Base::k_blocks(p), sums[0], shared, ring);
-            if (p.expert_scales) multiply_rows(work, p, sums[0]);
-            const bool activated = Base::prepare_sums(work, sums, bias, p);
-            if (!Gated || activated)
-                Base::template store<true>(work, sums, p, shared, staging);
-            else
-                Base::template store<false>(work, sums, p, shared, staging);
+                for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
+                multiply_at_width<16, MaxTokens>(work.count, Base::k_blocks(p), sums[0], shared, ring);
+                if (p.expert_scales) multiply_rows(work, p, sums[0]);
+                const bool activated = Base::prepare_sums(work, sums, bias, p);
+                if (quantises(p)) {
+                    const int first = pass * Consumers + Base::consumer_index();
+                    if (!Gated || activated)
+                        stage_outputs<true>(work, sums[0], first, p, shared);
+                    else
+                        stage_outputs<false>(work, sums[0], first, p, shared);
+                } else if (!Gated || activated) {
+                    Base::template store<true>(work, sums, p, shared, staging);
+                } else {
+                    Base::template store<false>(work, sums, p, shared, staging);
+                }
+            }
+            if (quantises(p)) {
+                sm90::named_barrier(kMeeting, 128 * Consumers);
+                store_group(work, unit, p, shared);
+                Overlap::stored(p, shared, units.slot);
+            }
+        }
+    }
+
+    // ---- outputs of a group as e4m3 ----
+
+    static constexpr int kMeeting = 1 + Consumers;  // a named barrier of all consumers
+
+    // Where 16 bytes of a token's outputs lie; swizzled.
+    static __device__ __forceinline__ uint32_t staged(int token, int chunk) {
+        return token * kGroupBytes + ((chunk ^ token % 8) * 16);
+    }
+
+    // `first`: the row tile's number in the group.
+    template <bool Activated>
+    static __device__ __forceinline__ void stage_outputs(const WorkUnit& work, const float (&sums)[MaxTokens / 2], int first,
+                                                         const GroupedGemmParams& p, Shared& shared) {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        const SwigluFunction swiglu(p.activation);
+        // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
+        const int token = Gated ? lane % 16 : lane / 16 * 8 + lane % 8;
+        const int chunk = Gated ? first * 4 + warp : (first * 4 + warp) * 2 + lane / 8 % 2;
+        const uint32_t to = sm90::shared_address(shared.staging) + staged(token, chunk);
+#pragma unroll
+        for (int n = 0; n < MaxTokens; n += 16) {
+            if (n >= work.count) break;
+            uint32_t packed[Gated ? 2 : 4];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float* d = &sums[n / 2 + 4 * j];
+                if constexpr (!Gated) {
+                    packed[2 * j] = pack<__nv_bfloat16>(d[0], d[1]);
+                    packed[2 * j + 1] = pack<__nv_bfloat16>(d[2], d[3]);
+                } else if constexpr (Activated) {
+                    packed[j] = pack<__nv_bfloat16>(d[0], d[1]);
+                } else {
+                    packed[j] = pack<__nv_bfloat16>(swiglu(d[0], d[2]), swiglu(d[1], d[3]));
+                }
+            }
+            sm90::store_tiles_turned(to + n * kGroupBytes, packed);
+        }
+    }
+
+    // Four lanes a token, each with every fourth eight of its outputs.
+    static __device__ __forceinline__ void store_group(const WorkUnit& work, int group, const GroupedGemmParams& p,
+                                                       Shared& shared) {
+        const int thread = threadIdx.x - 128, quarter = thread % 4;
+        const uint32_t from = sm90::shared_address(shared.staging);
+#pragma unroll 1
+        for (int first = 0; first < work.count; first += 32 * Consumers) {
+            const int n = first + thread / 4;
+            uint4 outputs[4];
+            float amax = 0.f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                outputs[i] = sm90::load_shared_16(from + staged(min(n, MaxTokens - 1), quarter + 4 * i));
+                const uint32_t pairs[4] = {outputs[i].x, outputs[i].y, outputs[i].z, outputs[i].w};
+#pragma unroll
+                for (uint32_t pair : pairs) {
+                    const float2 two = unpack<__nv_bfloat16>(pair);
+                    amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
+                }
+            }
+            // NOTE: all lanes of the warp are here, also those without a token.
+            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+            const fp8::Scale scale(amax);
+            const size_t place = work.first + n;
+            uint8_t* out = p.out + place * p.out_columns + group * kGroup + quarter * 8;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const auto codes = [&](uint32_t low, uint32_t high) {
+                    const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
+                    return fp8::pack(__fmul_rn(a.x, scale.inverse), __fmul_rn(a.y, scale.inverse), __fmul_rn(b.x, scale.inverse),
+                                     __fmul_rn(b.y, scale.inverse));
+                };
+                sm90::store_global_8_if(out + i * 32, codes(outputs[i].x, outputs[i].y), codes(outputs[i].z, outputs[i].w),
+                                        n < work.count);
+            }
+            if (quarter == 0 && n < work.count) p.out_scales[place * (p.out_columns / kGroup) + group] = scale.scale;
         }
     }
 

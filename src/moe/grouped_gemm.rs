@@ -125,6 +125,7 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         out_scales: std::ptr::null_mut(),
         done: std::ptr::null_mut(),
         awaited: std::ptr::null(),
+        awaited_ctas: 0,
         rows: layer.up.rows as i32,
         k: layer.up.k as i32,
         out_columns: layer.desc.intermediate as i32,
@@ -158,6 +159,14 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         ..up
     };
     [up, down]
+}
+
+/// GEMM2 begins where the CTAs of GEMM1, if given, end. `counters`: zeros, as in `Counters`.
+pub fn overlap(ctas: Option<u32>, counters: *mut i32, (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams)) {
+    if let Some(ctas) = ctas {
+        up.done = counters.wrapping_add(Counters::DONE);
+        (down.awaited, down.awaited_ctas) = (up.done, ctas as i32);
+    }
 }
 
 /// What a GEMM of e4m3 takes whose rows of x lie in the order of places.

@@ -3,7 +3,7 @@
 
 use super::grouped_gemm::{self, Gemm, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
-use super::plan::{self, e4m3_columns, Counters, MoeWorkspace};
+use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
 use super::{elem, fp8, nvfp4, routed};
@@ -162,11 +162,8 @@ impl Stages {
         let Some(plan_down) = plan.down else {
             return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
         };
-        let mut down = self.down;
-        if plan.overlaps {
-            up.done = self.schedule.counters.wrapping_add(Counters::DONE);
-            down.awaited = up.done;
-        }
+        let (ctas, mut down) = (plan.overlaps.then_some(plan.up.grid), self.down);
+        grouped_gemm::overlap(ctas, self.schedule.counters, (&mut up, &mut down));
         grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
         quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
         grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &down, down_order)

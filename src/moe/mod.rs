@@ -36,7 +36,7 @@ use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use grouped_gemm::Gemm;
 use numbers::Numbers;
 use per_expert::{Given, Scalar};
-use plan::{Counters, Experts, MoeDesc, MoePlan, MoeWorkspace};
+use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
 use routing::Tiling;
 use scratch::Scratch;
@@ -193,11 +193,8 @@ impl Stages {
                     stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
                 }
                 let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
-                let mut down_params = self.down;
-                if plan.overlaps {
-                    up_params.done = self.route.counters.wrapping_add(Counters::DONE);
-                    down_params.awaited = up_params.done;
-                }
+                let (ctas, mut down_params) = (plan.overlaps.then_some(up.grid), self.down);
+                grouped_gemm::overlap(ctas, self.route.counters, (&mut up_params, &mut down_params));
                 let Some(down) = down else {
                     grouped_gemm::launch_both(stream, "moe: GEMM1 and GEMM2", up, &up_params, &self.down)?;
                     return self.combine_on_cuda(stream, plan);

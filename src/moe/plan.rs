@@ -1,6 +1,7 @@
 //! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
 //! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
 
+mod counters;
 pub mod fp8_sm90;
 pub mod masked;
 pub mod mxfp4_sm90;
@@ -20,6 +21,7 @@ use crate::quant::fp8::GROUP;
 use crate::quant::Format;
 use crate::variants::{Element, Variant};
 use crate::workspace::{Layout, Range};
+pub use counters::{counters, Counters};
 use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
 
@@ -98,7 +100,10 @@ impl MoeWorkspace {
             slot_of_place: add("slot_of_place", slots * 4),
             tiles: add("tiles", most_tiles * size_of::<Tile>()),
             tile_count: add("tile_count", 4),
-            counters: add("counters", counters(most_tiles as i32, layer.hidden).count() as usize * 4),
+            counters: add(
+                "counters",
+                counters(most_tiles as i32, layer.hidden).count().max(Counters::with_done(layer.experts)) as usize * 4,
+            ),
             block_histogram: add(
                 "block_histogram",
                 routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
@@ -184,37 +189,6 @@ pub fn tile_step(desc: &MoeDesc, tile_tokens: i32) -> i32 {
     match desc.layer.format {
         format if format.is_fp8() => fp8_sm90::tile_step(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens),
         _ => tile_tokens.min(16),
-    }
-}
-
-/// What the workspace range `counters` holds, all i32 that routing sets to 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counters {
-    tiles: i32,
-    row_blocks: i32,
-}
-
-pub fn counters(max_tiles: i32, hidden: i64) -> Counters {
-    Counters { tiles: max_tiles, row_blocks: (hidden as u32).div_ceil(sm90::LAYER_ROWS) as i32 }
-}
-
-impl Counters {
-    /// `next_unit` of GEMM1 (of the fused layer: of both) and of GEMM2.
-    pub const NEXT_UP: usize = 0;
-    pub const NEXT_DOWN: usize = 1;
-    pub const TILES_DONE: usize = 2;
-    /// i32 `[experts]`: `GroupedGemmParams::done`, where layers in one launch count tiles.
-    pub const DONE: usize = 2;
-    /// Of e4m3 with one scale for all of a call: the largest magnitudes of x and of GEMM1's output, where layers in one launch count tiles.
-    pub const PEAK_X: usize = 2;
-    pub const PEAK_HIDDEN: usize = 3;
-
-    pub fn rows_done(self) -> usize {
-        Self::TILES_DONE + self.tiles as usize
-    }
-
-    pub fn count(self) -> i32 {
-        self.rows_done() as i32 + self.row_blocks
     }
 }
 
@@ -323,7 +297,7 @@ impl MoePlan {
             | Kernels::HopperFp8
             | Kernels::Portable => None,
         };
-        let mut down_tile_tokens = None;
+        let (mut down_tile_tokens, mut quantises_inside) = (None, false);
         let (tile_tokens, experts) = match (one_launch, kernels) {
             (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
             (None, Kernels::Hopper) => {
@@ -343,7 +317,10 @@ impl MoePlan {
                 };
                 let tile_tokens = fp8_sm90::tile_tokens(&up, order);
                 down_tile_tokens = fp8_sm90::down_tile_tokens(&down, tile_tokens);
-                let up = fp8_sm90::gemm(&up, tile_tokens, device);
+                let inside = fp8_sm90::quantises_inside(&up, tile_tokens, device);
+                quantises_inside = inside;
+                let gemm = if inside { fp8_sm90::quantising_gemm } else { fp8_sm90::gemm };
+                let up = gemm(&up, tile_tokens, device);
                 let down = fp8_sm90::down(&down, down_tile_tokens.unwrap_or(tile_tokens), device);
                 (tile_tokens, Experts::Gemms { up, down: Some(down) })
             }
@@ -366,8 +343,7 @@ impl MoePlan {
         let quantize = if one_launch.is_some() {
             [[None; 2]; 2]
         } else if format.is_fp8() {
-            let inside = kernels == Kernels::HopperFp8 && fp8_sm90::quantises_inside(format, tile_tokens);
-            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens, inside)
+            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens, quantises_inside)
         } else if format == Format::Mxfp4A8 {
             [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
         } else if format.is_nvfp4() {
@@ -379,7 +355,7 @@ impl MoePlan {
         } else {
             [[None; 2]; 2]
         };
-        let overlaps = one_launch.is_none() && kernels == Kernels::HopperFp8 && fp8_sm90::overlaps(format, tile_tokens);
+        let overlaps = fp8_sm90::overlaps(tile_tokens, quantises_inside);
         Ok(MoePlan {
             desc: *desc,
             tile_tokens,
@@ -412,7 +388,7 @@ impl MoePlan {
     pub fn counter_count(&self) -> i32 {
         match self.experts {
             Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
-            Experts::Gemms { .. } if self.overlaps => Counters::DONE as i32 + self.desc.layer.experts as i32,
+            Experts::Gemms { .. } if self.overlaps => Counters::with_done(self.desc.layer.experts),
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
             Experts::Routed(_) => 0,

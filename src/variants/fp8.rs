@@ -91,6 +91,11 @@ impl Fp8Tile {
         }
     }
 
+    /// Whether its epilogue can: two consumers' staged outputs have room for those of a group.
+    pub fn quantises(self) -> bool {
+        self.consumers == 2
+    }
+
     /// Weight rows of a work unit.
     pub fn unit_rows(self) -> u32 {
         if self.tokens == WIDE_TOKENS {
@@ -286,7 +291,7 @@ impl Fp8 {
             GroupedGemmFp8Sm90 { gated, tokens, consumers, stages } => {
                 let stage = tokens * 128 + consumers * 8192 + tokens * 4 + consumers * 8;
                 let chunk = if gated { tokens.min(64) * 64 } else { tokens.min(32) * 128 };
-                stages * stage + 2 * consumers * chunk + rest(tokens, stages)
+                stages * stage + 2 * consumers * chunk + announced(tokens, stages)
             }
             GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + announced(WIDE_TOKENS, stages),
             // A scale of each token in a stage; gated, the sums of 128 gate rows.

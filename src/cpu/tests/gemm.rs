@@ -91,6 +91,7 @@ impl Data {
             out_scales: std::ptr::null_mut(),
             done: std::ptr::null_mut(),
             awaited: std::ptr::null(),
+            awaited_ctas: 0,
             rows: c.rows() as i32,
             k: c.k as i32,
             out_columns: c.out_columns as i32,

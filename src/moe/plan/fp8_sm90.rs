@@ -54,14 +54,18 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
-/// both GEMMs and what quantises, with tiles of 16, 64 and 128 (of these GEMM2 as `down` has it): dsv3-tp8 at M = 64 (mean 2) 302, 309, -; at
-/// 256 (8) -, 363, 411; at 1024 (32) 516, 402, 389; at 4096 (128) -, 825, 662; qwen3-30b-a3b at 64 (4) 150, 151, -; at 256 (16) 181, 158, -;
-/// at 1024 (64) -, 207, 183. The border between 16 and 32 is chosen. `gemm`: GEMM1.
+/// `moe_masked` with x in e4m3 and rows drawn from Poisson distributions, with tiles of 16, 64 and 128 (GEMM2 as `down` has it), by mean:
+///   E64 H2048 I768     4: 79.5, 80.5, 93.3   10: 80.3, 81.8, 94.5   32: 117, 85.8, 98.1   52: 141, 92.6, 103   56: 144, 95.7, 104
+///   E128 H2048 I512    4: 101.5, 102, 114    10: 109, 105.8, 119    32: 155, 113, 127     52: 206, 129, 139    60: 223, 136, 141
+///   E32 H7168 I2048    4: 337, 336, 357      10: 338, 340, 362      32: 488, 352, 378     52: 603, 377, 404    56: 647, 414, 405
+///   E64 H7168 I256     1: 70.3, 74.0, 69.3   2: 92.9, 88.9, 90.2    10: 106, 100, 103     24: 134, 106, 108    48: 197, 121, 120
+/// The borders between these means are chosen. `gemm`: GEMM1.
 pub fn tile_tokens(gemm: &GemmDesc, order: Order) -> i32 {
+    let short = gemm.outputs() < SHORT;
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
-        mean if mean <= 4.0 => 16,
-        mean if mean <= 24.0 => 64,
-        mean if mean > ORDERED_MEAN && order.least_outputs().is_some_and(|least| gemm.outputs() >= least) => {
+        mean if mean <= if short { 1.0 } else { 8.0 } => 16,
+        mean if mean <= if short { 24.0 } else { 54.0 } => 64,
+        mean if order.bounds().is_some_and(|(slots, columns)| mean > slots && gemm.outputs() >= columns) => {
             ORDERED_TOKENS as i32
         }
         _ => WIDE_TOKENS as i32,
@@ -78,18 +82,20 @@ pub enum Order {
     Given,
 }
 
-/// Slots an expert from which on the kernel for rows in order is faster. us of both GEMMs alone, wide and it: 32 experts of dsv3 (I 2048) at a
-/// mean of 256 and 1024 938, 859 and 3103, 2649; qwen3-30b-a3b (I 768) 450, 419 and 1508, 1315.
-const ORDERED_MEAN: f64 = 192.0;
+/// Columns between the GEMMs up to which GEMM2's tokens stay while much of the weights passes by.
+const SHORT: i64 = 512;
 
 impl Order {
-    /// Columns between the GEMMs from which on it is. Each slot's row is written in 107 us where dsv3-ep8's GEMMs gain 276 (M = 4096), in 120
-    /// where those of qwen3-30b-a3b gain 110 (16384). DeepSeek-V3's 256 columns between 8 ranks gain nothing.
-    fn least_outputs(self) -> Option<i64> {
+    /// Slots an expert above which the kernel for rows in order is faster, and columns between the GEMMs from which on. us of both GEMMs
+    /// alone, wide and it: 32 experts of dsv3 (I 2048) at a mean of 256 and 1024 938, 859 and 3103, 2649; qwen3-30b-a3b (I 768) 450, 419 and
+    /// 1508, 1315; of rows that are in order at 102 414, 459 and 117, 127, and at 128, where a half of the experts has two wide tiles, 592, 505
+    /// and 144, 135. Else each slot's row is written first: in 107 us where dsv3-ep8's GEMMs gain 276 (M = 4096), in 120 where those of
+    /// qwen3-30b-a3b gain 110 (16384); a layer of dsv3-ep8 at 128 471, 480. DeepSeek-V3's 256 columns between 8 ranks gain nothing.
+    fn bounds(self) -> Option<(f64, i64)> {
         match self {
             Order::Gathered => None,
-            Order::Possible => Some(1024),
-            Order::Given => Some(512),
+            Order::Possible => Some((192.0, 1024)),
+            Order::Given => Some((112.0, 512)),
         }
     }
 }
@@ -112,14 +118,23 @@ pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     }
 }
 
-/// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows.
-pub fn quantises_inside(format: Format, tile_tokens: i32) -> bool {
-    format == Format::Fp8Block && tile_tokens >= WIDE_TOKENS as i32
+/// Groups of an expert's columns between the GEMMs for each multiprocessor from which on units of a whole one are as good as halves of it.
+const LEAST_GROUPS: i64 = 1;
+
+/// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows. With tiles of few tokens its
+/// units are then twice as long, and few of them would leave multiprocessors idle.
+pub fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool {
+    if gemm.format != Format::Fp8Block || tile_tokens >= WIDE_TOKENS as i32 {
+        return gemm.format == Format::Fp8Block;
+    }
+    let units = gemm.slots.min(gemm.experts) * gemm.outputs() / GROUP as i64;
+    tile(gemm, tile_tokens, device).quantises() && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
 }
 
-/// Whether GEMM2 of `moe` begins where GEMM1 ends. Not where x lies in the order of places: there GEMM2 writes where GEMM1 reads.
-pub fn overlaps(format: Format, tile_tokens: i32) -> bool {
-    quantises_inside(format, tile_tokens) && !in_order(tile_tokens)
+/// Whether GEMM2 of `moe` begins where a GEMM1 ends that quantises inside. Not where x lies in the order of places: there it writes where GEMM1
+/// reads.
+pub fn overlaps(tile_tokens: i32, inside: bool) -> bool {
+    inside && !in_order(tile_tokens)
 }
 
 /// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.
@@ -148,6 +163,16 @@ pub fn scaling(format: Format) -> Fp8Scaling {
         Format::Fp8TensorToken => Fp8Scaling::Rows,
         Format::Fp8TensorStatic => Fp8Scaling::Given,
         _ => Fp8Scaling::Groups,
+    }
+}
+
+/// GEMM1 whose epilogue quantises. Its units have 128 outputs.
+pub fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+    let launch = self::gemm(gemm, tile_tokens, device);
+    let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
+    match tile_tokens < WIDE_TOKENS as i32 {
+        true => tiles::launch(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
+        false => launch,
     }
 }
 
@@ -181,9 +206,12 @@ pub fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
 /// wide, units of 4, of 8, of 16 blocks (both GEMMs where M = 1024), variants in turn:
 ///   dsv3-tp8 (K 256)        M 1024  402, 389, 390, 393;   4096  282, 253, 255, 266;   16384  975, 824, 799, 768
 ///   qwen3-30b-a3b (K 768)   M 1024  190, 183, 183, 183;   4096  152, 159, 155, 174;   16384  505, 527, 485, 479
+/// us of a layer with tiles of fewer tokens, in turn, GEMM2 with that tile and this kernel: dsv3-tp8 (16) M 16 153, 153; 64 309, 300; (64) 256
+/// 417, 363; 512 440, 384; qwen3-30b-a3b (16) 64 153, 155; (64) 256 165.0, 163.0; 512 172.6, 169.5.
 pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let pairs = 2 * GROUP as i64;
-    if tile_tokens != WIDE_TOKENS as i32 || gemm.k % pairs != 0 || gemm.k > 4 * pairs {
+    let short = gemm.k < SHORT || tile_tokens >= 64 && gemm.k <= 4 * pairs;
+    if in_order(tile_tokens) || gemm.k % pairs != 0 || !short {
         return self::gemm(gemm, tile_tokens, device);
     }
     let group = GROUP as u32;
@@ -205,11 +233,12 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 
 /// The same where only `expected` many rows are likely of all that there is room for.
 pub fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
-    let launch = gemm(all, tile_tokens, device);
-    match tile_tokens == WIDE_TOKENS as i32 {
-        // Of both kernels a multiprocessor holds one CTA.
-        true => Launch { grid: launch.grid, ..down(expected, tile_tokens, device) },
-        false => launch,
+    let (few, many) = (down(expected, tile_tokens, device), gemm(all, tile_tokens, device));
+    match few.variant {
+        Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
+            Launch { grid: many.grid.min(tiles::resident(few.variant, device)), ..few }
+        }
+        _ => many,
     }
 }
 
@@ -290,6 +319,7 @@ mod tests {
         };
         let (wide, ordered) = (WIDE_TOKENS as i32, ORDERED_TOKENS as i32);
         assert_eq!([192, 193].map(|mean| tile(2048, mean, Order::Possible)), [wide, ordered]);
+        assert_eq!([112, 113].map(|mean| tile(2048, mean, Order::Given)), [wide, ordered]);
         assert_eq!([896, 1024].map(|columns| tile(columns, 500, Order::Possible)), [wide, ordered]);
         assert_eq!([384, 512].map(|columns| tile(columns, 500, Order::Given)), [wide, ordered]);
         assert_eq!(tile(2048, 500, Order::Gathered), wide);
@@ -300,9 +330,9 @@ mod tests {
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
         let device = Device::typical(Arch::SM90);
         let mut chosen = Vec::new();
-        for tokens in [1, 64, 256, 1024, 4096, 16384] {
+        for tokens in [1, 64, 512, 4096, 16384] {
             let (element, format) = (Element::Bf16, Format::Fp8Block);
-            let gemm = GemmDesc { element, format, gated: true, slots: tokens * 8, experts: 256, rows: 512, k: 7168 };
+            let gemm = GemmDesc { element, format, gated: true, slots: tokens * 8, experts: 256, rows: 1536, k: 2048 };
             let launch = super::gemm(&gemm, tile_tokens(&gemm, Order::Gathered), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);

@@ -18,7 +18,7 @@ use crate::workspace::Layout;
 
 /// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
 pub fn counters(layer: &LayerDesc) -> i32 {
-    let done = if layer.format == Format::Fp8Block { Counters::DONE as i32 + layer.experts as i32 } else { 0 };
+    let done = if layer.format == Format::Fp8Block { Counters::with_done(layer.experts) } else { 0 };
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
@@ -79,6 +79,7 @@ impl MaskedPlan {
             Kernels::HopperNvfp4 => nvfp4_sm90::tile_tokens(&few_up),
             Kernels::Portable => portable::tile_tokens(&few_up, &few_down, device),
         };
+        let inside_fp8 = kernels == Kernels::HopperFp8 && fp8_sm90::quantises_inside(&few_up, tile_tokens, device);
         let each = |gemm: fn(&GemmDesc, i32, &Device) -> Launch| {
             (gemm(&up, tile_tokens, device), Some(gemm(&down, tile_tokens, device)))
         };
@@ -87,7 +88,8 @@ impl MaskedPlan {
             Kernels::HopperMxfp4 => mxfp4_sm90::gemms(&up, &down, tile_tokens, device),
             Kernels::HopperFp8 => {
                 let down = fp8_sm90::down_of_rows((&few_down, &down), tile_tokens, device);
-                (fp8_sm90::gemm(&up, tile_tokens, device), Some(down))
+                let gemm = if inside_fp8 { fp8_sm90::quantising_gemm } else { fp8_sm90::gemm };
+                (gemm(&up, tile_tokens, device), Some(down))
             }
             Kernels::HopperMxfp8 => (mxfp8_sm90::gemms(&up, &down, tile_tokens, device), None),
             Kernels::HopperNvfp4 => nvfp4_sm90::gemms(&up, &down, tile_tokens, device),
@@ -97,7 +99,7 @@ impl MaskedPlan {
         let room = Room { tiles: max_tiles.into(), tile_tokens: tile_tokens.into(), device };
         let [of_x, of_hidden] = [layer.hidden, layer.intermediate].map(|columns| room.quantise(layer.format, columns));
         let inside = match kernels {
-            Kernels::HopperFp8 => fp8_sm90::quantises_inside(layer.format, tile_tokens),
+            Kernels::HopperFp8 => inside_fp8,
             _ => kernels == Kernels::HopperMxfp8,
         };
         let quantize = match layer.format {
