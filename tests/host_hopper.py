@@ -24,7 +24,12 @@ from host_kernels import ROOT, write_parameter_headers
 PRELUDE = r"""
 #define __align__(n)
 struct int2 { int x, y; };
-struct CUtensorMap { const uint8_t* data; int64_t width, rows; };
+struct CUtensorMap {
+    const uint8_t* data;
+    int64_t width, rows;
+    // Weights as A: slices of a box, whether gate and up rows meet in one, an expert's rows. Else 0.
+    int slices, split, expert_rows;
+};
 #define REQUIRE(what) \
     if (!(what)) fail(#what)
 static void fail(const char* what);
@@ -43,11 +48,11 @@ struct Meeting { int there = 0, number = 0; };
 struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
-    Meeting all, warps[32];
+    Meeting all, warps[32], named[16];
     uint64_t lanes[32][32];  // what a warp's lanes tell each other
 };
-struct Product { float* sums; uint64_t a, b; bool keep; };
-struct Copy { uint8_t* to; const void* from; };
+struct Product { float* sums; int columns; uint64_t a, b; bool keep; };
+struct Copy { uint8_t* to; const void* from; size_t bytes; };
 constexpr size_t kStack = 32 << 10;
 struct Launch { uint32_t grid, threads; std::function<void()> body; };
 struct Fiber {
@@ -180,6 +185,9 @@ static void __syncthreads() { meet(ctas[self->cta].all, self->of->threads); }
 
 namespace oxmoe {
 struct __nv_bfloat16 { uint16_t bits; };
+struct __half {};
+static float to_float(__nv_bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+static float to_float(__half) { return NAN; }
 template <typename> uint32_t pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 template <typename> float2 unpack(uint32_t word) { return {float_of(word << 16), float_of(word & 0xFFFF0000u)}; }
 namespace pdl {
@@ -231,7 +239,7 @@ template <int> void registers_increase() {}
 template <int> void registers_decrease() {}
 inline void copy_async_arrive(uint64_t* barrier) {
     arrivals.push_back([copies = std::exchange(self->copies, {}), barrier] {
-        for (const Copy& copy : copies) memcpy(copy.to, copy.from, 16);
+        for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.bytes);
         barrier_arrive(barrier);
     });
 }
@@ -239,7 +247,12 @@ inline void copy_16_async(uint32_t to, const void* from, bool valid) {
     alignas(16) static const uint8_t zeros[16] = {};
     REQUIRE((valid || rows_may_end) && to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
     memset(shared_memory() + to, 0x7F, 16);
-    self->copies.push_back({shared_memory() + to, valid ? from : zeros});
+    self->copies.push_back({shared_memory() + to, valid ? from : zeros, 16});
+}
+inline void copy_4_async(void* to, const void* from) {
+    REQUIRE(shared_address(to) % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 4 == 0);
+    memset(to, 0x7F, 4);
+    self->copies.push_back({static_cast<uint8_t*>(to), from, 4});
 }
 inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     REQUIRE(bytes % 16 == 0 && shared_address(to) % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
@@ -251,23 +264,59 @@ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barr
 }
 inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) memcpy(to, &value, 16); }
 inline void store_global_16(void* to, const uint4& value) { memcpy(to, &value, 16); }
+inline void named_barrier(int id, int threads) { meet(ctas[self->cta].named[id], threads); }
+inline void store_global_4_if(void* to, uint32_t word, bool now) { if (now) memcpy(to, &word, 4); }
+inline uint4 load_shared_16(uint32_t from) {
+    uint4 value;
+    REQUIRE(from % 16 == 0);
+    memcpy(&value, shared_memory() + from, 16);
+    return value;
+}
+// Lane 8 i + c has the address of column c of tile i, whose rows' pairs of columns the lanes have four by four.
+template <int Tiles>
+void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[Tiles]) {
+    const uint32_t lane = threadIdx.x % 32, column = lane % 8;
+    for (uint32_t i = 0; i < Tiles; ++i) {
+        for (uint32_t row = 0; row < 8; ++row) {
+            const uint32_t pair = shuffle(tiles[i], row * 4 + column / 2);
+            const uint16_t number = column % 2 ? pair >> 16 : pair;
+            if (lane / 8 != i) continue;
+            REQUIRE(address % 16 == 0);
+            memcpy(shared_memory() + address + 2 * row, &number, 2);
+        }
+    }
+}
+struct Unchanged {
+    static constexpr bool kExchanges = false;
+    static uint4 finish(const uint4& outputs, const GroupedGemmParams&) { return outputs; }
+};
 inline void store_global_8_if(void* to, uint32_t a, uint32_t b, bool now) {
     const uint32_t words[2] = {a, b};
     if (now) memcpy(to, words, 8);
 }
-// A box of the weights' map: 64 pairs of 2 x 4 x 4 x 4 rows; zeros beyond the last.
+// The weights' row in row n of a box that begins `at`, the number of rows if it is beyond the last.
+inline int64_t row_of_box(const CUtensorMap& map, const int (&at)[5], int n) {
+    const int half = n / 8 % 2, slice = at[3] + n / 16;
+    if (map.slices == 0) return n % 2 + n / 2 % 4 * 8 + n / 8 % 4 * 2 + (at[4] + n / 32) * 32;
+    if (slice >= map.expert_rows / 16) return map.rows;
+    const int row = map.split ? half * (map.expert_rows / 2) + slice * 8 + n % 8 : slice * 16 + half * 8 + n % 8;
+    return int64_t(at[4]) * map.expert_rows + row;
+}
+// A box of the weights' map: 64 pairs of 2 x 4 x 4 x 4 rows, or of slices of 2 x 8; zeros beyond the last.
 inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
-    memset(to, 0x7F, 128 * 128);
-    arrivals.push_back([to, map, column = at[0] * 2, strip = at[4], barrier] {
-        for (int n = 0; n < 128; ++n) {
-            const int row = n % 2 + n / 2 % 4 * 8 + n / 8 % 4 * 2 + (strip + n / 32) * 32;
+    const int rows = map->slices ? map->slices * 16 : 128;
+    memset(to, 0x7F, rows * 128);
+    std::vector<int64_t> sources;
+    for (int n = 0; n < rows; ++n) sources.push_back(row_of_box(*map, at, n));
+    arrivals.push_back([to, map, column = at[0] * 2, sources, barrier] {
+        for (int n = 0; n < sources.size(); ++n) {
             for (int i = 0; i < 8; ++i) {
                 uint8_t* chunk = static_cast<uint8_t*>(to) + n * 128 + (i ^ n % 8) * 16;
-                if (row < map->rows) memcpy(chunk, map->data + row * map->width + column + i * 16, 16);
+                if (sources[n] < map->rows) memcpy(chunk, map->data + sources[n] * map->width + column + i * 16, 16);
                 else memset(chunk, 0, 16);
             }
         }
-        barrier_change(barrier, 0, -128 * 128);
+        barrier_change(barrier, 0, -int(sources.size()) * 128);
     });
 }
 
@@ -304,7 +353,7 @@ inline void multiply_now(const Product& p) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     float a[2][32], b[32];
     for (int half = 0; half < 2; ++half) read_row(a[half], p.a, row + 8 * half);
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < p.columns / 4; ++i) {
         read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
         for (int half = 0; half < 2; ++half) {
             double sum = 0;
@@ -323,9 +372,8 @@ void wgmma_wait() {
 }
 template <int N>
 struct WgmmaE4m3 {
-    static_assert(N == 128);
-    static void multiply(float (&d)[64], uint64_t a, uint64_t b, bool keep) {
-        self->products.push_back({d, a, b, keep});
+    static void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
+        self->products.push_back({d, N, a, b, keep});
     }
 };
 inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { WgmmaE4m3<128>::multiply(d, a, b, false); }
@@ -339,7 +387,10 @@ static std::vector<Launch> launches;
 template <typename Kernel>
 static void add(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) {
     static_assert(sizeof(typename Kernel::Shared) <= 227 << 10);
-    const CUtensorMap map{p->gemm.weights, width, rows}, tokens{p->gemm.x, width, places};
+    const CUtensorMap tokens{p->gemm.x, width, places};
+    CUtensorMap map{p->gemm.weights, width, rows};
+    if constexpr (requires { Kernel::kQuantises; })
+        map.slices = Kernel::Base::kRows / 16, map.split = Kernel::Base::kGated, map.expert_rows = p->gemm.rows;
     const auto run = [p, map, tokens] {
         if constexpr (requires { Kernel::kBoxBytes; }) Kernel::run(map, tokens, *p);
         else Kernel::run(map, p->gemm);
@@ -354,6 +405,10 @@ extern "C" const char* run_all(uint32_t seed) {
     extern "C" void name(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) { \\
         add<oxmoe::__VA_ARGS__>(p, width, rows, places, grid); \\
     }
+KERNEL(few_gated, GroupedGemmFp8Sm90<true, 64, 2, 8>)
+KERNEL(few_plain, GroupedGemmFp8Sm90<false, 64, 2, 8>)
+KERNEL(fewest_gated, GroupedGemmFp8Sm90<true, 16, 2, 4>)
+KERNEL(fewest_plain, GroupedGemmFp8Sm90<false, 16, 1, 7>)
 KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
 KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
 KERNEL(ordered_gated, GroupedGemmFp8OrderedSm90<true, 3>)
@@ -368,9 +423,8 @@ template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consume
 struct GroupedGemmSm90 {
     static constexpr int kRows = 64 * RowTiles * Consumers, kBlockK = 64, kTokenBytes = MaxTokens * 128, kUnitSlots = 2;
     static constexpr int kGatherThreads = 64, kFetchLead = 8, kMostGroupTiles = 12, kThreads = 128 * (1 + Consumers);
-    static constexpr int kStagingBytes = 1024;
-    static constexpr bool kGated = Gated;
-    static constexpr bool kPaired = RowTiles == 2;
+    static constexpr int kWeightTileBytes = 64 * 128, kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
+    static constexpr bool kGated = Gated, kPaired = RowTiles == 2;
 """
 INSTRUCTIONS = """
 namespace ptx {
@@ -397,11 +451,13 @@ def body(name: str) -> str:
 
 
 def base() -> str:
-    """GroupedGemmSm90 with its barriers, schedule and gathering."""
+    """GroupedGemmSm90 with its barriers, schedule, gathering and epilogue."""
     text = body("moe/grouped_gemm_sm90.cuh")
+    sizes = between(text, "    static constexpr int kOutputBits", "    static constexpr bool kPaired")
+    epilogue = text[text.index("    // ---- epilogue") : text.rindex("};\n\n}  // namespace")]
     first = "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers"
     members = between(text, first, "private:\n    // ---- weights")
-    return body("moe/work_unit_sm90.cuh") + f"\nnamespace oxmoe {{\n{BASE}{members}}};\n}}\n"
+    return body("moe/work_unit_sm90.cuh") + f"\nnamespace oxmoe {{\n{BASE}{sizes}{members}{epilogue}}};\n}}\n"
 
 
 def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
@@ -421,8 +477,8 @@ class HostFp8:
     """The kernels of ENTRY by name."""
 
     def __init__(self, folder: Path) -> None:
-        names = ("wide", "ordered", "stationary")
-        kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}_sm90.cuh") for name in names)
+        names = ("", "wide_", "ordered_", "stationary_")
+        kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}sm90.cuh") for name in names)
         dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
         assert kernels.count(dynamic) == len(names)
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")

@@ -1,4 +1,4 @@
-"""Whole CTAs of fp8's GEMMs of many tokens on the host (host_hopper.py), against sums with the same rounding points.
+"""Whole CTAs of fp8's GEMMs on the host (host_hopper.py), against sums with the same rounding points.
 
 The host's wgmma adds 32 exact products and rounds to fp32, a GPU's keeps 14 bits of them: what follows the products is
 the kernels', bit for bit.
@@ -25,6 +25,9 @@ BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 # Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
 TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
 ORDERED_TILES = [(0, 192), (0, 1), (2, 64), (2, 65), (2, 128), (3, 129), (3, 191)]
+# An expert's add up to those of TILES.
+FEW_TILES = [(0, 64), (0, 64), (0, 1), (2, 63), (2, 64), (2, 47), (2, 18), (3, 64), (3, 63)]
+FEWEST_TILES = [(0, 16), (0, 1), (2, 15), (2, 9), (3, 16)]
 ORDERS = 3  # of threads
 GRID = 3
 EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
@@ -48,22 +51,31 @@ class Case:
 
     @property
     def gated(self) -> bool:
-        return self.kernel in ("gated", "ordered_gated")
+        return self.kernel.endswith("gated")
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
         if self.together and self.kernel.startswith("ordered"):
             return [(expert, sum(count for e, count in TILES if e == expert)) for expert in (0, 2, 3)]
-        return ORDERED_TILES if self.kernel.startswith("ordered") else TILES
+        of_kernel = {"ordered": ORDERED_TILES, "few": FEW_TILES, "fewest": FEWEST_TILES}
+        return of_kernel.get(self.kernel.split("_")[0], TILES)
 
-    @property
-    def unit_columns(self) -> int:
-        few = {"gated": 128, "ordered_gated": 128, "plain": 256, "ordered_plain": 128}
-        return (few | {"stationary_4": 512, "stationary_16": 2048})[self.kernel]
+    def unit_columns(self, quantised: bool) -> int:
+        columns = {"gated": 128, "ordered_gated": 128, "plain": 256, "ordered_plain": 128}
+        columns |= {"few_gated": 64, "few_plain": 128, "fewest_gated": 64, "fewest_plain": 64}
+        few = self.kernel.startswith("few")
+        return 128 if few and quantised else (columns | {"stationary_4": 512, "stationary_16": 2048})[self.kernel]
 
 
 BF16, F32 = torch.bfloat16, torch.float32
 CASES = {
+    "few-gated": Case("few_gated", 384, 256, SWIGLU, quantised=True),
+    "few-gated-up-gate": Case("few_gated", 256, 128, GEGLU, up_gate=True, bias=BF16, weighted=True, quantised=True),
+    "few-gated-rows": Case("few_gated", 128, 256, SWIGLU, bias=F32, of_rows=True, quantised=True, strided=True),
+    "few-plain": Case("few_plain", 384, 384, bias=F32, of_rows=True),
+    "few-plain-activated": Case("few_plain", 256, 256, RELU2, weighted=True, quantised=True),
+    "fewest-gated": Case("fewest_gated", 256, 384, SWIGLU, quantised=True),
+    "fewest-plain": Case("fewest_plain", 256, 384, bias=BF16),
     "gated": Case("gated", 384, 384, SWIGLU),
     "gated-long": Case("gated", 1152, 128, SWIGLU),
     "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
@@ -202,9 +214,11 @@ class Gemm:
     def run(self, kernels: HostFp8, rng: torch.Generator, *, quantised: bool, tiles: int | None = None) -> list[Tensor]:
         """out, and its scales where quantised; what is no tile's is as it was."""
         case = self.case
-        results, next_unit = self.add(kernels, quantised=quantised, tiles=tiles)
+        done = torch.zeros(1 + EXPERTS, dtype=torch.int32)
+        counts = {"done": done.data_ptr()} if quantised and case.kernel.startswith("few") else {}
+        results, next_unit = self.add(kernels, quantised=quantised, tiles=tiles, **counts)
         kernels.run(seed_of(rng))
-        units = (len(self.tiles) if tiles is None else tiles) * -(-case.columns // case.unit_columns)
+        units = (len(self.tiles) if tiles is None else tiles) * -(-case.columns // case.unit_columns(quantised))
         assert tiles is not None or units > GRID, "several units a CTA"
         assert int(next_unit) == (0 if case.strided else units)
         if case.by_group and quantised:
@@ -234,17 +248,19 @@ def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
         assert same_bits(scales, expected_scales) and same_bits(codes, expected_codes)
 
 
-@pytest.mark.parametrize("name", ["gated", "plain", "ordered-gated", "stationary"])
+@pytest.mark.parametrize("name", ["few-gated", "gated", "plain", "ordered-gated", "stationary"])
 def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
 
 
-# GEMM1 with its unit of several rows of tiles, GEMM2, whose schedule may be another.
+# GEMM1, GEMM2, whose schedule may be another, columns between them.
 OVERLAPS = {
     "wide-plain": ("gated", "plain", 384),
     "wide-stationary": ("gated", "stationary_4", 256),
     "wide-ordered": ("gated", "ordered_plain", 384),
     "ordered": ("ordered_gated", "ordered_plain", 384),
+    "few": ("few_gated", "few_plain", 384),
+    "few-stationary": ("few_gated", "stationary_4", 256),
     "not-gated": ("plain", "plain", 384),
 }
 
@@ -256,8 +272,10 @@ def test_second_gemm_begins_before_the_first_ends(kernels: HostFp8, name: str, r
     activation = RELU2 if first == "plain" else SWIGLU
     up = Gemm(Case(first, 256, between, activation, quantised=True, together=True), rng)
     down = Gemm(Case(second, between, 640, together=True), rng)
-    assert torch.equal(up.inside, down.inside) and (len(up.tiles) == len(down.tiles)) == (name != "wide-ordered")
-    (down.x, down.x_scales), _ = up.add(kernels, quantised=True)
+    own = name in ("wide-ordered", "few-stationary")
+    assert torch.equal(up.inside, down.inside) and (up.tiles == down.tiles) == (not own)
+    unread = torch.zeros(1 + EXPERTS, dtype=torch.int32)
+    (down.x, down.x_scales), _ = up.add(kernels, quantised=True, done=unread.data_ptr())
     kernels.run(seed_of(rng))
     (expected,) = down.run(kernels, rng, quantised=False)
     rows = torch.tensor([sum(count for of, _, count, _ in up.tiles if of == expert) for expert in range(EXPERTS)])

@@ -8,8 +8,8 @@
 // A block's product is added to fp32 sums times the scales of its rows and tokens (wgmma keeps 14 bits, and scales change from
 // block to block). The scales come with the stage.
 //
-// With out_scales out is e4m3 with a scale for each 128 columns of a row: a unit is then as many row blocks, one after the other,
-// as have 128 outputs, which meet in shared memory.
+// With out_scales, which come with done, out is e4m3 with a scale for each 128 columns of a row: a unit is then as many row
+// blocks, one after the other, as have 128 outputs, which meet in shared memory.
 //
 // Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), 16-byte aligned x, weights and out.
 #pragma once
