@@ -11,7 +11,7 @@ import pytest
 
 from fake_cuda.harness import asked, execute, launches, named, parameters_of, planned
 
-STREAM = 0x1234
+STREAM, MULTIPROCESSORS = 0x1234, 132
 # Rows that lie in order have a tensor map of their own in each call.
 CALLS = {"cuLaunchKernelEx", "cuCtxSetCurrent", "cuTensorMapEncodeTiled"}
 LAYERS = [
@@ -34,7 +34,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     result = execute(driver, tmp_path, "fp8_calls", {**layer, "top_k": 4, "tokens": [1, 7, 64, 300, 2000, 20000]})
     experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
     maps = {record["map"]: record for record in named(result["load"], "cuTensorMapEncodeTiled")}
-    kernels, together = set(), []
+    kernels, quantising, together = set(), set(), []
     for call in result["calls"]:
         made, ranges, tokens = launches(call["records"]), ranges_of(call), call["tokens"]
         assert {record["call"] for record in call["records"]} <= CALLS
@@ -65,9 +65,14 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         kernels |= {up["kernel"], down["kernel"]}
         # Where tiles are wide and experts have several, these are full ones and a rest.
         routes = [p for launch in made for p in parameters_of(launch) if hasattr(p, "block_histogram")]
-        assert {p.tile_step for p in routes} == {64 if inside and 4 * tokens > 192 * experts else 16}
-        many = ("ordered",) if own else ("wide", "stationary")
-        assert inside == ("wide" in up["kernel"]) == any(name in down["kernel"] for name in many)
+        wide = "wide" in up["kernel"]
+        assert {p.tile_step for p in routes} == {64 if wide and 4 * tokens > 192 * experts else 16}
+        # In tiles of few tokens GEMM1 quantises where its groups of columns are as many as multiprocessors.
+        groups = min(4 * tokens, experts) * intermediate // 128
+        assert inside == (wide or ("_c2_" in up["kernel"] and groups >= MULTIPROCESSORS))
+        quantising.add((wide, inside))
+        kinds = ("ordered",) if own else ("stationary", "wide" if wide else "plain_t")
+        assert any(name in down["kernel"] for name in kinds)
         (of_x,), (up_map, p), (down_map, *order, q) = (parameters_of(launch) for launch in (quantize, up, down))
         if own:
             (s,), ((number, address),) = parameters_of(made[first - 1]), order
@@ -96,6 +101,11 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             assert (p.out, p.out_scales) == (ranges["hidden"], 0)
         else:
             assert (p.out, p.out_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
+        # Then GEMM2 begins as GEMM1's CTAs end, and routing zeroes what it waits for.
+        done, ctas = (ranges["counters"] + 8, asked(up)[1]) if inside else (0, 0)
+        assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
+        counts = {(route.counters, route.counter_count) for route in routes}
+        assert (ranges["counters"], 3 + experts if inside else 2) in counts
         assert (p.x, p.x_scales) == (ranges["x_codes"], ranges["x_scales"])
         assert (q.x, q.x_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
         assert (q.out, q.out_scales, p.schedule_is_older, q.schedule_is_older) == (ranges["rows"], 0, True, True)
@@ -103,8 +113,9 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             assert gemm.weights == tensor_map[1] == result["addresses"][name]
             assert gemm.block_scales == result["addresses"][f"{name}_scale"]
             rows = math.prod(maps[tensor_map[0]]["box"][1:])
-            assert rows == (128 if inside else 64 if "c1" in (up if name == "w13" else down)["kernel"] else 128)
+            assert rows == (64 if "c1" in (up if name == "w13" else down)["kernel"] else 128)
     assert together == {2048: [1, 7], 7168: [1], 384: []}[hidden]
+    assert quantising >= {(True, True), (False, experts > 5)}
     assert any("wide" in name for name in kernels) and any("gated_t" in name for name in kernels)
     assert any("stationary" in name for name in kernels) == (intermediate % 256 == 0)
 

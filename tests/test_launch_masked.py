@@ -152,7 +152,9 @@ def check_fp8(
     names, addresses = [launch["kernel"] for launch in between], call["addresses"]
     (up,) = [name for name in names if name.startswith("grouped_gemm")]
     (quantisers, scaling), wide = FP8_QUANTISERS[format], "wide" in up or "ordered" in up
-    inside = format == "fp8_block" and wide
+    groups = layer["experts"] * layer["intermediate"] // 128
+    inside = format == "fp8_block" and (wide or ("_c2_" in up and groups >= MULTIPROCESSORS))
+    counters = 3 + layer["experts"] if format == "fp8_block" else 4
     assert names == quantisers * (not quantised) + [up] + quantisers * (not inside)
     place = names.index(up)
 
@@ -172,13 +174,16 @@ def check_fp8(
                 assert rows.given == weights[("a13_scale", "a2_scale")[number]]
             else:
                 # Zeroed by the schedule, a word for each.
-                assert rows.given == schedule.counters + 4 * (2 + number) and schedule.counter_count == 4
+                assert rows.given == schedule.counters + 4 * (2 + number) and schedule.counter_count == max(4, counters)
 
     if quantised:
         assert (p.x, p.x_scales) == (addresses["x"], addresses["x_scale"]) and not p.schedule_is_older
     else:
         check(between[:place], (addresses["x"], p.x, p.x_scales), layer["hidden"], 0)
         assert p.schedule_is_older
+    # GEMM2 begins as GEMM1's CTAs end, where no launch is between them.
+    done, ctas = (schedule.counters + 8, between[place]["grid"][0]) if inside else (0, 0)
+    assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
     if inside:
         assert (p.out, p.out_scales) == (q.x, q.x_scales)
     else:

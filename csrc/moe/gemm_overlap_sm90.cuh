@@ -28,7 +28,7 @@ struct GemmOverlapSm90 {
         for (uint64_t& stored : shared.stored) sm90::barrier_init(&stored, consumer_threads);
     }
 
-    // A warp that does not read what the warp of the schedule waited for before it handed out a unit waits here for all launches.
+    // By warps that read x and do not look at `awaited`: the schedule's warp does, before it hands out a unit.
     static __device__ __forceinline__ void wait(const GroupedGemmParams& p) {
         if (!p.awaited) pdl::wait();
     }

@@ -543,6 +543,9 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.shared_bytes
                 );
             }
+            if plan.overlaps {
+                let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
+            }
             if let Some(rule) = portable::warps_rule(device, layer.format) {
                 let _ = writeln!(text, "{rule}");
             }

@@ -82,7 +82,7 @@ pub enum Order {
     Given,
 }
 
-/// Columns between the GEMMs up to which GEMM2's tokens stay while much of the weights passes by.
+/// Columns between the GEMMs below which GEMM2's tokens stay even in tiles of 16.
 const SHORT: i64 = 512;
 
 impl Order {
