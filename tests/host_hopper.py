@@ -450,11 +450,11 @@ def body(name: str) -> str:
     return "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
 
 
-def base() -> str:
-    """GroupedGemmSm90 with its barriers, schedule, gathering and epilogue."""
+def base(*, stores: bool = False) -> str:
+    """GroupedGemmSm90 with its barriers, schedule and gathering, and its epilogue."""
     text = body("moe/grouped_gemm_sm90.cuh")
     sizes = between(text, "    static constexpr int kOutputBits", "    static constexpr bool kPaired")
-    epilogue = text[text.index("    // ---- epilogue") : text.rindex("};\n\n}  // namespace")]
+    epilogue = text[text.index("    // ---- epilogue") : text.rindex("};\n\n}  // namespace")] if stores else ""
     first = "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers"
     members = between(text, first, "private:\n    // ---- weights")
     return body("moe/work_unit_sm90.cuh") + f"\nnamespace oxmoe {{\n{BASE}{sizes}{members}{epilogue}}};\n}}\n"
@@ -484,7 +484,7 @@ class HostFp8:
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
         overlap = body("moe/gemm_overlap_sm90.cuh")
-        self.library = build(folder, f"{text}\n{base()}{overlap}{kernels}", ENTRY)
+        self.library = build(folder, f"{text}\n{base(stores=True)}{overlap}{kernels}", ENTRY)
         self.library.run_all.restype = ctypes.c_char_p
         self.parameters: list[Any] = []
 

@@ -259,7 +259,7 @@ OVERLAPS = {
     "wide-stationary": ("gated", "stationary_4", 256),
     "wide-ordered": ("gated", "ordered_plain", 384),
     "ordered": ("ordered_gated", "ordered_plain", 384),
-    "few": ("few_gated", "few_plain", 384),
+    "few": ("few_gated", "few_plain", 256),
     "few-stationary": ("few_gated", "stationary_4", 256),
     "not-gated": ("plain", "plain", 384),
 }
