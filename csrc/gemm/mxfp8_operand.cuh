@@ -92,7 +92,7 @@ __device__ __forceinline__ void reduce_and_store(const MmMxfp8Params& p, float* 
     }
     cluster::arrive();
     cluster::wait();
-    const int rank = cluster::rank(), tokens = Tokens / p.splits;
+    const int rank = cluster::rank(), tokens = (Tokens - rank + p.splits - 1) / p.splits;
     for (int i = threadIdx.x; i < tokens * kFours; i += blockDim.x) {
         const int token = i / kFours * p.splits + rank, four = i % kFours;
         float4 total = {};
