@@ -472,7 +472,8 @@ impl Variant {
 pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
 
 impl Variant {
-    fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
+    /// Of the Hopper kernel of 16-bit weights: whether it is gated, and its tile.
+    pub fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
         match *self {
             Variant::GroupedGemmSm90 { gated, tokens, row_tiles, consumers, stages, .. } => {
                 Some((gated, Sm90Tile { tokens, row_tiles, consumers, stages }))

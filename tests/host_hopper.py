@@ -421,6 +421,7 @@ KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 BASE = """
 template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
 struct GroupedGemmSm90 {
+    using Overlap = GemmOverlapSm90<GroupedGemmSm90>;
     static constexpr int kRows = 64 * RowTiles * Consumers, kBlockK = 64, kTokenBytes = MaxTokens * 128, kUnitSlots = 2;
     static constexpr int kGatherThreads = 64, kFetchLead = 8, kMostGroupTiles = 12, kThreads = 128 * (1 + Consumers);
     static constexpr int kWeightTileBytes = 64 * 128, kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
@@ -457,7 +458,8 @@ def base(*, stores: bool = False) -> str:
     epilogue = text[text.index("    // ---- epilogue") : text.rindex("};\n\n}  // namespace")] if stores else ""
     first = "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers"
     members = between(text, first, "private:\n    // ---- weights")
-    return body("moe/work_unit_sm90.cuh") + f"\nnamespace oxmoe {{\n{BASE}{sizes}{members}{epilogue}}};\n}}\n"
+    before = body("moe/work_unit_sm90.cuh") + body("moe/gemm_overlap_sm90.cuh")
+    return before + f"\nnamespace oxmoe {{\n{BASE}{sizes}{members}{epilogue}}};\n}}\n"
 
 
 def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
@@ -483,8 +485,7 @@ class HostFp8:
         assert kernels.count(dynamic) == len(names)
         kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
         text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
-        overlap = body("moe/gemm_overlap_sm90.cuh")
-        self.library = build(folder, f"{text}\n{base(stores=True)}{overlap}{kernels}", ENTRY)
+        self.library = build(folder, f"{text}\n{base(stores=True)}{kernels}", ENTRY)
         self.library.run_all.restype = ctypes.c_char_p
         self.parameters: list[Any] = []
 

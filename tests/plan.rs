@@ -137,7 +137,8 @@ fn masked_plans_fit() {
                 * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.tile_tokens as u64);
             assert!(tiles <= plan.max_tiles as u64 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
             assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{desc:?} on {device:?}");
-            let awaited = if desc.layer.format == Format::Fp8Block { 3 + desc.layer.experts as usize } else { 0 };
+            let counts = desc.layer.format == Format::Fp8Block || desc.layer.format.spec().block == 1;
+            let awaited = if counts { 3 + desc.layer.experts as usize } else { 0 };
             assert_eq!(w.counters.bytes, 4 * awaited.max(4));
             let asked = plan.launches();
             assert!(asked.iter().all(|l| l.grid > 0 && l.shared_bytes <= device.shared_bytes), "{asked:?}");

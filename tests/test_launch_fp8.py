@@ -104,6 +104,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         # Then GEMM2 begins as GEMM1's CTAs end, and routing zeroes what it waits for.
         done, ctas = (ranges["counters"] + 8, asked(up)[1]) if inside else (0, 0)
         assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
+        assert q.awaited_units == (intermediate // 128 if inside else 0)
         counts = {(route.counters, route.counter_count) for route in routes}
         assert (ranges["counters"], 3 + experts if inside else 2) in counts
         assert (p.x, p.x_scales) == (ranges["x_codes"], ranges["x_scales"])

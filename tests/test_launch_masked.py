@@ -184,6 +184,7 @@ def check_fp8(
     # GEMM2 begins as GEMM1's CTAs end, where no launch is between them.
     done, ctas = (schedule.counters + 8, between[place]["grid"][0]) if inside else (0, 0)
     assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
+    assert q.awaited_units == (layer["intermediate"] // 128 if inside else 0)
     if inside:
         assert (p.out, p.out_scales) == (q.x, q.x_scales)
     else:

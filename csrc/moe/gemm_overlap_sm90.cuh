@@ -1,8 +1,8 @@
 // GEMM2 that begins where GEMM1 ends: its CTAs come onto the multiprocessors that have no unit of GEMM1 left and wait for their
 // tokens expert by expert, not for the launch before theirs.
 //
-// GEMM1 counts in `GroupedGemmParams::done` what it has stored, in rows x groups of 128 columns of an expert; in GEMM2 the warp
-// that hands out units waits for the expert's before it does. In front of the experts GEMM1's CTAs count themselves as they end:
+// GEMM1 counts in `GroupedGemmParams::done` what it has stored, in rows x units of an expert; in GEMM2 the warp that hands out
+// units waits for the expert's before it does. In front of the experts GEMM1's CTAs count themselves as they end:
 // once all have, nobody looks at the counters any more. (Each look empties the L1 cache, where the schedule is, and a short K
 // leaves no time to read it anew.)
 //
@@ -20,7 +20,6 @@ namespace oxmoe {
 // may be a GEMM1, whose Shared has barriers `stored`, one for each slot of a unit.
 template <typename Base, bool Announces = true>
 struct GemmOverlapSm90 {
-    static constexpr int kGroup = 128;
     static_assert(Base::kUnitSlots == 2, "a unit is announced when the next but one has not been handed out");
 
     template <typename Shared>
@@ -42,7 +41,7 @@ struct GemmOverlapSm90 {
     // One warp. A unit is `passes` row blocks.
     template <typename Shared>
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared, int passes = 1) {
-        const int unit_rows = passes * Base::kRows, unit_groups = unit_rows / (Base::kGated ? 2 : 1) / kGroup;
+        const int unit_rows = passes * Base::kRows;
         const int row_blocks = (p.rows + unit_rows - 1) / unit_rows, tile_count = *p.tile_count;
         bool waits = p.awaited != nullptr;
         const auto unit_at = [&](int unit) {
@@ -52,8 +51,7 @@ struct GemmOverlapSm90 {
             find_unit_by_expert(p.tiles, tile_count, row_blocks, unit, work, waits ? &rows : nullptr);
             if (waits) {
                 waits = __shfl_sync(0xFFFFFFFF, !counter::has_reached(p.awaited, p.awaited_ctas), 0);
-                // A K block is 128 columns of GEMM1's output.
-                if (waits) counter::wait_for(p.awaited + 1 + work.expert, rows * Base::k_blocks(p));
+                if (waits) counter::wait_for(p.awaited + 1 + work.expert, rows * p.awaited_units);
             }
             return work;
         };
@@ -70,8 +68,7 @@ struct GemmOverlapSm90 {
                 if (last.expert >= 0) {
                     sm90::barrier_wait(&shared.stored[ring.slot], ring.parity);
                     ring.advance();
-                    const int groups = min(unit_groups, p.out_columns / kGroup - last.row_block * unit_groups);
-                    if (threadIdx.x % 32 == 0) counter::add_only(p.done + 1 + last.expert, last.count * groups);
+                    if (threadIdx.x % 32 == 0) counter::add_only(p.done + 1 + last.expert, last.count);
                 }
                 last = work;
             }

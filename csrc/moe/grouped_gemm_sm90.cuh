@@ -36,6 +36,7 @@
 #include "../common/ring.cuh"
 #include "../common/sm90.cuh"
 #include "../common/wgmma.cuh"
+#include "gemm_overlap_sm90.cuh"
 #include "oxmoe/src/params/moe.rs.h"
 #include "work_unit_sm90.cuh"
 
@@ -47,6 +48,8 @@ struct GroupedGemmSm90 {
     static_assert(MaxTokens * RowTiles <= 384, "the sums must fit in registers");
     static_assert(RowTiles <= 2, "row tiles stand alone or in pairs");
     static_assert(Stages >= 2, "a stage is released while the next is multiplied");
+
+    using Overlap = GemmOverlapSm90<GroupedGemmSm90>;
 
     static constexpr bool kGated = Gated;
     static constexpr int kRows = 64 * RowTiles * Consumers;
@@ -75,6 +78,7 @@ struct GroupedGemmSm90 {
         uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
+        uint64_t stored[kUnitSlots];
     };
     static_assert(sizeof(Shared::stage[0]) % 1024 == 0, "stages start at a swizzle atom");
 
@@ -94,6 +98,7 @@ struct GroupedGemmSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
+            Overlap::init_barriers(shared, 128 * Consumers);
             init_barriers(shared, 4 * Consumers);
             sm90::prefetch_tensor_map(&weights);
         }
@@ -106,7 +111,7 @@ struct GroupedGemmSm90 {
             if (warp == 0)
                 copy_weights(weights, p, shared);
             else if (warp == 1)
-                schedule(p, shared);
+                p.done || p.awaited ? Overlap::schedule(p, shared) : schedule(p, shared);
             else
                 gather(p, shared);
         } else {
@@ -220,7 +225,7 @@ struct GroupedGemmSm90 {
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        pdl::wait();
+        Overlap::wait(p);
         pdl::launch_dependents();
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
@@ -319,6 +324,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_arrive_if(&shared.empty[ring.slot], threadIdx.x % 32 == 0);
                 }
+                Overlap::stored(p, shared, units.slot);
                 continue;
             }
             Biases bias;
@@ -336,6 +342,7 @@ private:
                 store<true>(work, sums, p, shared, staging);
             else
                 store<false>(work, sums, p, shared, staging);
+            Overlap::stored(p, shared, units.slot);
         }
     }
 

@@ -1,6 +1,6 @@
 //! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
 
-use super::plan::{fp8_sm90, sm90, Counters};
+use super::plan::{fp8_sm90, sm90, Counters, Overlap};
 use super::weights::{Layer, LayerDesc, Matrix};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -126,6 +126,7 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         done: std::ptr::null_mut(),
         awaited: std::ptr::null(),
         awaited_ctas: 0,
+        awaited_units: 0,
         rows: layer.up.rows as i32,
         k: layer.up.k as i32,
         out_columns: layer.desc.intermediate as i32,
@@ -161,11 +162,15 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
     [up, down]
 }
 
-/// GEMM2 begins where the CTAs of GEMM1, if given, end. `counters`: zeros, as in `Counters`.
-pub fn overlap(ctas: Option<u32>, counters: *mut i32, (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams)) {
-    if let Some(ctas) = ctas {
+/// GEMM2 begins where GEMM1 ends, if so planned. `counters`: zeros, as in `Counters`.
+pub fn overlap(
+    plan: Option<Overlap>,
+    counters: *mut i32,
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) {
+    if let Some(Overlap { ctas, units }) = plan {
         up.done = counters.wrapping_add(Counters::DONE);
-        (down.awaited, down.awaited_ctas) = (up.done, ctas as i32);
+        (down.awaited, down.awaited_ctas, down.awaited_units) = (up.done, ctas as i32, units as i32);
     }
 }
 

@@ -162,8 +162,8 @@ impl Stages {
         let Some(plan_down) = plan.down else {
             return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
         };
-        let (ctas, mut down) = (plan.overlaps.then_some(plan.up.grid), self.down);
-        grouped_gemm::overlap(ctas, self.schedule.counters, (&mut up, &mut down));
+        let mut down = self.down;
+        grouped_gemm::overlap(plan.overlap, self.schedule.counters, (&mut up, &mut down));
         grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
         quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
         grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &down, down_order)

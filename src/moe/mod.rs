@@ -193,8 +193,8 @@ impl Stages {
                     stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
                 }
                 let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
-                let (ctas, mut down_params) = (plan.overlaps.then_some(up.grid), self.down);
-                grouped_gemm::overlap(ctas, self.route.counters, (&mut up_params, &mut down_params));
+                let mut down_params = self.down;
+                grouped_gemm::overlap(plan.overlap, self.route.counters, (&mut up_params, &mut down_params));
                 let Some(down) = down else {
                     grouped_gemm::launch_both(stream, "moe: GEMM1 and GEMM2", up, &up_params, &self.down)?;
                     return self.combine_on_cuda(stream, plan);

@@ -206,6 +206,14 @@ pub enum Experts {
     Routed(Launch),
 }
 
+/// What a GEMM2 that begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh) knows of that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overlap {
+    pub ctas: u32,
+    /// For a tile.
+    pub units: u32,
+}
+
 /// A layer call on a GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoePlan {
@@ -216,8 +224,8 @@ pub struct MoePlan {
     /// GEMM2's own schedule behind the routing, and its tiles' tokens, where they are not GEMM1's.
     pub down_schedule: Option<(Launch, i32)>,
     pub experts: Experts,
-    /// GEMM2 begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh).
-    pub overlaps: bool,
+    /// Where GEMM2 begins where GEMM1 ends.
+    pub overlap: Option<Overlap>,
     /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
     pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
@@ -355,7 +363,13 @@ impl MoePlan {
         } else {
             [[None; 2]; 2]
         };
-        let overlaps = fp8_sm90::overlaps(tile_tokens, quantises_inside);
+        let overlap = match (kernels, experts) {
+            (Kernels::Hopper, Experts::Gemms { up: launch, .. }) => Some(sm90::overlap(&up, launch)),
+            (Kernels::HopperFp8, Experts::Gemms { up: launch, .. }) => {
+                fp8_sm90::overlaps(tile_tokens, quantises_inside).then(|| fp8_sm90::overlap(&up, tile_tokens, launch))
+            }
+            _ => None,
+        };
         Ok(MoePlan {
             desc: *desc,
             tile_tokens,
@@ -363,7 +377,7 @@ impl MoePlan {
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
             experts,
-            overlaps,
+            overlap,
             quantize,
             combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
@@ -388,7 +402,7 @@ impl MoePlan {
     pub fn counter_count(&self) -> i32 {
         match self.experts {
             Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
-            Experts::Gemms { .. } if self.overlaps => Counters::with_done(self.desc.layer.experts),
+            Experts::Gemms { .. } if self.overlap.is_some() => Counters::with_done(self.desc.layer.experts),
             Experts::Gemms { .. } => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
             Experts::Routed(_) => 0,
@@ -543,7 +557,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.shared_bytes
                 );
             }
-            if plan.overlaps {
+            if plan.overlap.is_some() {
                 let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
             }
             if let Some(rule) = portable::warps_rule(device, layer.format) {

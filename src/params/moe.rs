@@ -231,12 +231,13 @@ pub mod ffi {
         /// fp32 `[places, out_columns / 128]`: then `out` is e4m3, else null.
         out_scales: *mut f32,
         /// i32 `[1 + experts]`, 0 before the launch, or null. CTAs that have ended, then what is there of an expert's `out`, in rows x
-        /// groups of 128 columns (csrc/moe/gemm_overlap_sm90.cuh).
+        /// units (csrc/moe/gemm_overlap_sm90.cuh).
         done: *mut i32,
         /// `done` of the launch before this one, whose `out` is x, or null. Then this one waits for that and not for the launch.
         awaited: *const i32,
-        /// Its CTAs.
+        /// Its CTAs, and its units for a tile.
         awaited_ctas: i32,
+        awaited_units: i32,
         /// Weight rows of an expert: `2 * out_columns` when gated, else `out_columns`.
         rows: i32,
         k: i32,

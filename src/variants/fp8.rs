@@ -66,6 +66,7 @@ pub const FP8_TILES: [Fp8Tile; 4] = [
     Fp8Tile { tokens: WIDE_TOKENS, consumers: 2, stages: 4 },
 ];
 pub const WIDE_TOKENS: u32 = 128;
+pub const WIDE_UNIT_ROWS: u32 = 256;
 pub const ORDERED_TOKENS: u32 = 192;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,7 +100,7 @@ impl Fp8Tile {
     /// Weight rows of a work unit.
     pub fn unit_rows(self) -> u32 {
         if self.tokens == WIDE_TOKENS {
-            256
+            WIDE_UNIT_ROWS
         } else {
             64 * self.consumers
         }

@@ -36,7 +36,7 @@ pub(super) fn sm90_shared_bytes(gated: bool, t: Sm90Tile) -> u32 {
         (_, true) => 2 * t.consumers * t.tokens.min(64) * 64,
         (_, false) => 2 * t.consumers * t.tokens.min(32) * 128,
     };
-    let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 5));
+    let (offsets, units, barriers) = (2 * t.tokens * 4, 2 * 16, 8 * (2 * t.stages + 7));
     (t.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
 }
 

@@ -92,6 +92,7 @@ impl Data {
             done: std::ptr::null_mut(),
             awaited: std::ptr::null(),
             awaited_ctas: 0,
+            awaited_units: 0,
             rows: c.rows() as i32,
             k: c.k as i32,
             out_columns: c.out_columns as i32,

@@ -70,6 +70,7 @@ fn expanded_weights_are_plain_weights() {
                                 done: std::ptr::null_mut(),
                                 awaited: std::ptr::null(),
                                 awaited_ctas: 0,
+                                awaited_units: 0,
                                 rows: rows as i32,
                                 k: k as i32,
                                 out_columns: out_columns as i32,

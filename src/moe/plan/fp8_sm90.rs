@@ -1,7 +1,7 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
 use super::tiles::{self, Tile};
-use super::{max_tiles, sm90, GemmDesc, MoeDesc};
+use super::{max_tiles, sm90, GemmDesc, MoeDesc, Overlap};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
@@ -10,7 +10,7 @@ use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};
 use crate::variants::fp8::{
-    self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, ORDERED_TOKENS, WIDE_TOKENS,
+    self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, ORDERED_TOKENS, WIDE_TOKENS, WIDE_UNIT_ROWS,
 };
 use crate::variants::Variant;
 
@@ -135,6 +135,13 @@ pub fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> b
 /// reads.
 pub fn overlaps(tile_tokens: i32, inside: bool) -> bool {
     inside && !in_order(tile_tokens)
+}
+
+/// What GEMM2 then knows of GEMM1, whose units are groups of a row but in wide tiles. `up`: GEMM1.
+pub fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
+    let group = GROUP as u32 * if up.gated { 2 } else { 1 };
+    let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { WIDE_UNIT_ROWS } else { group };
+    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(unit_rows) }
 }
 
 /// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.

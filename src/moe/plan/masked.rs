@@ -1,7 +1,7 @@
 //! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
 
 use super::{
-    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters,
+    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters, Overlap,
     GemmDesc, Kernels, MoeWorkspace, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
@@ -18,7 +18,8 @@ use crate::workspace::Layout;
 
 /// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
 pub fn counters(layer: &LayerDesc) -> i32 {
-    let done = if layer.format == Format::Fp8Block { Counters::with_done(layer.experts) } else { 0 };
+    let counts = layer.format == Format::Fp8Block || layer.format.spec().block == 1;
+    let done = if counts { Counters::with_done(layer.experts) } else { 0 };
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
@@ -49,7 +50,7 @@ pub struct MaskedPlan {
     /// None: `up` has both GEMMs.
     pub down: Option<Launch>,
     /// As in `MoePlan`.
-    pub overlaps: bool,
+    pub overlap: Option<Overlap>,
 }
 
 impl MaskedPlan {
@@ -83,6 +84,7 @@ impl MaskedPlan {
         let each = |gemm: fn(&GemmDesc, i32, &Device) -> Launch| {
             (gemm(&up, tile_tokens, device), Some(gemm(&down, tile_tokens, device)))
         };
+        let gemm1 = up;
         let (up, down) = match kernels {
             Kernels::Hopper => each(sm90::gemm),
             Kernels::HopperMxfp4 => mxfp4_sm90::gemms(&up, &down, tile_tokens, device),
@@ -111,8 +113,12 @@ impl MaskedPlan {
         let alone = down.is_none() && quantize.iter().flatten().all(Option::is_none);
         let finds_tiles = desc.finds_tiles && alone && experts <= PAIR_EXPERTS;
         let schedule = (!finds_tiles).then(schedule);
-        let overlaps = kernels == Kernels::HopperFp8 && inside;
-        Ok(MaskedPlan { tile_tokens, max_tiles, schedule, quantize, up, down, overlaps })
+        let overlap = match kernels {
+            Kernels::Hopper => Some(sm90::overlap(&gemm1, up)),
+            Kernels::HopperFp8 if inside => Some(fp8_sm90::overlap(&gemm1, tile_tokens, up)),
+            _ => None,
+        };
+        Ok(MaskedPlan { tile_tokens, max_tiles, schedule, quantize, up, down, overlap })
     }
 
     /// All launches in their order.

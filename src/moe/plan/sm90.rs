@@ -1,7 +1,7 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
 use super::routing::Logits;
-use super::{max_tiles, GemmDesc, MoeDesc};
+use super::{max_tiles, GemmDesc, MoeDesc, Overlap};
 use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Dtype;
@@ -107,6 +107,12 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         cluster: 1,
         shared_bytes: variant.shared_bytes().unwrap_or(0),
     }
+}
+
+/// GEMM2 begins where GEMM1, so launched, ends. `up`: GEMM1.
+pub fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
+    let rows = launch.variant.sm90_tile().map_or(LAYER_ROWS, |(_, tile)| unit_rows(tile));
+    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(rows) }
 }
 
 /// Weights of an expert that is large for the forms in one launch.
