@@ -227,8 +227,16 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
                 assert address == given[name]
                 box_rows = math.prod(record["box"][1:])
                 assert box_rows == (64 if is_paired(record) else unit_rows)
+        assert not up[1].awaited and not down[1].done and bool(up[1].done) == bool(down[1].awaited)
         counters = parameters_of(routing[-1])[-1].counter_count if routing else None
-        if fused is None:
+        (_, first, unit_rows), (_, second, _) = up, down
+        if fused is None and unit_rows:
+            # GEMM2 begins as GEMM1's CTAs end; routing zeroes what it waits for.
+            assert counters == 3 + layer["experts"]
+            assert (first.done, second.awaited) == (ranges["counters"] + 8,) * 2
+            assert second.awaited_ctas == made[len(routing)]["grid"][0]
+            assert second.awaited_units == -(-rows // unit_rows)
+        elif fused is None:
             assert counters == 2
         elif counters is None:
             assert (fused.select.logits, fused.select.top_k, fused.experts, fused.first_expert) == (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,12 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
             more = check_rows(call, between, (p, q), (s, layer), experts * m)
         else:
             assert between == [up] and p.x == given["x"] and p.out == q.x and not p.schedule_is_older
+            done = s.counters + 8 if format in ("bf16", "f16") else 0
+            assert (p.done, p.awaited, q.done, q.awaited) == (done, 0, 0, done)
+            if done:
+                unit_rows = 64 * math.prod(map(int, re.findall(r"_[rc](\d+)", up["kernel"])))
+                assert (q.awaited_ctas, q.awaited_units) == (up["grid"][0], -(-p.rows // unit_rows))
+                assert s.counter_count == 3 + experts
         packed = format.startswith("mxfp")
         weights = result["packed"] if packed else [[result["addresses"][name]] for name in ("w13", "w2")]
         assert [p.weights, q.weights] == [codes for codes, *_ in weights]
