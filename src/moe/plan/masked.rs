@@ -1,8 +1,8 @@
 //! The plan of a layer whose rows lie expert by expert already: a schedule from their counts, the GEMMs, no combine.
 
 use super::{
-    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters, Overlap,
-    GemmDesc, Kernels, MoeWorkspace, MIN_TILE_TOKENS,
+    e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters,
+    GemmDesc, Kernels, MoeWorkspace, Overlap, MIN_TILE_TOKENS,
 };
 use crate::device::Device;
 use crate::error::Result;

@@ -82,8 +82,8 @@ mod tests {
             gemms(&gemm, &gemm, tile_tokens(&gemm), &device).0.variant
         };
         let fours = NVFP4_FOURS.map(|t| Variant::Nvfp4(t.kernel(true)));
-        assert_eq!([30, 40, 61].map(|mean| chosen(7168, mean)), fours);
-        assert!([30, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
+        assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
+        assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
         assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
     }
 
