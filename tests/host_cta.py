@@ -22,6 +22,7 @@ from host_kernels import ROOT, write_parameter_headers
 # What both kinds of hosts start with: numbers and their formats.
 NUMBERS = r"""
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -1,9 +1,9 @@
 """Hopper's GEMMs on the host: every thread of every CTA of a launch is a fiber, wgmma and TMA are loops.
 
 A fiber goes on until it waits; who is next is random, and some warps are slow for a while. Hopper's instructions are
-replaced; the kernels' schedule and their gathering are cut out of grouped_gemm_sm90.cuh. wgmma and copies are done as
-late as what waits for them allows, and what a copy overwrites is poisoned at once: who reads or writes too early shows
-in the results. Fences order nothing here.
+replaced. wgmma and copies are done as late as what waits for them allows, and what a copy overwrites is poisoned at
+once: who reads or writes too early shows in the results. What a thread's copy reads must not change on its way, and
+rows of stmatrix must not share banks. Fences order nothing here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from host_kernels import ROOT, write_parameter_headers
 PRELUDE = r"""
 #define __align__(n)
 struct int2 { int x, y; };
+struct Dim { int64_t size, rows; int box; };  // rows: its stride
 struct CUtensorMap {
     const uint8_t* data;
-    int64_t width, rows;
-    // Weights as A: slices of a box, whether gate and up rows meet in one, an expert's rows. Else 0.
-    int slices, split, expert_rows;
+    int64_t width, rows;  // width in bytes
+    std::vector<Dim> dims;  // of weights, all but the contiguous one
 };
 #define REQUIRE(what) \
     if (!(what)) fail(#what)
@@ -49,10 +49,10 @@ struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
     Meeting all, warps[32], named[16];
-    uint64_t lanes[32][32];  // what a warp's lanes tell each other
+    uint8_t lanes[32][32][16];  // what a warp's lanes tell each other
 };
-struct Product { float* sums; int columns; uint64_t a, b; bool keep; };
-struct Copy { uint8_t* to; const void* from; size_t bytes; };
+struct Product { float* sums; int columns; uint64_t a, b; bool keep, e4m3; };
+struct Copy { uint8_t* to; const void* from; size_t bytes; uint8_t seen[16]; };
 constexpr size_t kStack = 32 << 10;
 struct Launch { uint32_t grid, threads; std::function<void()> body; };
 struct Fiber {
@@ -101,15 +101,20 @@ static void meet(Meeting& meeting, int threads) {
 }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
 static void converge() { meet(ctas[self->cta].warps[threadIdx.x / 32], 32); }
+// What all lanes of the warp brought.
 template <typename T>
-static T shuffle(T value, uint32_t from) {
+static std::array<T, 32> exchange(const T& value) {
     auto& lanes = ctas[self->cta].lanes[threadIdx.x / 32];
-    memcpy(&lanes[threadIdx.x % 32], &value, sizeof(T));
+    static_assert(sizeof(T) <= sizeof(lanes[0]));
+    memcpy(lanes[threadIdx.x % 32], &value, sizeof(T));
     converge();
-    memcpy(&value, &lanes[from], sizeof(T));
+    std::array<T, 32> all;
+    for (int lane = 0; lane < 32; ++lane) memcpy(&all[lane], lanes[lane], sizeof(T));
     converge();
-    return value;
+    return all;
 }
+template <typename T>
+static T shuffle(T value, uint32_t from) { return exchange(value)[from]; }
 template <typename T>
 static T __shfl_sync(uint32_t, T value, int lane) { return shuffle(value, lane); }
 template <typename T>
@@ -120,8 +125,9 @@ static T __shfl_up_sync(uint32_t, T value, int distance) {
     return shuffle(value, lane < distance ? lane : lane - distance);
 }
 static uint32_t __ballot_sync(uint32_t, bool value) {
+    const auto all = exchange(value);
     uint32_t result = 0;
-    for (int lane = 0; lane < 32; ++lane) result |= uint32_t(shuffle(value, lane)) << lane;
+    for (int lane = 0; lane < 32; ++lane) result |= uint32_t(all[lane]) << lane;
     return result;
 }
 static void __syncwarp() { converge(); }
@@ -148,7 +154,7 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
         }
         unfinished.push_back(one.grid * one.threads), cta += one.grid;
     }
-    for (auto& cta : ctas) memset(cta.shared, 0x7F, 255 << 10);  // NaN
+    for (auto& cta : ctas) memset(cta.shared, 0xFF, 255 << 10);  // NaN
     std::vector<uint32_t> slowness(fibers.size() / 32);
     std::vector<bool> sleeps(slowness.size());
     for (int round = 0;; ++round) {
@@ -239,33 +245,46 @@ template <int> void registers_increase() {}
 template <int> void registers_decrease() {}
 inline void copy_async_arrive(uint64_t* barrier) {
     arrivals.push_back([copies = std::exchange(self->copies, {}), barrier] {
-        for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.bytes);
+        for (const Copy& copy : copies) {
+            REQUIRE(memcmp(copy.seen, copy.from, copy.bytes) == 0);
+            memcpy(copy.to, copy.from, copy.bytes);
+        }
         barrier_arrive(barrier);
     });
+}
+// What it reads must not change any more.
+inline void copy_later(void* to, const void* from, int bytes) {
+    memset(to, 0xFF, bytes);
+    Copy& copy = self->copies.emplace_back(static_cast<uint8_t*>(to), from, bytes);
+    memcpy(copy.seen, from, bytes);
 }
 inline void copy_16_async(uint32_t to, const void* from, bool valid) {
     alignas(16) static const uint8_t zeros[16] = {};
     REQUIRE((valid || rows_may_end) && to % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
-    memset(shared_memory() + to, 0x7F, 16);
-    self->copies.push_back({shared_memory() + to, valid ? from : zeros, 16});
+    copy_later(shared_memory() + to, valid ? from : zeros, 16);
 }
 inline void copy_4_async(void* to, const void* from) {
     REQUIRE(shared_address(to) % 4 == 0 && reinterpret_cast<uintptr_t>(from) % 4 == 0);
-    memset(to, 0x7F, 4);
-    self->copies.push_back({static_cast<uint8_t*>(to), from, 4});
+    copy_later(to, from, 4);
 }
 inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     REQUIRE(bytes % 16 == 0 && shared_address(to) % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
-    memset(to, 0x7F, bytes);
+    memset(to, 0xFF, bytes);
     arrivals.push_back([=] {
         memcpy(to, from, bytes);
         barrier_change(barrier, 0, -int(bytes));
     });
 }
-inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) memcpy(to, &value, 16); }
-inline void store_global_16(void* to, const uint4& value) { memcpy(to, &value, 16); }
+// Others may go on before a store has landed.
+template <typename T>
+void store_global(void* to, const T& value) {
+    ::wait([] { return true; });
+    memcpy(to, &value, sizeof(value));
+}
+inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) store_global(to, value); }
+inline void store_global_16(void* to, const uint4& value) { store_global(to, value); }
 inline void named_barrier(int id, int threads) { meet(ctas[self->cta].named[id], threads); }
-inline void store_global_4_if(void* to, uint32_t word, bool now) { if (now) memcpy(to, &word, 4); }
+inline void store_global_4_if(void* to, uint32_t word, bool now) { if (now) store_global(to, word); }
 inline uint4 load_shared_16(uint32_t from) {
     uint4 value;
     REQUIRE(from % 16 == 0);
@@ -275,15 +294,18 @@ inline uint4 load_shared_16(uint32_t from) {
 // Lane 8 i + c has the address of column c of tile i, whose rows' pairs of columns the lanes have four by four.
 template <int Tiles>
 void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[Tiles]) {
-    const uint32_t lane = threadIdx.x % 32, column = lane % 8;
-    for (uint32_t i = 0; i < Tiles; ++i) {
-        for (uint32_t row = 0; row < 8; ++row) {
-            const uint32_t pair = shuffle(tiles[i], row * 4 + column / 2);
-            const uint16_t number = column % 2 ? pair >> 16 : pair;
-            if (lane / 8 != i) continue;
-            REQUIRE(address % 16 == 0);
-            memcpy(shared_memory() + address + 2 * row, &number, 2);
-        }
+    struct Words { uint32_t of[Tiles]; } words;
+    memcpy(&words, tiles, sizeof(words));
+    const auto all = exchange(words);
+    const auto addresses = exchange(address);
+    const uint32_t tile = threadIdx.x % 32 / 8, column = threadIdx.x % 8;
+    if (tile >= Tiles) return;
+    REQUIRE(address % 16 == 0);
+    for (uint32_t other = 0; other < column; ++other) REQUIRE((address ^ addresses[tile * 8 + other]) / 16 % 8 != 0);
+    for (uint32_t row = 0; row < 8; ++row) {
+        const uint32_t pair = all[row * 4 + column / 2].of[tile];
+        const uint16_t number = column % 2 ? pair >> 16 : pair;
+        memcpy(shared_memory() + address + 2 * row, &number, 2);
     }
 }
 struct Unchanged {
@@ -291,28 +313,31 @@ struct Unchanged {
     static uint4 finish(const uint4& outputs, const GroupedGemmParams&) { return outputs; }
 };
 inline void store_global_8_if(void* to, uint32_t a, uint32_t b, bool now) {
-    const uint32_t words[2] = {a, b};
-    if (now) memcpy(to, words, 8);
+    if (now) store_global(to, std::array{a, b});
 }
-// The weights' row in row n of a box that begins `at`, the number of rows if it is beyond the last.
-inline int64_t row_of_box(const CUtensorMap& map, const int (&at)[5], int n) {
-    const int half = n / 8 % 2, slice = at[3] + n / 16;
-    if (map.slices == 0) return n % 2 + n / 2 % 4 * 8 + n / 8 % 4 * 2 + (at[4] + n / 32) * 32;
-    if (slice >= map.expert_rows / 16) return map.rows;
-    const int row = map.split ? half * (map.expert_rows / 2) + slice * 8 + n % 8 : slice * 16 + half * 8 + n % 8;
-    return int64_t(at[4]) * map.expert_rows + row;
-}
-// A box of the weights' map: 64 pairs of 2 x 4 x 4 x 4 rows, or of slices of 2 x 8; zeros beyond the last.
+// A box of the weights' map: 128 bytes of each of its rows, zeros beyond any dimension's end.
 inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5], uint64_t* barrier) {
-    const int rows = map->slices ? map->slices * 16 : 128;
-    memset(to, 0x7F, rows * 128);
+    int rows = 1;
+    for (const Dim& dim : map->dims) rows *= dim.box;
+    REQUIRE(shared_address(to) % 1024 == 0);
+    memset(to, 0xFF, rows * 128);
     std::vector<int64_t> sources;
-    for (int n = 0; n < rows; ++n) sources.push_back(row_of_box(*map, at, n));
+    for (int n = 0; n < rows; ++n) {
+        int64_t row = 0;
+        for (int d = 0, rest = n; d < 4; rest /= map->dims[d++].box) {
+            const Dim& dim = map->dims[d];
+            const int i = at[d + 1] + rest % dim.box;
+            row = row < 0 || i >= dim.size ? -1 : row + i * dim.rows;
+        }
+        REQUIRE(row < map->rows);
+        sources.push_back(row);
+    }
     arrivals.push_back([to, map, column = at[0] * 2, sources, barrier] {
         for (int n = 0; n < sources.size(); ++n) {
             for (int i = 0; i < 8; ++i) {
                 uint8_t* chunk = static_cast<uint8_t*>(to) + n * 128 + (i ^ n % 8) * 16;
-                if (sources[n] < map->rows) memcpy(chunk, map->data + sources[n] * map->width + column + i * 16, 16);
+                const int from = column + i * 16;
+                if (sources[n] >= 0 && from < map->width) memcpy(chunk, map->data + sources[n] * map->width + from, 16);
                 else memset(chunk, 0, 16);
             }
         }
@@ -322,7 +347,7 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
 
 // A box of 64 rows of the tokens' map; zeros beyond the last.
 inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
-    memset(to, 0x7F, 64 * 128);
+    memset(to, 0xFF, 64 * 128);
     arrivals.push_back([to, map, column, row, barrier] {
         for (int n = 0; n < 64; ++n) {
             for (int i = 0; i < 8; ++i) {
@@ -337,7 +362,8 @@ inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int 
 
 inline uint64_t descriptor_128b(uint32_t address, uint32_t offset) { return address + offset; }
 // Rows of 128 bytes whose 16-byte chunks are swizzled in atoms of 1024; the step's 32 bytes start at `at`.
-inline void read_row(float (&numbers)[32], uint64_t at, int row) {
+template <int Count>
+void read_row(float (&numbers)[Count], uint64_t at, int row) {
     static const std::vector<float> values = [] {
         std::vector<float> all(256);
         for (int code = 0; code < 256; ++code) all[code] = from_e4m3(code);
@@ -345,19 +371,23 @@ inline void read_row(float (&numbers)[32], uint64_t at, int row) {
     }();
     const uint32_t column = at % 1024;
     REQUIRE(column <= 96 && column % 32 == 0);
-    const uint8_t* codes = shared_memory() + at / 1024 * 1024 + row * 128;
-    for (int k = 0; k < 32; ++k) numbers[k] = values[codes[((column + k) / 16 ^ row % 8) * 16 + k % 16]];
+    const uint8_t* from = shared_memory() + at / 1024 * 1024 + row * 128;
+    uint8_t codes[32];
+    for (int i = 0; i < 2; ++i) memcpy(codes + 16 * i, from + (column / 16 + i ^ row % 8) * 16, 16);
+    for (int k = 0; k < Count; ++k)
+        numbers[k] = Count == 32 ? values[codes[k]] : from_bf16(codes[2 * k] | codes[2 * k + 1] << 8);
 }
 // A lane's sums of rows g and g + 8 of its warp's 16: two neighbours of each eight columns.
-inline void multiply_now(const Product& p) {
+template <int Count>
+void multiply_now(const Product& p) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    float a[2][32], b[32];
+    float a[2][Count], b[Count];
     for (int half = 0; half < 2; ++half) read_row(a[half], p.a, row + 8 * half);
     for (int i = 0; i < p.columns / 4; ++i) {
         read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
         for (int half = 0; half < 2; ++half) {
             double sum = 0;
-            for (int k = 0; k < 32; ++k) sum += double(a[half][k]) * b[k];
+            for (int k = 0; k < Count; ++k) sum += double(a[half][k]) * b[k];
             float& total = p.sums[i / 2 * 4 + half * 2 + i % 2];
             total = p.keep ? float(total + sum) : float(sum);
         }
@@ -368,12 +398,20 @@ inline void wgmma_commit() { self->groups.push_back(std::exchange(self->products
 template <int Unfinished>
 void wgmma_wait() {
     for (; self->groups.size() > Unfinished; self->groups.pop_front())
-        for (const Product& product : self->groups.front()) multiply_now(product);
+        for (const Product& product : self->groups.front())
+            product.e4m3 ? multiply_now<32>(product) : multiply_now<16>(product);
 }
 template <int N>
 struct WgmmaE4m3 {
     static void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
-        self->products.push_back({d, N, a, b, keep});
+        self->products.push_back({d, N, a, b, keep, true});
+    }
+};
+template <typename Element, int N>
+struct Wgmma {
+    static_assert(std::is_same_v<Element, __nv_bfloat16>);
+    static void multiply(float* d, uint64_t a, uint64_t b, bool keep) {
+        self->products.push_back({d, N, a, b, keep, false});
     }
 };
 inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { WgmmaE4m3<128>::multiply(d, a, b, false); }
@@ -382,15 +420,36 @@ inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { Wgmma
 """
 
 ENTRY = """
+using oxmoe::GroupedGemmParams;
 using oxmoe::OrderedGemmParams;
+using oxmoe::__nv_bfloat16;
 static std::vector<Launch> launches;
+// The dimensions of a weights' map, as src/moe/grouped_gemm.rs has them.
 template <typename Kernel>
-static void add(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) {
+static std::vector<Dim> dims_of(const GroupedGemmParams& p, int64_t experts) {
+    const int64_t rows = p.rows;
+    if constexpr (requires { Kernel::kPaired; }) {
+        const bool split = Kernel::kGated && p.layout != oxmoe::W13Layout::Interleaved;
+        const int slices = Kernel::kRows / 16;
+        if (Kernel::kPaired && split)
+            return {{8, 2, 8}, {2, 1, 1}, {2, rows / 2, 2}, {(2 * experts - 1) * rows / 32, 16, 4}};
+        if (Kernel::kPaired) return {{8, 4, 8}, {2, 2, 1}, {2, 1, 2}, {experts * rows / 32, 32, 4}};
+        if (!Kernel::kGated) return {{8, 1, 8}, {2, 8, 2}, {rows / 16, 16, slices}, {experts, rows, 1}};
+        if (split) return {{8, 1, 8}, {2, rows / 2, 2}, {rows / 16, 8, slices}, {experts, rows, 1}};
+        return {{8, 2, 8}, {2, 1, 2}, {rows / 16, 16, slices}, {experts, rows, 1}};
+    } else if constexpr (requires { Kernel::kQuantises; }) {
+        return dims_of<typename Kernel::Base>(p, experts);
+    } else {
+        return {{2, 1, 2}, {4, 8, 4}, {4, 2, 4}, {experts * rows / 32, 32, 4}};
+    }
+}
+template <typename Kernel>
+static void add(const OrderedGemmParams* p, int64_t width, int64_t experts, int64_t places, uint32_t grid) {
     static_assert(sizeof(typename Kernel::Shared) <= 227 << 10);
-    const CUtensorMap tokens{p->gemm.x, width, places};
-    CUtensorMap map{p->gemm.weights, width, rows};
-    if constexpr (requires { Kernel::kQuantises; })
-        map.slices = Kernel::Base::kRows / 16, map.split = Kernel::Base::kGated, map.expert_rows = p->gemm.rows;
+    const GroupedGemmParams& gemm = p->gemm;
+    const CUtensorMap tokens{gemm.x, width, places};
+    const CUtensorMap map{gemm.weights, width, experts * gemm.rows, dims_of<Kernel>(gemm, experts)};
+    rows_may_end |= gemm.k % 64 != 0;
     const auto run = [p, map, tokens] {
         if constexpr (requires { Kernel::kBoxBytes; }) Kernel::run(map, tokens, *p);
         else Kernel::run(map, p->gemm);
@@ -402,31 +461,11 @@ extern "C" const char* run_all(uint32_t seed) {
     return failure.c_str();
 }
 #define KERNEL(name, ...) \\
-    extern "C" void name(const OrderedGemmParams* p, int64_t width, int64_t rows, int64_t places, uint32_t grid) { \\
-        add<oxmoe::__VA_ARGS__>(p, width, rows, places, grid); \\
+    extern "C" void name(const OrderedGemmParams* p, int64_t width, int64_t experts, int64_t places, uint32_t grid) { \\
+        add<oxmoe::__VA_ARGS__>(p, width, experts, places, grid); \\
     }
-KERNEL(few_gated, GroupedGemmFp8Sm90<true, 64, 2, 8>)
-KERNEL(few_plain, GroupedGemmFp8Sm90<false, 64, 2, 8>)
-KERNEL(fewest_gated, GroupedGemmFp8Sm90<true, 16, 2, 4>)
-KERNEL(fewest_plain, GroupedGemmFp8Sm90<false, 16, 1, 7>)
-KERNEL(gated, GroupedGemmFp8WideSm90<true, 4>)
-KERNEL(plain, GroupedGemmFp8WideSm90<false, 4>)
-KERNEL(ordered_gated, GroupedGemmFp8OrderedSm90<true, 3>)
-KERNEL(ordered_plain, GroupedGemmFp8OrderedSm90<false, 5>)
-KERNEL(stationary_4, GroupedGemmFp8StationarySm90<4>)
-KERNEL(stationary_16, GroupedGemmFp8StationarySm90<16>)
 """
 
-# What the cut-out schedule and gathering take of their template.
-BASE = """
-template <typename Element, bool Gated, int MaxTokens, int RowTiles, int Consumers, int Stages>
-struct GroupedGemmSm90 {
-    using Overlap = GemmOverlapSm90<GroupedGemmSm90>;
-    static constexpr int kRows = 64 * RowTiles * Consumers, kBlockK = 64, kTokenBytes = MaxTokens * 128, kUnitSlots = 2;
-    static constexpr int kGatherThreads = 64, kFetchLead = 8, kMostGroupTiles = 12, kThreads = 128 * (1 + Consumers);
-    static constexpr int kWeightTileBytes = 64 * 128, kWeightBytes = RowTiles * Consumers * kWeightTileBytes;
-    static constexpr bool kGated = Gated, kPaired = RowTiles == 2;
-"""
 INSTRUCTIONS = """
 namespace ptx {
 static void min_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::isnan(b) ? NAN : min(a, b); }
@@ -440,26 +479,18 @@ static void ld_shared_f32(float& d, uint32_t from) { memcpy(&d, shared_memory() 
 """
 
 
-def between(text: str, first: str, last: str) -> str:
-    start = text.index(first)
-    return text[start : text.index(last, start)]
-
-
 def body(name: str) -> str:
     """A file of csrc/ without what it includes."""
-    lines = (ROOT / "csrc" / name).read_text().splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
+    lines = (ROOT / "csrc" / f"{name}.cuh").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
+    dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
+    return text.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();") + "\n"
 
 
-def base(*, stores: bool = False) -> str:
-    """GroupedGemmSm90 with its barriers, schedule and gathering, and its epilogue."""
-    text = body("moe/grouped_gemm_sm90.cuh")
-    sizes = between(text, "    static constexpr int kOutputBits", "    static constexpr bool kPaired")
-    epilogue = text[text.index("    // ---- epilogue") : text.rindex("};\n\n}  // namespace")] if stores else ""
-    first = "    template <typename Buffers>\n    static __device__ __forceinline__ void init_barriers"
-    members = between(text, first, "private:\n    // ---- weights")
-    before = body("moe/work_unit_sm90.cuh") + body("moe/gemm_overlap_sm90.cuh")
-    return before + f"\nnamespace oxmoe {{\n{BASE}{sizes}{members}{epilogue}}};\n}}\n"
+def base() -> str:
+    """GroupedGemmSm90 and what it needs."""
+    moe = ("work_unit_sm90", "gemm_overlap_sm90", "grouped_gemm_sm90")
+    return "".join(map(body, ("common/ring", "common/activation", *(f"moe/{name}" for name in moe))))
 
 
 def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
@@ -475,28 +506,25 @@ def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class HostFp8:
-    """The kernels of ENTRY by name."""
+class HostGemms:
+    """`kernels`: name -> struct of csrc/moe/, with its template's arguments."""
 
-    def __init__(self, folder: Path) -> None:
-        names = ("", "wide_", "ordered_", "stationary_")
-        kernels = "\n".join(body(f"moe/grouped_gemm_fp8_{name}sm90.cuh") for name in names)
-        dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
-        assert kernels.count(dynamic) == len(names)
-        kernels = kernels.replace(dynamic, "uint8_t* const dynamic_shared = shared_memory();")
-        text = "\n".join(body(f"common/{name}.cuh") for name in ("ring", "activation", "narrow", "fp8"))
-        self.library = build(folder, f"{text}\n{base(stores=True)}{kernels}", ENTRY)
+    def __init__(self, folder: Path, kernels: dict[str, str]) -> None:
+        fp8 = "".join(body(f"moe/grouped_gemm_fp8_{name}sm90") for name in ("", "wide_", "ordered_", "stationary_"))
+        text = base() + body("common/narrow") + body("common/fp8") + fp8
+        entries = (f"KERNEL({name}, {kernel})\n" for name, kernel in kernels.items())
+        self.library = build(folder, text, ENTRY + "".join(entries))
         self.library.run_all.restype = ctypes.c_char_p
         self.parameters: list[Any] = []
 
     def add(
         self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, **parameters: Any
     ) -> None:
-        """A launch. weights: e4m3 [experts, rows, k]; x has a row for each place where they lie in their order."""
-        gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
+        """A launch. weights: [experts, rows, k]; x has a row for each place where they lie in their order."""
+        gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), rows=weights.shape[1], **parameters)
         self.parameters.append(STRUCTS["OrderedGemmParams"](gemm=gemm, **strides))
-        shape = map(ctypes.c_int64, (weights.shape[2], weights.shape[0] * weights.shape[1], places))
-        getattr(self.library, name)(ctypes.byref(self.parameters[-1]), *shape, ctypes.c_uint32(grid))
+        sizes = map(ctypes.c_int64, (weights.shape[2] * weights.itemsize, weights.shape[0], places))
+        getattr(self.library, name)(ctypes.byref(self.parameters[-1]), *sizes, ctypes.c_uint32(grid))
 
     def run(self, seed: int) -> None:
         """All that were added, at once."""

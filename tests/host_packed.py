@@ -149,8 +149,7 @@ class HostPacked:
             f"PROBE({name}, {'Four' if bits == 4 else 'Eight'}, {', '.join(map(str, sizes))}, {str(e4m3).lower()})"
             for name, (bits, *sizes, e4m3) in pipelines.items()
         ]
-        text = body("common/ring.cuh") + "\n" + base() + body("moe/packed_pipeline_sm90.cuh")
-        text += body("moe/tile_cut.cuh") + body("moe/pair_schedule_sm90.cuh")
+        text = base() + "".join(map(body, ("moe/packed_pipeline_sm90", "moe/tile_cut", "moe/pair_schedule_sm90")))
         entry = "\n".join([ENTRY, *probes])
         self.library = build(folder, text, entry, "-fsanitize=bounds")
 

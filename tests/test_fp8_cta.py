@@ -12,14 +12,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.harness import STRUCTS
-from host_hopper import HostFp8
+from cta_operands import (
+    DTYPES,
+    GEGLU,
+    IDENTITY,
+    NAMES,
+    RELU2,
+    SWIGLU,
+    Placed,
+    activation,
+    is_poison_but,
+    poison_idle,
+    poisoned,
+    seed_of,
+)
+from host_hopper import HostGemms
 from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits
 
-IDENTITY, SWIGLU, GEGLU, RELU2 = 0, 1, 2, 4
-NAMES = {SWIGLU: "silu", GEGLU: "gelu", RELU2: "relu2"}
-DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+KERNELS = {
+    "few_gated": "GroupedGemmFp8Sm90<true, 64, 2, 8>",
+    "few_plain": "GroupedGemmFp8Sm90<false, 64, 2, 8>",
+    "fewest_gated": "GroupedGemmFp8Sm90<true, 16, 2, 4>",
+    "fewest_plain": "GroupedGemmFp8Sm90<false, 16, 1, 7>",
+    "gated": "GroupedGemmFp8WideSm90<true, 4>",
+    "plain": "GroupedGemmFp8WideSm90<false, 4>",
+    "ordered_gated": "GroupedGemmFp8OrderedSm90<true, 3>",
+    "ordered_plain": "GroupedGemmFp8OrderedSm90<false, 5>",
+    "stationary_4": "GroupedGemmFp8StationarySm90<4>",
+    "stationary_16": "GroupedGemmFp8StationarySm90<16>",
+}
 # Approximations of exp and of 1 / x move a result to its neighbour where it was near the border.
 BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 # Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
@@ -30,8 +52,7 @@ FEW_TILES = [(0, 64), (0, 64), (0, 1), (2, 63), (2, 64), (2, 47), (2, 18), (3, 6
 FEWEST_TILES = [(0, 16), (0, 1), (2, 15), (2, 9), (3, 16)]
 ORDERS = 3  # of threads
 GRID = 3
-EXPERTS, GAP = 4, 5  # GAP: places in front of each tile, and behind the last, that are no tile's
-POISON = 0x7F  # NaN in every dtype here
+EXPERTS = 4
 
 
 @dataclasses.dataclass
@@ -105,16 +126,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostFp8:
-    return HostFp8(tmp_path_factory.mktemp("fp8_cta"))
-
-
-def seed_of(rng: torch.Generator) -> int:
-    return int(torch.randint(1 << 32, (), generator=rng))
-
-
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8).view(dtype)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostGemms:
+    return HostGemms(tmp_path_factory.mktemp("fp8_cta"), KERNELS)
 
 
 def products(x: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
@@ -136,16 +149,8 @@ class Gemm:
     def __init__(self, case: Case, rng: torch.Generator) -> None:
         self.case, rows = case, case.columns * (2 if case.gated else 1)
         groups = case.inner // 128
-        self.tiles, mine, place = [], [], GAP
-        for expert, count in case.tiles:
-            if case.together and self.tiles and self.tiles[-1][0] == expert:
-                place -= GAP
-            self.tiles.append([expert, place, count, 0])
-            mine.append(torch.arange(place, place + count))
-            place += count + GAP
-        self.places, self.inside = place, torch.cat(mine)
-        # Behind the last tile one that must not be looked at.
-        self.tile_table = torch.tensor([*self.tiles, [case.tiles[-1][0], 0, 128, 0]], dtype=torch.int32)
+        self.placed = Placed(case.tiles, together=case.together)
+        self.tiles, self.inside, place = self.placed.tiles, self.placed.inside, self.placed.places
         ordered = case.kernel.startswith("ordered")
         self.divisor = 2 if case.gated else 1
         self.slots = torch.randperm(3 * place, generator=rng)[:place].int() if case.gated else None
@@ -164,11 +169,9 @@ class Gemm:
         self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
         self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
 
-        idle = set(range(EXPERTS)) - {expert for expert, _ in case.tiles}
-        for tensor in filter(lambda t: t is not None, (self.weights, self.scales, self.bias, self.of_rows)):
-            tensor.view(torch.uint8)[list(idle)] = POISON
+        poison_idle({expert for expert, _ in case.tiles}, self.weights, self.scales, self.bias, self.of_rows)
         self.expected = []
-        for (expert, _, _, _), rows_of in zip(self.tiles, mine, strict=True):
+        for (expert, _, _, _), rows_of in zip(self.tiles, self.placed.of_tiles, strict=True):
             row = source[rows_of]
             sums = products((self.x[row], self.x_scales[row]), self.weights[expert], self.scales[expert])
             sums = sums if self.of_rows is None else sums * self.of_rows[expert]
@@ -180,38 +183,39 @@ class Gemm:
             self.expected.append(sums.bfloat16())
 
     def add(
-        self, kernels: HostFp8, *, quantised: bool, tiles: int | None = None, **others: int
+        self, kernels: HostGemms, *, quantised: bool, tiles: int | None = None, **others: int
     ) -> tuple[list[Tensor], Tensor]:
         """A launch. Returns out, with its scales where quantised, and what counts units."""
-        case, infinity = self.case, float("inf")
-        out = poisoned((self.places, case.columns), torch.float8_e4m3fn if quantised else BF16)
+        case, places = self.case, self.placed.places
+        out = poisoned((places, case.columns), torch.float8_e4m3fn if quantised else BF16)
         groups = case.columns // 128, case.inner // 128
-        out_scales = poisoned((groups[0], self.places) if case.by_group else (self.places, groups[0]), F32)
+        out_scales = poisoned((groups[0], places) if case.by_group else (places, groups[0]), F32)
         x_scales = self.x_scales.T.contiguous() if case.by_group else self.x_scales
         names = ("x_scale_row", "x_scale_group", "out_scale_row", "out_scale_group")
-        by_group = (1, self.places) * 2
+        by_group = (1, places) * 2
         strides = dict(zip(names, by_group if case.by_group else (groups[1], 1, groups[0], 1), strict=True))
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
-        limits = {name: infinity for name in ("gate_limit", "silu_limit", "up_limit")}
         # Kept until they have run.
         self.buffers = [x_scales, tile_count, next_unit]
         kernels.add(
-            case.kernel, self.weights, self.places, strides, GRID,
+            case.kernel, self.weights, places, strides, GRID,
             x=self.x.data_ptr(), x_scales=x_scales.data_ptr(),
             slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
-            tiles=self.tile_table.data_ptr(), tile_count=tile_count.data_ptr(),
+            tiles=self.placed.table.data_ptr(), tile_count=tile_count.data_ptr(),
             next_unit=0 if case.strided else next_unit.data_ptr(), block_scales=self.scales.data_ptr(),
-            rows=self.weights.shape[1], k=case.inner // 2, out_columns=case.columns,
+            k=case.inner // 2, out_columns=case.columns,
             expert_scales=0 if self.of_rows is None else self.of_rows.data_ptr(),
             bias=0 if self.bias is None else self.bias.data_ptr(), bias_dtype=DTYPES[case.bias or F32],
             layout=int(case.up_gate), slot_weights=self.factors.data_ptr() if case.weighted else 0,
-            activation=STRUCTS["Activation"](kind=case.activation, alpha=1.0, beta=0.0, **limits),
-            out=out.data_ptr(), out_scales=out_scales.data_ptr() if quantised else 0, **others,
+            activation=activation(case.activation), out=out.data_ptr(),
+            out_scales=out_scales.data_ptr() if quantised else 0, **others,
         )  # fmt: skip
         return [out, out_scales] if quantised else [out], next_unit
 
-    def run(self, kernels: HostFp8, rng: torch.Generator, *, quantised: bool, tiles: int | None = None) -> list[Tensor]:
+    def run(
+        self, kernels: HostGemms, rng: torch.Generator, *, quantised: bool, tiles: int | None = None
+    ) -> list[Tensor]:
         """out, and its scales where quantised; what is no tile's is as it was."""
         case = self.case
         done = torch.zeros(1 + EXPERTS, dtype=torch.int32)
@@ -224,15 +228,12 @@ class Gemm:
         if case.by_group and quantised:
             results[1] = results[1].T.contiguous()
         written = self.inside if tiles is None else self.inside[:0]
-        for tensor in results:
-            others = tensor.view(torch.uint8).clone()
-            others[written] = POISON
-            assert (others == POISON).all(), "rows beyond the tiles"
+        assert all(is_poison_but(written, tensor) for tensor in results), "rows beyond the tiles"
         return [tensor[written] for tensor in results]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+def test_sums(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     case = CASES[name]
     gemm = Gemm(case, rng)
     (out,), *others = (gemm.run(kernels, rng, quantised=False) for _ in range(ORDERS))
@@ -249,7 +250,7 @@ def test_sums(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["few-gated", "gated", "plain", "ordered-gated", "stationary"])
-def test_no_tiles(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+def test_no_tiles(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
 
 
@@ -266,11 +267,11 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("name", OVERLAPS)
-def test_second_gemm_begins_before_the_first_ends(kernels: HostFp8, name: str, rng: torch.Generator) -> None:
+def test_second_gemm_begins_before_the_first_ends(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     """All CTAs of both run at once: GEMM2 waits for what GEMM1 says is there, and reads poison if it does not."""
     first, second, between = OVERLAPS[name]
-    activation = RELU2 if first == "plain" else SWIGLU
-    up = Gemm(Case(first, 256, between, activation, quantised=True, together=True), rng)
+    kind = RELU2 if first == "plain" else SWIGLU
+    up = Gemm(Case(first, 256, between, kind, quantised=True, together=True), rng)
     down = Gemm(Case(second, between, 640, together=True), rng)
     own = name in ("wide-ordered", "few-stationary")
     assert torch.equal(up.inside, down.inside) and (up.tiles == down.tiles) == (not own)
@@ -278,7 +279,6 @@ def test_second_gemm_begins_before_the_first_ends(kernels: HostFp8, name: str, r
     (down.x, down.x_scales), _ = up.add(kernels, quantised=True, done=unread.data_ptr())
     kernels.run(seed_of(rng))
     (expected,) = down.run(kernels, rng, quantised=False)
-    rows = torch.tensor([sum(count for of, _, count, _ in up.tiles if of == expert) for expert in range(EXPERTS)])
     # Units of all kernels have 256 weight rows.
     units = -(-between * (1 if first == "plain" else 2) // 256)
     for _ in range(ORDERS):
@@ -288,4 +288,4 @@ def test_second_gemm_begins_before_the_first_ends(kernels: HostFp8, name: str, r
         (out,), _ = down.add(kernels, quantised=False, **awaited)
         kernels.run(seed_of(rng))
         assert same_bits(out[down.inside], expected)
-        assert done.tolist() == [GRID, *(rows * units).tolist()]
+        assert done.tolist() == [GRID, *(up.placed.rows(EXPERTS) * units).tolist()]
