@@ -119,9 +119,18 @@ def test_many_tokens(m: int, driver: Path, tmp_path: Path) -> None:
         (q,), (p,) = parameters_of(tokens), parameters_of(launch)
         assert bytes(p) == bytes(q) and p.tokens not in [0, *result["addresses"]] and p.tokens % 256 == 0
         assert (p.a_scales.tile_rows, p.b_scales.tile_rows, p.out_dtype) == (8, 128, 1)
-        rows = launch["block"][0] // 128 * 64 - 64
-        tiles = -(-n // rows) * -(-m // p.tile_tokens)
-        assert launch["grid"][0] == tiles * p.splits and launch["cluster"] == [p.splits, 1, 1]
+        consumers, grid = launch["block"][0] // 128 - 1, launch["grid"][0]
+        tiles = -(-n // (64 * consumers)) * -(-m // p.tile_tokens)
+        assert launch["cluster"] == [p.splits, 1, 1]
+        if p.splits > 1:
+            assert (grid, p.shared_tiles, p.arrivals) == (tiles * p.splits, 0, 0)
+        else:
+            # What is not shared is whole waves.
+            assert grid <= 132 and (tiles - p.shared_tiles) % grid == 0 if p.shared_tiles else grid == min(tiles, 132)
+            assert p.arrivals == (grid * consumers if p.shared_tiles else 0)
+        token_bytes = up(m, p.tile_tokens) * up(k, 128) * 2
+        partial_bytes = p.arrivals * 64 * p.tile_tokens * 4
+        assert (p.partial_sums - p.tokens, p.arrived - p.partial_sums) == (token_bytes, partial_bytes)
 
 
 def test_nothing_and_refusals(driver: Path, tmp_path: Path) -> None:

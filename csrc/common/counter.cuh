@@ -29,6 +29,12 @@ __device__ __forceinline__ void wait_for(const int* counter, int value) {
     }
 }
 
+// The same by all lanes of a warp, which leave together: else ptxas keeps what their loops share in vector registers.
+__device__ __forceinline__ void wait_for_in_warp(const int* counter, int value) {
+    while (!__all_sync(0xFFFFFFFF, has_reached(counter, value))) {
+    }
+}
+
 // Adds `share`; nothing waits for the answer.
 __device__ __forceinline__ void add_share(uint32_t* counter, uint32_t share) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(share) : "memory");

@@ -129,6 +129,13 @@ __device__ __forceinline__ void store_tiles_turned(uint32_t address, const uint3
                  : "memory");
 }
 
+// An 8 x 8 tile of 16 bits transposed, of whose row l / 4 lane l has columns 2 (l % 4), + 1, before and after.
+__device__ __forceinline__ uint32_t turn_tile(uint32_t pair) {
+    uint32_t turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -14,6 +14,9 @@ namespace oxmoe::mxfp8_dense {
 
 constexpr int kGroup = 32, kBlockK = 128, kBlockGroups = kBlockK / kGroup;
 
+// At least one: without K sums are those of a block of zeros.
+__device__ __forceinline__ int k_blocks(const MmMxfp8Params& p) { return max((p.k + kBlockK - 1) / kBlockK, 1); }
+
 // 2^(byte - 127); 255 is NaN.
 __device__ __forceinline__ float scale_value(uint32_t byte) {
     const uint32_t bits = byte == 0 ? 0x00400000 : byte == 255 ? 0x7FC00000 : byte << 23;
@@ -36,18 +39,6 @@ __device__ __forceinline__ void decode(uint32_t word, float scale, uint32_t& low
 __device__ __forceinline__ uint32_t word_of(const uint4& vector, int i) {
     return i == 0 ? vector.x : i == 1 ? vector.y : i == 2 ? vector.z : vector.w;
 }
-
-// K blocks of this CTA's part, [first, last).
-struct Part {
-    int rank, first, last;
-
-    __device__ __forceinline__ explicit Part(const MmMxfp8Params& p) {
-        const int blocks = (p.k + kBlockK - 1) / kBlockK;
-        rank = blockIdx.x % p.splits;
-        first = int(int64_t(blocks) * rank / p.splits);
-        last = int(int64_t(blocks) * (rank + 1) / p.splits);
-    }
-};
 
 template <typename Element>
 __device__ __forceinline__ void store_four(const MmMxfp8Params& p, int token, int row, const float4& sums) {

@@ -94,8 +94,12 @@ pub fn mm_mxfp8<'py>(
             n: n as i32,
             k: k as i32,
             splits: 1,
+            shared_tiles: 0,
             tokens: std::ptr::null_mut(),
             tile_tokens: 0,
+            partial_sums: std::ptr::null_mut(),
+            arrived: std::ptr::null_mut(),
+            arrivals: 0,
         };
         if m == 0 || n == 0 {
             return Ok(object);
@@ -120,15 +124,21 @@ pub fn mm_mxfp8<'py>(
                     )));
                 }
                 let plan = plan::MmPlan::new(m, n, k, &gpu.device);
-                let workspace = match plan.token_bytes {
+                // Tokens, partial sums and what counts them, each a multiple of 16 bytes.
+                let arrivals = i64::from(plan.arrivals);
+                let workspace = match plan.token_bytes + plan.partial_bytes + arrivals * 4 {
                     0 => None,
                     bytes => Some(tensor::empty(a, &from_a, &[bytes], Elem::U8)?),
                 };
                 if let Some(workspace) = &workspace {
                     params.tokens = TensorRef::borrow("workspace", workspace)?.data;
+                    params.partial_sums = params.tokens.wrapping_add(plan.token_bytes as usize);
+                    params.arrived = params.partial_sums.wrapping_add(plan.partial_bytes as usize).cast();
                 }
                 params.splits = plan.splits as i32;
+                params.shared_tiles = plan.shared_tiles as i32;
                 params.tile_tokens = plan.tile_tokens as i32;
+                params.arrivals = plan.arrivals as i32;
                 let stream = Stream::new(gpu, from_a.current_stream(py)?)?;
                 let (passes, pass_rows) = (plan.passes as i32, plan.pass_rows as i32);
                 let few = MmMxfp8FewParams { product: params, passes, pass_rows };

@@ -15,9 +15,13 @@ const MOST_FEW: i64 = 32;
 pub struct MmPlan {
     /// CTAs of a cluster, which share K.
     pub splits: u32,
-    /// Of the wide kernel, and the bytes of its tokens; else 0.
+    /// Of the wide kernel: tiles that all CTAs share, the first of them. Else 0, as what follows.
+    pub shared_tiles: u32,
     pub tile_tokens: u32,
     pub token_bytes: i64,
+    /// Sums that CTAs leave to others, and how many numbers say that they are there.
+    pub partial_bytes: i64,
+    pub arrivals: u32,
     /// Of the kernels for few tokens: passes of a CTA and rows of b in each; else 0.
     pub passes: u32,
     pub pass_rows: u32,
@@ -46,10 +50,10 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
         return None;
     }
     let tokens = FEW.into_iter().map(|kernel| kernel.tile().1).find(|&tokens| m <= i64::from(tokens))?;
-    let up = |size: i64, unit: i64| (size + unit - 1) / unit * unit;
+    let up = |size: i64, unit: i64| up_div(size, unit) * unit;
     // The widest kernel that a CTA's rows fill: tokens come once for a pass.
     let fitting = |ctas: i64, widest: u32, room: u32| {
-        let rows = up((n + ctas - 1) / ctas, 4);
+        let rows = up(up_div(n, ctas), 4);
         let of_pass = (rows.min(64) as u32).next_power_of_two().clamp(16, 64);
         let fits = |kernel: &Dense| {
             let (rows, of) = kernel.tile();
@@ -63,17 +67,17 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
         || fitting(2 * ctas, 32, (device.shared_bytes + 1024) / 2 - 1024).filter(|(kernel, _)| kernel.tile().0 == 32);
     let (kernel, rows) = two().or_else(|| fitting(ctas, 64, most))?;
     let widest = i64::from(kernel.tile().0);
-    let passes = (rows + widest - 1) / widest;
-    let pass_rows = up((rows + passes - 1) / passes, 4);
-    let launch = Launch {
-        grid: ((n + passes * pass_rows - 1) / (passes * pass_rows)) as u32,
-        shared_bytes: few_shared_bytes(kernel, k),
-        ..gemm(kernel, m, n, 1)
-    };
+    let passes = up_div(rows, widest);
+    let pass_rows = up(up_div(rows, passes), 4);
+    let grid = up_div(n, passes * pass_rows);
+    let launch = Launch { shared_bytes: few_shared_bytes(kernel, k), ..launch(kernel, grid, 1) };
     Some(MmPlan {
         splits: 1,
+        shared_tiles: 0,
         tile_tokens: 0,
         token_bytes: 0,
+        partial_bytes: 0,
+        arrivals: 0,
         passes: passes as u32,
         pass_rows: pass_rows as u32,
         launches: [Some(launch), None],
@@ -82,72 +86,116 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
 
 fn tiles(kernel: Dense, m: i64, n: i64) -> i64 {
     let (rows, tokens) = kernel.tile();
-    ((n + i64::from(rows) - 1) / i64::from(rows)) * ((m + i64::from(tokens) - 1) / i64::from(tokens))
+    up_div(n, i64::from(rows)) * up_div(m, i64::from(tokens))
 }
 
-fn gemm(kernel: Dense, m: i64, n: i64, splits: u32) -> Launch {
+fn launch(kernel: Dense, grid: i64, cluster: u32) -> Launch {
     let variant = Variant::Dense(kernel);
-    Launch {
-        variant,
-        grid: tiles(kernel, m, n) as u32 * splits,
-        block: kernel.threads(),
-        cluster: splits,
-        shared_bytes: kernel.shared_bytes(),
-    }
+    Launch { variant, grid: grid as u32, block: kernel.threads(), cluster, shared_bytes: kernel.shared_bytes() }
 }
 
 /// CTAs in clusters of 1 to 8 that run at once on an H200 of 132 multiprocessors (cudaOccupancyMaxActiveClusters).
 const CLUSTERED: [i64; 8] = [132, 132, 117, 120, 110, 102, 105, 120];
 
-/// What a tile takes for a K block, what a wave and what each part of K adds, in tens of ns (H200, docs/kernels/mm_mxfp8_sm90.md): the plan that
-/// they give was within 3 % of the fastest in 53 of 54 sizes, the other 5 % behind.
+/// How CTAs share the wide kernel's tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharing {
+    /// Not: each has whole ones.
+    Whole,
+    /// The tiles that would not fill the GPU are cut into equal runs of K for all CTAs.
+    Runs,
+    /// A cluster of so many for a tile.
+    Cluster(i64),
+}
+
+/// What a tile takes for a K block, in tens of ns; below, what each wave of tiles adds, each part of a cluster's K, runs, and the sums that
+/// another CTA has for 16384 numbers (H200, docs/kernels/mm_mxfp8_sm90.md): the plan that they give was within 2.4 % of the fastest
+/// in 50 of 51 sizes, the other 5 % behind.
 fn block_cost(kernel: Dense) -> i64 {
     match kernel.tile() {
-        (128, 64) => 70,
-        (192, 64) => 90,
-        (192, 96) => 102,
-        (128, 128) => 87,
-        (192, 128) => 112,
-        _ => 140,
+        (128, 64) => 81,
+        (192, 64 | 96) => 103,
+        (128, 128) => 82,
+        (192, 128) => 111,
+        (192, 192) => 155,
+        _ => 147,
     }
 }
-const WAVE_COST: i64 = 100;
-const SPLIT_COST: i64 = 100;
+const WAVE_COST: i64 = 144;
+const PART_COST: i64 = 115;
+const RUN_COST: i64 = 591;
+const SUMS_COST: i64 = 86;
+/// Blocks that are worth a CTA of their own.
 const LEAST_BLOCKS: i64 = 4;
 
-/// The tile and the parts of K that should take least. Parts are a cluster's CTAs, all of which run at once.
-fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
-    let blocks = (k + BLOCK_K - 1) / BLOCK_K;
-    let ctas = i64::from(device.multiprocessors);
-    let mut best: Option<(i64, Dense, i64)> = None;
-    for kernel in WIDE {
-        let tiles = tiles(kernel, m, n);
-        for (splits, clustered) in (1..).zip(CLUSTERED) {
-            if splits > 1 && (blocks / splits < LEAST_BLOCKS || tiles * splits > ctas * clustered / CLUSTERED[0]) {
-                continue;
-            }
-            let waves = (tiles * splits + ctas - 1) / ctas;
-            let wave = (blocks + splits - 1) / splits * block_cost(kernel) + WAVE_COST;
-            let cost = waves * wave + splits * SPLIT_COST;
-            if best.as_ref().is_none_or(|&(least, ..)| cost < least) {
-                best = Some((cost, kernel, splits));
-            }
+fn up_div(a: i64, b: i64) -> i64 {
+    (a + b - 1) / b
+}
+
+/// CTAs that cut the first tiles into runs, and how many tiles those are: all but whole waves, of which the last is shared, too.
+fn runs(tiles: i64, blocks: i64, ctas: i64) -> (i64, i64) {
+    let grid = ctas.min(tiles * (blocks / LEAST_BLOCKS).max(1));
+    (grid, tiles - (tiles / grid - 1).max(0) * grid)
+}
+
+fn cost(kernel: Dense, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -> i64 {
+    let of_block = block_cost(kernel);
+    match sharing {
+        Sharing::Whole => up_div(tiles, ctas) * (blocks * of_block + WAVE_COST),
+        Sharing::Runs => {
+            let (rows, tokens) = kernel.tile();
+            let others = up_div(ctas, tiles) * i64::from(rows * tokens);
+            tiles * blocks * of_block / ctas + WAVE_COST * (tiles / ctas).max(1) + RUN_COST + others * SUMS_COST / 16384
         }
+        Sharing::Cluster(parts) => up_div(blocks, parts) * of_block + WAVE_COST + parts * PART_COST,
     }
-    let (_, kernel, splits) = best.unwrap_or((0, WIDE[0], 1));
-    let tokens = i64::from(kernel.tile().1);
-    let token_bytes = (m + tokens - 1) / tokens * tokens * blocks * BLOCK_K * 2;
-    let variant = Variant::Dense(Dense::MmMxfp8Tokens);
-    let units = (token_bytes / 16 + 255) / 256;
-    let prepare =
-        Launch { variant, grid: units.min(16 * ctas) as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 };
+}
+
+/// The tile and the sharing that should take least. A cluster's parts of K all run at once.
+fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
+    let blocks = up_div(k, BLOCK_K).max(1);
+    let ctas = i64::from(device.multiprocessors);
+    let fits = |tiles: i64, parts: i64| {
+        blocks / parts >= LEAST_BLOCKS && tiles * parts <= ctas * CLUSTERED[parts as usize - 1] / CLUSTERED[0]
+    };
+    let (_, kernel, sharing) = WIDE
+        .into_iter()
+        .flat_map(|kernel| {
+            let tiles = tiles(kernel, m, n);
+            let clusters = (2..=8).filter(move |&parts| fits(tiles, parts)).map(Sharing::Cluster);
+            [Sharing::Whole, Sharing::Runs]
+                .into_iter()
+                .chain(clusters)
+                .map(move |sharing| (cost(kernel, sharing, tiles, blocks, ctas), kernel, sharing))
+        })
+        .min_by_key(|&(cost, ..)| cost)
+        .expect("there are tiles");
+    let tiles = tiles(kernel, m, n);
+    let (grid, splits, shared_tiles) = match sharing {
+        Sharing::Whole => (tiles.min(ctas), 1, 0),
+        Sharing::Runs => {
+            let (grid, shared) = runs(tiles, blocks, ctas);
+            (grid, 1, shared)
+        }
+        Sharing::Cluster(parts) => (tiles * parts, parts, 0),
+    };
+    let (rows, tokens) = kernel.tile();
+    let sharing_ctas = if shared_tiles > 0 { grid } else { 0 };
+    let token_bytes = up_div(m, i64::from(tokens)) * i64::from(tokens) * blocks * BLOCK_K * 2;
+    let units = up_div(token_bytes / 16, 256);
     MmPlan {
         splits: splits as u32,
-        tile_tokens: tokens as u32,
+        shared_tiles: shared_tiles as u32,
+        tile_tokens: tokens,
         token_bytes,
+        partial_bytes: sharing_ctas * i64::from(rows * tokens) * 4,
+        arrivals: sharing_ctas as u32 * (rows / 64),
         passes: 0,
         pass_rows: 0,
-        launches: [Some(prepare), Some(gemm(kernel, m, n, splits as u32))],
+        launches: [
+            Some(launch(Dense::MmMxfp8Tokens, units.min(16 * ctas), 1)),
+            Some(launch(kernel, grid, splits as u32)),
+        ],
     }
 }
 

@@ -182,11 +182,16 @@ pub mod ffi {
         m: i32,
         n: i32,
         k: i32,
-        /// CTAs that share K.
+        /// CTAs that share K. One: the first `shared_tiles` are cut into runs of K for all CTAs, the others are whole CTAs'.
         splits: i32,
+        shared_tiles: i32,
         /// a as bf16 in the order that csrc/gemm/mm_mxfp8_wide_sm90.cuh reads, for tiles of `tile_tokens`; else null.
         tokens: *mut u8,
         tile_tokens: i32,
+        /// Of CTAs' warpgroups that leave a tile to another CTA: their sums, and a number each that is 1 once they are there.
+        partial_sums: *mut u8,
+        arrived: *mut i32,
+        arrivals: i32,
     }
 
     /// Rows of numbers to MXFP8: e4m3 with a scale for 32 columns, and back.

@@ -39,13 +39,14 @@ pub const FEW: [Dense; 11] = [
     MmMxfp8Few { tokens: 32, row_tiles: 2, stages: 4 },
     MmMxfp8Few { tokens: 32, row_tiles: 1, stages: 3 },
 ];
-pub const WIDE: [Dense; 6] = [
+pub const WIDE: [Dense; 7] = [
     MmMxfp8Wide { tokens: 64, consumers: 2, stages: 4 },
     MmMxfp8Wide { tokens: 64, consumers: 3, stages: 4 },
     MmMxfp8Wide { tokens: 96, consumers: 3, stages: 4 },
     MmMxfp8Wide { tokens: 128, consumers: 2, stages: 4 },
     MmMxfp8Wide { tokens: 128, consumers: 3, stages: 4 },
     MmMxfp8Wide { tokens: 192, consumers: 3, stages: 3 },
+    MmMxfp8Wide { tokens: 256, consumers: 2, stages: 2 },
 ];
 
 pub const NVFP4: [Dense; 2] = [QuantizeNvfp4 { block: 16 }, QuantizeNvfp4 { block: 32 }];
