@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fake_cuda.harness import execute, launches, parameters_of
+from mxfp8_cases import SHARED_TILES
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 TILE_ROWS = {"128x4": 128, "8x4": 8, "linear": 0}
@@ -131,6 +132,14 @@ def test_many_tokens(m: int, driver: Path, tmp_path: Path) -> None:
         token_bytes = up(m, p.tile_tokens) * up(k, 128) * 2
         partial_bytes = p.arrivals * 64 * p.tile_tokens * 4
         assert (p.partial_sums - p.tokens, p.arrived - p.partial_sums) == (token_bytes, partial_bytes)
+
+
+@pytest.mark.parametrize("size", SHARED_TILES, ids=str)
+def test_tiles_that_do_not_fill_the_gpu(size: tuple[int, int, int], driver: Path, tmp_path: Path) -> None:
+    m, n, k = size
+    _, launch = launches(execute(driver, tmp_path, "dense_mm", few(m, n, k))["records"])
+    (p,) = parameters_of(launch)
+    assert (p.splits, launch["grid"][0]) == (1, 132) and 0 < p.shared_tiles < 2 * 132
 
 
 def test_nothing_and_refusals(driver: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oxmoe
+from mxfp8_cases import SHARED_TILES
 from op_checks import opcheck
 from oxmoe import SfLayout, quantize
 from oxmoe.testing import same_bits
@@ -116,6 +117,10 @@ def test_nothing_to_multiply(device: str, rng: torch.Generator) -> None:
     assert oxmoe.mm_mxfp8(a[:0], b.t(), a_scales[:0], b_scales.t()).shape == (0, 40)
     empty = oxmoe.mm_mxfp8(a[:, :0].contiguous(), b[:, :0].contiguous().t(), a_scales[:, :0], b_scales[:, :0].t())
     assert torch.equal(empty.cpu(), torch.zeros((2, 40), dtype=torch.bfloat16))
+    a, a_scales, _ = operand(70, 0, rng, device)
+    out = torch.full((70, 40), math.nan, device=device, dtype=torch.bfloat16)
+    oxmoe.mm_mxfp8(a, b[:, :0].contiguous().t(), a_scales.to(device), b_scales[:, :0].t(), out=out)
+    assert torch.equal(out.cpu(), torch.zeros((70, 40), dtype=torch.bfloat16))
 
 
 def test_rows_stand_alone(device: str, rng: torch.Generator) -> None:
@@ -141,6 +146,23 @@ def test_models_sizes(m: int, rng: torch.Generator) -> None:
         rows = torch.randperm(m, generator=rng)[:128]
         check(out[rows.cuda()], a_values[rows], b_values)
         assert same_bits(oxmoe.mm_mxfp8(a, b.t(), *swizzled), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SHARED_TILES, ids=str)
+def test_shared_tiles(size: tuple[int, int, int], rng: torch.Generator) -> None:
+    """Tiles whose K several CTAs share, in some sizes in front of whole ones: the same bits in any order of CTAs."""
+    m, n, k = size
+    a, a_scales, a_values = operand(m, k, rng, "cuda")
+    b, b_scales, b_values = operand(n, k, rng, "cuda")
+    swizzled = quantize.swizzle_scales(a_scales), quantize.swizzle_scales(b_scales)
+    rows = torch.cat([torch.randperm(m, generator=rng)[:32], torch.tensor([m - 1])])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        out, *others = (torch.full((m, n), math.nan, device="cuda", dtype=dtype) for _ in range(4))
+        for result in (out, *others):
+            oxmoe.mm_mxfp8(a, b.t(), *swizzled, out=result, out_dtype=dtype)
+        check(out[rows.cuda()], a_values[rows], b_values)
+        assert all(same_bits(other, out) for other in others)
 
 
 @pytest.mark.gpu
