@@ -117,10 +117,10 @@ private:
                     multiply<decltype(width)::value>(k_blocks, sums[0], shared, ring);
             });
             if (work.is_down()) {
-                finish<Plain>(work, p.down, sums, bias, factors, shared, staging);
+                finish<Plain, sm90::Unchanged>(work, p.down, sums, bias, factors, shared, staging);
                 continue;
             }
-            finish<Base>(work, p.up, sums, bias, factors, shared, staging);
+            finish<Base, Form>(work, p.up, sums, bias, factors, shared, staging);
             release(&shared.stored[work.stored], true);
         }
     }
@@ -135,7 +135,8 @@ private:
         for (int i = 0; i < kFactors; ++i) factors[i] = p.expert_scales[kOwn * work.expert + i % kOwn];
     }
 
-    template <typename Gemm>
+    // `After`: what outputs go through.
+    template <typename Gemm, typename After>
     static __device__ __forceinline__ void finish(const WorkUnit& work, const GroupedGemmParams& p,
                                                   float (&sums)[1][MaxTokens / 2], const typename Base::Biases& bias,
                                                   const float (&factors)[kFactors], Shared& shared, uint32_t& staging) {
@@ -143,13 +144,13 @@ private:
         for (int i = 0; i < MaxTokens / 2; ++i) sums[0][i] *= factors[i % 4 < 2 ? 0 : kFactors - 1];
         if constexpr (Gated && !Gemm::kGated) {  // GEMM2 has no activation
             Gemm::add_biases(sums, bias, p);
-            Gemm::template store<true, Form>(work, sums, p, shared, staging);
+            Gemm::template store<true, After>(work, sums, p, shared, staging);
         } else {
             const bool activated = Gemm::template prepare_sums<true>(work, sums, bias, p);
             if (!Gated || activated)
-                Gemm::template store<true, Form>(work, sums, p, shared, staging);
+                Gemm::template store<true, After>(work, sums, p, shared, staging);
             else
-                Gemm::template store<false, Form>(work, sums, p, shared, staging);
+                Gemm::template store<false, After>(work, sums, p, shared, staging);
         }
     }
 
