@@ -340,6 +340,15 @@ static void mov_b32_and_cvt_rn_f16x2_e4m3x2_and_cvt_rn_f16x2_e4m3x2(uint32_t& fi
 static void cvt_rn_f16x2_e4m3x2(uint32_t& pair, uint16_t codes) {
     pair = to_f16(from_e4m3(codes & 0xFF)) | to_f16(from_e4m3(codes >> 8)) << 16;
 }
+static uint32_t to_e4m3(float x) {
+    const float size = fabsf(x);
+    const int e = max(size > 0 && size < 448 ? ilogbf(size) : -6, -6);
+    const uint32_t code = size < 448 ? ((e + 7) << 3) + int(nearbyintf(ldexpf(size, 3 - e))) - 8 : 0x7E;
+    return x != x ? 0x7F : code | (bits_of(x) >> 24 & 0x80);
+}
+static void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) {
+    pair = to_e4m3(low) | to_e4m3(high) << 8;
+}
 static void mov_b32_and_mov_b32_and_mov_b32(uint32_t& low, uint32_t& high, uint32_t word) {
     low = (word & 0xFFFF) * 0x10001, high = (word >> 16) * 0x10001;
 }
@@ -371,7 +380,8 @@ static void cvt_rn_f16x2_f32(uint32_t& r, float high, float low) { r = to_f16(lo
 static void min_NaN_f32(float& r, float a, float b) { r = a != a || b != b ? NAN : fminf(a, b); }
 static void max_NaN_f32(float& r, float a, float b) { r = a != a || b != b ? NAN : fmaxf(a, b); }
 static void ex2_approx_ftz_f32(float& r, float x) { r = exp2f(x); }
-static void rcp_approx_ftz_f32(float& r, float x) { r = 1 / x; }
+static int rcp_error = 0;  // in units of the last place
+static void rcp_approx_ftz_f32(float& r, float x) { r = float_of(bits_of(1 / x) + rcp_error); }
 }  // namespace ptx
 """
 

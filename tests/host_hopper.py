@@ -310,7 +310,8 @@ void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[Tiles]) {
 }
 struct Unchanged {
     static constexpr bool kExchanges = false;
-    static uint4 finish(const uint4& outputs, const GroupedGemmParams&) { return outputs; }
+    static int of_expert(const GroupedGemmParams&, int expert) { return expert; }
+    static uint4 finish(const uint4& outputs, const GroupedGemmParams&, int) { return outputs; }
 };
 inline void store_global_8_if(void* to, uint32_t a, uint32_t b, bool now) {
     if (now) store_global(to, std::array{a, b});

@@ -1,7 +1,7 @@
 """What fills the stages of the packed GEMMs, on the host (host_hopper.py): schedule, weights, gathering.
 
 In place of the consumers that multiply are some that compare every byte of a stage that is theirs with where it must
-have come from, and count what they were given. An index beyond an array is an error.
+have come from, and count what they were given. An index beyond an array is an error. And the epilogue that rounds sums.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ struct Probe {
         static const uint8_t zeros[16] = {};
         for (int i = thread; i < work.count * row_blocks * 8; i += 128) {
             const int n = i / (row_blocks * 8), row_block = i / 8 % row_blocks, chunk = i % 8;
-            const int place = work.first + n, row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+            const int place = work.first + n;
+            const bool is_mapped = p.slot_of_place && p.row_divisor;
+            const int row = is_mapped ? p.slot_of_place[place] / p.row_divisor : place;
             const int column = ((E4m3 ? block / 2 : block) + row_block) * 8 + chunk;
             const uint8_t* x = p.x + (int64_t(row) * (p.k / 8) + column) * 16;
             const uint8_t* held = stage.tokens + row_block * Base::kTokenBytes + n * 128 + (chunk ^ n % 8) * 16;
@@ -136,20 +138,75 @@ struct Probe {
         return failure.c_str(); \
     }
 static const oxmoe::PairCounters zeros{};
+
+// Sums of a unit, [consumers, 128, tokens / 2] at p.weights, through GEMM1's epilogue; p.rows is what a CTA has.
+template <bool Gated, int Tokens, int Consumers, int Stages, int Blocks>
+struct Epilogue {
+    using Pipeline = oxmoe::PackedPipelineSm90<Form<2048, 256>, Gated, Tokens, Consumers, Stages, Blocks, false>;
+    using Base = typename Pipeline::Base;
+
+    static void run(const GroupedGemmParams& p, const WorkUnit& work) {
+        auto& shared = *reinterpret_cast<typename Pipeline::Shared*>(shared_memory());
+        const int consumer = int(threadIdx.x / 128) - 1;
+        if (consumer < 0 || !Base::has_rows(p, work, consumer)) return;
+        float sums[1][Tokens / 2];
+        memcpy(sums, p.weights + (consumer * 128 + threadIdx.x % 128) * sizeof(sums), sizeof(sums));
+        uint32_t staging = 0;
+        Base::template store<true, oxmoe::nvfp4::RoundedOutputs>(work, sums, p, shared, staging);
+    }
+};
+#define EPILOGUE(name, ...) \
+    extern "C" const char* name(const GroupedGemmParams* p, const WorkUnit* work, uint32_t seed) { \
+        using Kernel = Epilogue<__VA_ARGS__>; \
+        body = [=] { Kernel::run(*p, *work); }; \
+        launch(1, Kernel::Pipeline::kThreads, seed); \
+        return failure.c_str(); \
+    }
 using Four = Form<2048, 128>;
 using Eight = Form<4096, 128>;
 """
 
 
-class HostPacked:
-    """Probes of pipelines by name; a pipeline is (bits of a weight, tokens, consumers, stages, blocks, e4m3)."""
+INSTRUCTIONS = r"""
+static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t bytes = uint64_t(b) << 32 | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+namespace ptx {
+static void max_bf16x2(uint32_t& larger, uint32_t a, uint32_t b) {
+    const auto larger_one = [](uint32_t x, uint32_t y) {
+        return to_bf16(fmaxf(from_bf16(x & 0xFFFF), from_bf16(y & 0xFFFF)));
+    };
+    larger = larger_one(a, b) | larger_one(a >> 16, b >> 16) << 16;
+}
+}  // namespace ptx
+"""
 
-    def __init__(self, folder: Path, pipelines: dict[str, tuple[int, int, int, int, int, bool]]) -> None:
+
+class HostPacked:
+    """Probes of pipelines by name; a pipeline is (bits of a weight, tokens, consumers, stages, blocks, e4m3). Epilogues
+    likewise, (gated, tokens, consumers, stages, blocks)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pipelines: dict[str, tuple[int, int, int, int, int, bool]],
+        epilogues: dict[str, tuple[bool, int, int, int, int]],
+    ) -> None:
         probes = [
             f"PROBE({name}, {'Four' if bits == 4 else 'Eight'}, {', '.join(map(str, sizes))}, {str(e4m3).lower()})"
             for name, (bits, *sizes, e4m3) in pipelines.items()
         ]
-        text = base() + "".join(map(body, ("moe/packed_pipeline_sm90", "moe/tile_cut", "moe/pair_schedule_sm90")))
+        probes += [
+            f"EPILOGUE({name}, {str(gated).lower()}, {', '.join(map(str, sizes))})"
+            for name, (gated, *sizes) in epilogues.items()
+        ]
+        common = map(body, ("common/narrow", "common/bf16_pairs", "common/nvfp4_round"))
+        moe = map(body, ("moe/packed_pipeline_sm90", "moe/tile_cut", "moe/pair_schedule_sm90"))
+        text = INSTRUCTIONS + base() + "".join([*common, *moe])
         entry = "\n".join([ENTRY, *probes])
         self.library = build(folder, text, entry, "-fsanitize=bounds")
 
@@ -163,4 +220,11 @@ class HostPacked:
         function.restype = ctypes.c_char_p
         counts = [ctypes.c_void_p(tensor.data_ptr()) for tensor in given]
         failure = function(ctypes.byref(p), *counts, ctypes.c_uint32(grid), ctypes.c_uint32(seed)).decode()
+        assert not failure, failure
+
+    def finish(self, name: str, p: ctypes.Structure, unit: list[int], seed: int) -> None:
+        """A unit (expert, first, count, row block) through an epilogue."""
+        function = getattr(self.library, name)
+        function.restype = ctypes.c_char_p
+        failure = function(ctypes.byref(p), (ctypes.c_int * 4)(*unit), ctypes.c_uint32(seed)).decode()
         assert not failure, failure

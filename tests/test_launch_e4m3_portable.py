@@ -225,7 +225,15 @@ def test_nvfp4(mode: str, size: tuple[int, int], gpu: dict[str, Any], driver: Pa
         of_x, of_hidden = rounds
         assert made[place - 1 : place + 3] == [of_x, up, of_hidden, down]
         (r,), (h,) = parameters_of(of_x), parameters_of(of_hidden)
-        assert (r.x, r.out, p.x) == (call["x"], ranges["rows"], ranges["rows"])
+        room = ranges["rows" if mode == "each" else "x_rounded"]
+        assert (r.x, r.out, p.x, r.by_place, p.row_divisor) == (
+            call["x"],
+            room,
+            room,
+            False,
+            1 if mode == "each" else 4,
+        )
+        assert p.out_global_scales == 0
         assert (h.x, h.out, h.tile_rows) == (ranges["hidden"], ranges["hidden"], r.tile_rows)
 
 

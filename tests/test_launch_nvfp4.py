@@ -56,41 +56,35 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
         ranges = {name: call["workspace"] + int(offset) for offset, name in found}
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
-        if mode == "a16":
-            *_, up, combine = made
-            down = up
-            assert not any("round" in launch["kernel"] for launch in made)
-        else:
-            *_, of_x, up, of_hidden, down, combine = made
-        assert combine["kernel"] == "combine_bf16" and up["kernel"] == down["kernel"]
-        kernels.add(up["kernel"])
-        (first,), (last,) = parameters_of(up), parameters_of(down)
-        p, q = first.up, last.down
-        gated = "_gated_" in up["kernel"]
-        rows = layer["intermediate"] * (2 if gated else 1), layer["hidden"]
-        if mode == "a16":
-            assert (first.tiles, first.row_counts) == (p.tiles, 0) and (first.up.rows, first.down.rows) == rows
-        else:
-            assert (first.up.rows, first.down.rows, last.up.rows, last.down.rows) == (rows[0], 0, 0, rows[1])
-            assert last.up.next_unit == q.next_unit != p.next_unit and last.up.schedule_is_older
+        *_, of_x, both, combine = made
+        assert combine["kernel"] == "combine_bf16"
+        assert sum("round" in launch["kernel"] for launch in made) == (mode != "a16")
+        kernels.add(both["kernel"])
+        (pair,) = parameters_of(both)
+        p, q = pair.up, pair.down
+        rows = layer["intermediate"] * (2 if "_gated_" in both["kernel"] else 1), layer["hidden"]
+        assert (pair.tiles, pair.row_counts) == (p.tiles, 0) and (p.rows, q.rows) == rows
         assert (p.out, q.x, q.out) == (ranges["hidden"], ranges["hidden"], ranges["rows"])
         assert q.schedule_is_older and p.schedule_is_older == (mode != "a16")
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
             assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
         if mode == "a16":
-            assert p.x == call["x"] and p.row_divisor == 4
+            assert p.x == call["x"] and p.row_divisor == 4 and p.out_global_scales == 0
+            assert "x_rounded" not in ranges
             continue
-        (r,), (s,) = parameters_of(of_x), parameters_of(of_hidden)
-        assert {of_x["kernel"], of_hidden["kernel"]} == {"round_rows_nvfp4"} and r.global_scales != s.global_scales
-        assert (r.x, r.scales, r.out, r.columns) == (call["x"], call["scale"], ranges["rows"], layer["hidden"])
-        assert (s.x, s.scales, s.out, s.columns) == (p.out, 0, q.x, layer["intermediate"])
-        assert (s.tiles, s.tile_count, s.slot_of_place, s.row_divisor) == (p.tiles, p.tile_count, 0, 1)
-        # A row is rounded for each of its slots only where experts have numbers of their own.
+        (r,) = parameters_of(of_x)
+        # GEMM1 rounds its own output.
+        assert of_x["kernel"] == "round_rows_nvfp4"
+        assert 0 != p.out_global_scales != r.global_scales != 0 and q.out_global_scales == 0
+        assert (r.x, r.scales, r.columns) == (call["x"], call["scale"], layer["hidden"])
+        assert p.x == r.out and r.tile_rows >= 16 and p.slot_of_place == ranges["slot_of_place"]
+        # A row is rounded for each of its slots only where experts have numbers of their own; then it lies where GEMM2
+        # writes it later, else it has room of its own.
         if mode == "each":
-            assert (r.tiles, r.slot_of_place, r.row_divisor, p.row_divisor) == (p.tiles, p.slot_of_place, 4, 1)
+            assert (r.tiles, r.slot_of_place, r.row_divisor) == (p.tiles, p.slot_of_place, 4)
+            assert (r.by_place, p.row_divisor, r.out) == (True, 0, ranges["rows"])
         else:
-            assert (r.tiles, r.rows, p.row_divisor) == (0, count, 4)
-        assert r.tile_rows == s.tile_rows >= 16 and p.x == r.out
+            assert (r.tiles, r.rows, r.by_place, p.row_divisor, r.out) == (0, count, False, 4, ranges["x_rounded"])
     assert all(name.startswith("grouped_gemm_nvfp4_sm90_") for name in kernels) and len(kernels) >= 2
 
 
@@ -103,18 +97,17 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
     for call in result["calls"]:
         made, addresses, (base, size) = launches(call["records"]), call["addresses"], call["workspace"]
         names = [re.sub(r"_(gated|plain)_.*", "", launch["kernel"]) for launch in made]
-        gemm, between = "grouped_gemm_nvfp4_sm90", ["round_rows_nvfp4"] * rounded
-        # The launch of both GEMMs finds the tiles of masked rows itself.
+        gemm = "grouped_gemm_nvfp4_sm90"
+        # The launch of both GEMMs finds the tiles of masked rows itself; what rounds x needs a schedule.
         alone = call["masked"] and not rounded
-        made_of = ["schedule", gemm][alone:] if not rounded else ["schedule", *between, gemm, *between, gemm]
-        assert names == made_of and call["returned"]
+        assert names == ["schedule", *["round_rows_nvfp4"] * rounded, gemm][alone:] and call["returned"]
         parameters = [parameters_of(launch)[0] for launch in made]
-        first, last = parameters[1 + rounded - alone], parameters[-1]
-        schedule, up, down = first if alone else parameters[0], first.up, last.down
+        pair = parameters[-1]
+        schedule, up, down = parameters[0], pair.up, pair.down
         if alone:
             assert (schedule.row_counts, schedule.rows_each, schedule.tiles) == (addresses["counts"], call["m"], 0)
         else:
-            assert (first.row_counts, first.tiles) == (0, schedule.tiles)
+            assert (pair.row_counts, pair.tiles) == (0, schedule.tiles)
         found = [re.search(r"_t(\d+)_", launch["kernel"]) for launch in made if gemm in launch["kernel"]]
         tile = schedule.tile_tokens
         assert {int(match.group(1)) for match in found} == {tile}
@@ -123,15 +116,14 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
         assert down.out == addresses["out"] and up.out == down.x and down.schedule_is_older
         assert base <= up.out and up.out + 2 * math.prod((16, call["m"], 304)) <= base + size
         if not rounded:
-            assert up.x == addresses["x"] and not up.schedule_is_older
+            assert up.x == addresses["x"] and not up.schedule_is_older and up.out_global_scales == 0
             continue
-        of_x, of_hidden = parameters[1], parameters[3]
-        # GEMM2 writes where x was rounded to, once GEMM1 has read it.
-        assert (of_x.x, of_x.out, up.x) == (addresses["x"], addresses["out"], addresses["out"])
-        assert (of_hidden.x, of_hidden.out) == (up.out, up.out) and up.schedule_is_older
-        for r in (of_x, of_hidden):
-            assert (r.tiles, r.tile_count, r.tile_rows) == (up.tiles, up.tile_count, schedule.tile_tokens)
-            assert (r.scales, r.slot_of_place, r.row_divisor) == (0, 0, 1)
+        r = parameters[1]
+        # GEMM2 writes where x was rounded to, each row once GEMM1 has read it.
+        assert (r.x, r.out, up.x) == (addresses["x"], addresses["out"], addresses["out"]) and up.schedule_is_older
+        assert (r.tiles, r.tile_count, r.tile_rows) == (up.tiles, up.tile_count, schedule.tile_tokens)
+        assert (r.scales, r.slot_of_place, r.row_divisor, r.by_place) == (0, 0, 1, False)
+        assert 0 != up.out_global_scales != r.global_scales != 0 and down.out_global_scales == 0
     assert tiles[True, 128, 1] < tiles[True, 512, 30] < tiles[True, 128, 128]
 
 

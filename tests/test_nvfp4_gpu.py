@@ -13,7 +13,7 @@ from torch import Tensor
 import oxmoe
 from cases import ACTIVATIONS, GPT_OSS, PATTERNS, Shape, draws, make_routing, make_workspace, make_x, tie_free_logits
 from mxfp4_cases import call
-from oxmoe import nvfp4
+from oxmoe import nvfp4, reference
 from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 from test_cutedsl_wrapper import SHAPE, drawn, operands, quantised, wrapper
 from test_nvfp4_experts import A4_BAR, E4M3, Nvfp4, arranged, make
@@ -147,17 +147,35 @@ def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
         assert same_bits(call(x.cuda(), made, *given), expected)
 
 
+@pytest.mark.parametrize("weighs", [False, True], ids=["after", "router-weights-on-input"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_one_number_for_all(parts: int, rng: torch.Generator) -> None:
-    """A number that rounds every expert's rows rounds each row once: the bits of a tensor of that number."""
+def test_one_number_for_all(parts: int, weighs: bool, rng: torch.Generator) -> None:
+    """A number that rounds every expert's rows rounds each row once, into room of its own: the bits of a tensor of that
+    number, which rounds rows by place where GEMM2 writes."""
     layer = on_cuda(make(SMALL, rng, a4=True))
     x, routing = make_x(60, SMALL, torch.bfloat16, "cpu", rng).cuda(), make_routing("uniform", 60, 8, 8, rng)
     given = [part.cuda() for part in routing]
     w13_global = layer.w13_global if parts == 2 else layer.w13_global[:, 0].contiguous()
     each = dataclasses.replace(layer, w13_global=w13_global, roundings=(torch.full((8,), 70.0), torch.full((8,), 90.0)))
-    expected = call(x, each.weights(), *given)
+    options = {"apply_router_weight_on_input": weighs}
+    expected = call(x, each.weights(), *given, **options)
     one = {"input_global_scale": 70.0, "a2_global_scale": torch.tensor([90.0])}
-    assert expected.isfinite().all() and same_bits(call(x, each.weights(**one), *given), expected)
+    assert expected.isfinite().all() and same_bits(call(x, each.weights(**one), *given, **options), expected)
+
+
+def test_rows_are_read_before_they_are_written(rng: torch.Generator) -> None:
+    """GEMM2 writes over rounded rows of x while GEMM1 is still at others: the same bits every time, and from x that has
+    room of its own."""
+    shape = Shape("many", 16, 4, 2048, 512)
+    layer = on_cuda(make(shape, rng, a4=True))
+    layer = dataclasses.replace(layer, roundings=(torch.full((16,), 70.0), torch.full((16,), 90.0)))
+    each, one = layer.weights(), layer.weights(input_global_scale=70.0, a2_global_scale=90.0)
+    for tokens in (60, 700, 4000):
+        x = make_x(tokens, shape, torch.bfloat16, "cpu", rng).cuda()
+        for pattern in ("uniform", "one"):
+            given = [part.cuda() for part in make_routing(pattern, tokens, 16, 4, rng)]
+            expected = call(x, one, *given)
+            assert all(same_bits(call(x, each, *given), expected) for _ in range(8))
 
 
 def test_rounding_bit_by_bit(rng: torch.Generator) -> None:
@@ -176,8 +194,8 @@ def test_rounding_bit_by_bit(rng: torch.Generator) -> None:
     x[0, :16] = 0
     inner = x
     for number, function in zip(roundings, (lambda t: t.relu().square(), lambda t: t), strict=True):
-        q, scales = oxmoe.reference.nvfp4(inner, number)
-        numbers = oxmoe.reference.nvfp4_numbers(q[..., 0::2] | q[..., 1::2] << 4, scales)
+        q, scales = reference.nvfp4(inner, number)
+        numbers = reference.nvfp4_numbers(q[..., 0::2] | q[..., 1::2] << 4, scales)
         inner = function(numbers / number).bfloat16()
     ids = torch.zeros((tokens, 1), dtype=torch.int32)
     assert torch.equal(call(x.cuda(), weights, torch.ones((tokens, 1)).cuda(), ids.cuda()).cpu(), inner)
@@ -213,6 +231,49 @@ def test_rows_in_expert_order(a4: bool, rng: torch.Generator) -> None:
         rows.cuda(), weights, counts.cuda(), alignment=128, out=torch.full_like(rows, 7.0).cuda()
     )
     assert same_bits(out[places.cuda()], truth[: len(owners)])
+
+
+def rounded(x: Tensor, numbers: Tensor) -> Tensor:
+    """Rows [E, m, columns] as NVFP4's numbers under their experts'."""
+    parts = [reference.nvfp4(rows, number[None]) for rows, number in zip(x, numbers, strict=True)]
+    return torch.stack(
+        [reference.nvfp4_numbers(q[..., 0::2] | q[..., 1::2] << 4, scales).bfloat16() for q, scales in parts]
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("size", [1024, 928])
+def test_masked_is_its_parts(size: int, activation: str, shared: bool, rng: torch.Generator) -> None:
+    """Every tile with a w2 that picks one number each: the bits of GEMM1 of rounded rows, rounded again on the CPU."""
+    shape, m = Shape("parts", 5, 1, size, size).with_options(activation=activation), 230
+    layer = make(shape, rng, a4=True)
+    assert layer.roundings is not None
+    w2 = torch.zeros((size, size // 2), dtype=torch.uint8)
+    columns = torch.arange(size)
+    w2[columns, columns // 2] = (2 << 4 * (columns % 2)).to(torch.uint8)  # e2m1 of 1
+    layer.w2, layer.w2_global = w2.expand(5, -1, -1).contiguous(), torch.ones(5)
+    layer.w2_scale = torch.full_like(layer.w2_scale, 0x38)  # e4m3 of 1
+    if shared:
+        layer.roundings = torch.full((5,), 80.0), torch.full((5,), 300.0)
+    of_x, of_hidden = layer.roundings
+    counts = torch.tensor([0, m, 1, 33, 130], dtype=torch.int32)
+    valid = torch.arange(m)[None] < counts[:, None]
+    x = torch.randn((5, m, size), generator=rng).bfloat16()
+    x[1, 3, :32], x[1, 4] = 0, x[1, 4] * 1e4
+    plain = on_cuda(dataclasses.replace(layer, roundings=None)).weights()
+    hidden = oxmoe.moe_masked(rounded(x, of_x).cuda(), plain, counts.cuda()).cpu()
+    expected = rounded(torch.where(valid[..., None], hidden, 0), of_hidden) + 0  # sums have no -0
+    assert bool(expected[valid].isfinite().all()) and bool((expected[valid] != 0).any(0).all())
+    x[~valid] = math.nan
+    given = {"input_global_scale": 80.0, "a2_global_scale": 300.0} if shared else {}
+    weights = on_cuda(layer).weights(**given)
+    for expected_m in (1, 10, 14, 30, 40, 60, 90, 200):
+        for _ in range(3):
+            out = torch.full_like(x, math.nan).cuda()
+            room = make_workspace(oxmoe.masked_workspace_bytes(weights, 5 * m), "cuda")
+            oxmoe.moe_masked(x.cuda(), weights, counts.cuda(), expected_m=expected_m, out=out, workspace=room)
+            assert same_bits(out.cpu()[valid], expected[valid]) and bool(out.cpu()[~valid].isnan().all())
 
 
 def test_codes_as_tokens(rng: torch.Generator) -> None:

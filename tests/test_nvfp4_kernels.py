@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,70 @@ struct DecodeNvfp4 {
 }  // namespace oxmoe
 """
 
+# What GEMM1's epilogue rounds with: rows of x, each with its own number; and against division and the codes' functions.
+EPILOGUE = """
+#pragma once
+#include "csrc/common/nvfp4_round.cuh"
+#include "csrc/quant/round_rows_nvfp4.cuh"
+
+namespace oxmoe {
+struct FinishNvfp4 {
+    static constexpr int kThreads = 64, kSharedBytes = 0;
+    static void run(const RoundNvfp4Params& p) {
+        const uint4* x = reinterpret_cast<const uint4*>(p.x);
+        const int row_vectors = p.columns / 8, vectors = p.rows * row_vectors;
+        for (int first = 0; first < vectors; first += kThreads) {
+            const int at = first + threadIdx.x;
+            const bool inside = at < vectors;
+            const float scale = inside ? p.global_scales[at / row_vectors] : NAN;
+            const uint4 rounded = nvfp4::round_block(inside ? x[at] : uint4{~0u, ~0u, ~0u, ~0u}, scale);
+            if (inside) reinterpret_cast<uint4*>(p.out)[at] = rounded;
+        }
+    }
+};
+
+struct CheckNvfp4 {
+    static constexpr int kThreads = 1, kSharedBytes = 0;
+    static void run(const RoundNvfp4Params& p) {
+        int64_t* wrong = reinterpret_cast<int64_t*>(p.out);
+        const auto compare = [&](float scale, float narrow) {
+            const float expected = scale / narrow, got = nvfp4::quotient(scale, narrow);
+            if (scale == 0) return;  // then `narrow` is 0 or NaN
+            wrong[0] += expected == expected ? bits_of(got) != bits_of(expected) : got == got;
+        };
+        for (uint32_t code = 0x38; code < 0x40; ++code) {  // 1 to 1.875
+            ::ptx::rcp_error = int(code % 3) - 1;
+            for (uint32_t i = 0; i < 1 << 23; ++i) compare(float_of(0x3F800000 + i), e4m3_value(code));
+        }
+        for (uint32_t code = 1; code <= 0xFF; ++code) {
+            if (code == 0x80) continue;
+            const float narrow = e4m3_value(code);
+            ::ptx::rcp_error = code & 0x7F && (code & 0x7F) < 0x7F ? int(code % 3) - 1 : 0;
+            // All exponents with the mantissas around powers of two and others, the smallest numbers, infinity and NaN.
+            for (uint32_t power = 0; power < 256; ++power)
+                for (int i = -20; i < 20; ++i)
+                    for (uint32_t sign : {0u, 0x80000000u})
+                        compare(float_of(((power << 23) + i * (i & 1 ? 1 : 50021)) ^ sign), narrow);
+            for (uint32_t i = 0; i < 20000; ++i) compare(float_of(i), narrow);
+            // Quotients below the smallest normal number, some of them halfway between two.
+            for (uint32_t i = 0; i < 9 << 23; i += 2011) compare(float_of(i & ~63u), narrow);
+        }
+        ::ptx::rcp_error = 0;
+        static const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+        const auto nearest = [&](uint32_t bits) {
+            const float expected = values[e2m1_magnitude(float_of(bits))];
+            for (float y : {float_of(bits), -float_of(bits)})
+                wrong[1] += bits_of(nvfp4::nearest_e2m1(y)) != bits_of(expected);
+        };
+        for (uint32_t bits = 0; bits <= 0x40C00000; bits += 1009) nearest(bits);
+        for (float border : {.25f, .75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f, .5f, 1.f, 2.f, 4.f})
+            for (int i = -99; i < 99; ++i) nearest(bits_of(border) + i);
+        nearest(bits_of(6.f));
+    }
+};
+}  // namespace oxmoe
+"""
+
 
 @pytest.fixture(scope="module")
 def packer(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
@@ -50,10 +115,13 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     return HostCtas(folder, ["../decode.cuh"], kernels, 900)
 
 
-@pytest.fixture(scope="module")
-def rounder(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
-    kernels = {"rows": ("RoundRowsNvfp4", "RoundNvfp4Params")}
-    return HostCtas(tmp_path_factory.mktemp("round"), ["quant/round_rows_nvfp4.cuh"], kernels, 800)
+@pytest.fixture(scope="module", params=[800, 900])
+def rounder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    arch, folder = request.param, tmp_path_factory.mktemp("round")
+    (folder / "epilogue.cuh").write_text(EPILOGUE)
+    names = {"rows": "RoundRowsNvfp4", "finish": "FinishNvfp4", "check": "CheckNvfp4"}
+    kernels = {name: (kernel, "RoundNvfp4Params") for name, kernel in names.items()}
+    return HostCtas(folder, ["../epilogue.cuh"], kernels, arch)
 
 
 def in_order(rows: Tensor, layout: str) -> Tensor:
@@ -168,13 +236,46 @@ def test_rounding_of_all_rows(columns: int, rounder: HostCtas, rng: torch.Genera
     assert same_bits(out[:rows], rounded(x, factor)) and bool(out[rows:].isnan().all())
 
 
+def test_epilogue_divides_and_rounds(rounder: HostCtas) -> None:
+    """By every scale there is, with reciprocals an ulp off: the bits of a division; and e2m1's numbers."""
+    wrong = torch.zeros(2, dtype=torch.int64)
+    rounder.run("check", 1, 1, out=wrong.data_ptr())
+    assert wrong.tolist() == [0, 0]
+
+
+def test_epilogue_rounds_as_rows_are(rounder: HostCtas, rng: torch.Generator) -> None:
+    """Every bf16 number beside others, infinities and NaN, under numbers of all sizes: the bits of the launch."""
+    columns, rows = 80, 4000
+    x = torch.randint(1 << 16, (rows, columns), dtype=torch.int32, generator=rng).to(torch.int16)
+    x[: 65536 // columns + 1].view(-1)[:65536] = torch.arange(1 << 16).to(torch.int16)
+    x[rows // 2 :] = some_numbers(rows - rows // 2, columns, rng).view(torch.int16)
+    x[-9:, ::3] = torch.tensor([0x7F80, -0x80, 0x7FC0, 0x7F7F, -0x81, 1, 0, -0x8000, 0x7FFF]).short()[:, None]
+    x = torch.where((x & 0x7FFF) > 0x7F80, x | 0x40, x)  # no signalling NaN, which GPUs do not know
+    bits = torch.randint(1 << 31, (rows,), dtype=torch.int64, generator=rng).int()
+    factors = torch.where(torch.arange(rows) % 2 == 0, bits.view(torch.float32), torch.rand(rows, generator=rng) * 99)
+    factors[-5:] = torch.tensor([math.inf, -math.inf, math.nan, -3.0, 0.0])
+    factors[-9:-5] = torch.tensor([1e-37, 1e-45, -1e-40, 3e38])
+    expected, out = x.clone(), torch.full_like(x, 7)
+    schedule = torch.tensor([[row, row, 1, 0] for row in range(rows)], dtype=torch.int32)
+    number = torch.tensor([rows], dtype=torch.int32)
+    rounder.run(
+        "rows", 3, 1, x=x.data_ptr(), out=expected.data_ptr(), dtype=BF16, columns=columns, tiles=schedule.data_ptr(),
+        tile_count=number.data_ptr(), tile_rows=1, row_divisor=1, global_scales=factors.data_ptr(),
+    )  # fmt: skip
+    rounder.run(
+        "finish", 1, 1, x=x.data_ptr(), out=out.data_ptr(), columns=columns, rows=rows, global_scales=factors.data_ptr()
+    )
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "codes"])
-@pytest.mark.parametrize("mapped", [False, True], ids=["masked", "routed"])
+@pytest.mark.parametrize("mapped", [False, True, "by-place"], ids=["masked", "routed", "by-place"])
 @pytest.mark.parametrize("columns", [16, 176, 1040])
 def test_rounding_of_tiles(
-    columns: int, mapped: bool, quantised: bool, rounder: HostCtas, rng: torch.Generator
+    columns: int, mapped: bool | str, quantised: bool, rounder: HostCtas, rng: torch.Generator
 ) -> None:
     """Rows of the schedule alone, each with its expert's number; in place where they are GEMM1's output."""
+    by_place = mapped == "by-place"
     experts, top_k, tile = 3, 2 if mapped else 1, 16
     counts = [tile + 3, 0, 7]
     tiles, place = [], 0
@@ -195,17 +296,17 @@ def test_rounding_of_tiles(
     in_place = not mapped and not quantised
     expected = x[:slots].clone() if in_place else out.clone()
     for expert, first, count, _ in tiles:
-        for slot in order[first : first + count].tolist():
-            row = slot // top_k
+        for place, slot in enumerate(order[first : first + count].tolist(), first):
+            row, to = slot // top_k, place if by_place else slot
             if scales is not None:
-                expected[slot] = reference.nvfp4_numbers(given[row], scales[row].view(E4M3)).bfloat16()
+                expected[to] = reference.nvfp4_numbers(given[row], scales[row].view(E4M3)).bfloat16()
             else:
-                expected[slot] = rounded(x[row], factors[expert])
+                expected[to] = rounded(x[row], factors[expert])
     rounder.run(
         "rows", 2, int(torch.randint(1 << 40, (), generator=rng)), x=given.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(), out=given.data_ptr() if in_place else out.data_ptr(),
         dtype=BF16, columns=columns, tiles=ctypes.c_uint64(schedule.data_ptr()).value, tile_count=number.data_ptr(),
         tile_rows=tile, slot_of_place=order.data_ptr() if mapped else 0, row_divisor=top_k,
-        global_scales=factors.data_ptr(),
+        by_place=by_place, global_scales=factors.data_ptr(),
     )  # fmt: skip
     assert same_bits(given[:slots] if in_place else out, expected)

@@ -11,6 +11,7 @@ import torch
 
 from fake_cuda.harness import STRUCTS
 from host_packed import HostPacked
+from oxmoe import reference
 
 # As in src/variants/: bits, tokens, consumers, stages, blocks, e4m3.
 PIPELINES = {
@@ -26,6 +27,15 @@ PIPELINES = {
     "t128": (4, 128, 3, 4, 2, False),
     "t192": (4, 192, 3, 5, 1, False),
 }
+# GEMM1 of NVFP4 with both roundings: gated, tokens, consumers, stages, blocks.
+EPILOGUES = {
+    f"{'gated' if gated else 'plain'}_t{sizes[0]}_c{sizes[1]}": (gated, *sizes)
+    for gated in (True, False)
+    for sizes in (
+        (16, 2, 3, 5), (32, 2, 2, 5), (48, 4, 3, 4), (64, 4, 3, 4), (64, 3, 4, 3), (80, 3, 3, 4), (128, 3, 4, 2),
+        (192, 3, 5, 1),
+    )
+}  # fmt: skip
 EXPERTS, TILES = 3, 5
 
 
@@ -49,7 +59,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> HostPacked:
-    return HostPacked(tmp_path_factory.mktemp("packed_cta"), PIPELINES)
+    return HostPacked(tmp_path_factory.mktemp("packed_cta"), PIPELINES, EPILOGUES)
 
 
 def test_cases_have_last_units_by_consumers() -> None:
@@ -180,12 +190,13 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
         hidden = torch.randint(256, (rows.places, 2 * up.rows), dtype=torch.uint8, generator=rng)
         table = torch.tensor(rows.tiles, dtype=torch.int32)
         next_unit, tile_count = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-        ordered = by_expert or case.in_order
+        # In order by the divisor, or without slots.
+        divisor = 0 if case.in_order and not by_expert else rows.divisor
         shared = {} if by_expert else {"tile_count": tile_count.data_ptr(), "next_unit": next_unit.data_ptr()}
         pair = {
             "up": up.params(
-                x=rows.x.data_ptr(), slot_of_place=0 if ordered else rows.slots.data_ptr(),
-                row_divisor=rows.divisor, out=hidden.data_ptr(), **shared,
+                x=rows.x.data_ptr(), slot_of_place=0 if by_expert else rows.slots.data_ptr(),
+                row_divisor=divisor, out=hidden.data_ptr(), **shared,
             ),
             "down": down.params(x=hidden.data_ptr(), row_divisor=1, **shared),
         }  # fmt: skip
@@ -206,3 +217,48 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
             done = torch.zeros(TILES, dtype=torch.int32)
             done[:count] = case.row_tiles * has_up
             assert torch.equal(table[:, 3], done)
+
+
+def sums_of(values: torch.Tensor, gated: bool, consumers: int, tokens: int) -> torch.Tensor:
+    """fp32 [consumers, 128, tokens / 2] of outputs [tokens, columns]: what the threads have of them."""
+    consumer, thread, i = torch.meshgrid(
+        torch.arange(consumers), torch.arange(128), torch.arange(tokens // 2), indexing="ij"
+    )
+    warp, lane, half = thread // 32, thread % 32, i % 4 // 2
+    slices = consumer * 4 + warp
+    column = slices * 8 + lane // 4 if gated else slices * 16 + half * 8 + lane // 4
+    found = values[i // 4 * 8 + lane % 4 * 2 + i % 2, column]
+    return torch.where(half == 1, torch.nan, found).contiguous() if gated else found.contiguous()
+
+
+@pytest.mark.parametrize("rounds", [True, False], ids=["w4a4", "w4a16"])
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogue_rounds_outputs(probes: HostPacked, name: str, rounds: bool, rng: torch.Generator) -> None:
+    """GEMM1's outputs in bf16, rounded to NVFP4 under their expert's number; NaN lies beyond rows and columns."""
+    gated, tokens, consumers, *_ = EPILOGUES[name]
+    row_block, expert, first = 1, 2, 5
+    whole = (32 if gated else 64) * consumers
+    before = whole * row_block
+    # Whole row tiles, one of 16 columns, and none for the last consumer.
+    for count, missing in ((tokens, 0), (1, 16), (tokens - 1, whole // consumers * (consumers > 1) + 16), (9, 16)):
+        columns = before + whole - missing
+        sizes = torch.exp2(torch.randint(-20, 9, (tokens, whole // 16), generator=rng).repeat_interleave(16, 1))
+        values = torch.randn((tokens, whole), generator=rng) * sizes
+        values[0, :16], values[count // 2, 3] = 0, 1e-30
+        values[count:] = torch.nan
+        sums = sums_of(values, gated, consumers, tokens)
+        numbers = torch.rand(EXPERTS, generator=rng) * 400
+        out = torch.full((first + tokens + 3, columns), torch.nan, dtype=torch.bfloat16)
+        p = STRUCTS["GroupedGemmParams"](
+            weights=sums.data_ptr(), out=out.data_ptr(), out_columns=columns, rows=columns * (2 if gated else 1),
+            out_global_scales=numbers.data_ptr() if rounds else 0,
+        )  # fmt: skip
+        seed = int(torch.randint(1 << 32, (), generator=rng))
+        probes.finish(name, p, [expert, first, count, row_block], seed)
+        expected = values[:count, : whole - missing].bfloat16()
+        if rounds:
+            codes, scales = reference.nvfp4(expected, numbers[expert : expert + 1])
+            expected = reference.nvfp4_numbers(codes[..., 0::2] | codes[..., 1::2] << 4, scales).bfloat16()
+        poison = torch.full_like(out, torch.nan)
+        poison[first : first + count, before:] = expected
+        assert torch.equal(out.view(torch.int16), poison.view(torch.int16))

@@ -112,10 +112,15 @@ struct Form {
         mxfp4::decode(words[step], multipliers, a);
     }
 
-    // Of the GEMM's outputs, 8 of a token, before they are stored. kExchanges: lanes do so, and all of them are there.
+    // Of the GEMM's outputs, 8 of a token, before they are stored, and what of_expert() says of their expert. kExchanges: lanes
+    // do so, and all of them are there.
     static constexpr bool kExchanges = false;
     template <typename Params>
-    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
+    static __device__ __forceinline__ int of_expert(const Params&, int expert) {
+        return expert;
+    }
+    template <typename Params>
+    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&, int) {
         return outputs;
     }
 };

@@ -10,6 +10,9 @@
 #include <cstdint>
 
 #include "mxfp4.cuh"
+#ifdef __CUDACC__
+#include "bf16_pairs.cuh"
+#endif
 
 namespace oxmoe::mxfp8 {
 
@@ -53,13 +56,6 @@ __device__ __forceinline__ void take(uint32_t word, uint32_t& first, uint32_t& s
 // E8M0 from the bits of a bf16 magnitude: 448 is 1.75 * 2^8.
 __device__ __forceinline__ int scale_byte(uint32_t magnitude) {
     return magnitude < 0x7F80 ? max((magnitude + 0x1F) >> 7, 8u) - 8 : magnitude == 0x7F80 ? 254 : 255;
-}
-
-__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
-    // NOTE: of a number and NaN the number.
-    uint32_t larger;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a & 0x7FFF7FFF), "r"(b & 0x7FFF7FFF));
-    return larger;
 }
 
 // 8 of a group's numbers; the other lanes of the quad have the rest, and all of the warp are here.
@@ -130,7 +126,11 @@ struct Form {
     static constexpr bool kExchanges = true;
     // GEMM1's outputs, which have an activation, are GEMM2's tokens. Four neighbouring lanes hold 32 columns of a token.
     template <typename Params>
-    static __device__ __forceinline__ uint4 finish(const uint4& outputs, const Params& p) {
+    static __device__ __forceinline__ int of_expert(const Params&, int expert) {
+        return expert;
+    }
+    template <typename Params>
+    static __device__ __forceinline__ uint4 finish(const uint4& outputs, const Params& p, int) {
         return p.activation.kind == decltype(p.activation.kind)::Identity ? outputs : round_group(outputs);
     }
 };

@@ -9,6 +9,9 @@
 #include <cstdint>
 
 #include "mxfp4.cuh"
+#ifdef __CUDACC__
+#include "nvfp4_round.cuh"
+#endif
 
 namespace oxmoe::nvfp4 {
 
@@ -43,8 +46,8 @@ __host__ __device__ constexpr uint32_t place_scales(uint32_t g_first, uint32_t g
 }
 
 #ifdef __CUDACC__
-// What moe/grouped_gemm_packed_sm90.cuh takes.
-struct Form {
+// What moe/grouped_gemm_packed_sm90.cuh takes. GEMM1's outputs are GEMM2's tokens.
+struct Form : RoundedOutputs {
     static constexpr int kCodeBytes = nvfp4::kCodeBytes, kScaleBytes = nvfp4::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 8;
     static constexpr bool kFactorsOfHalves = true;
@@ -66,12 +69,6 @@ struct Form {
     }
     static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
         mxfp4::Form::decode(codes, step, multipliers, a);
-    }
-
-    static constexpr bool kExchanges = false;
-    template <typename Params>
-    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
-        return outputs;
     }
 };
 #endif

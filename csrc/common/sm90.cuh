@@ -161,7 +161,11 @@ struct Unchanged {
     static constexpr bool kExchanges = false;
 
     template <typename Params>
-    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&) {
+    static __device__ __forceinline__ int of_expert(const Params&, int expert) {
+        return expert;
+    }
+    template <typename Params>
+    static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&, int) {
         return outputs;
     }
 };

@@ -200,9 +200,7 @@ struct GroupedGemmSm90 {
             sm90::barrier_wait(&shared.unit_empty[ring.slot], ring.parity ^ 1);
 #pragma unroll 1
             for (int n = lane; n < work.count; n += 32) {
-                const int place = work.first + n;
-                const int row = p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
-                shared.source[ring.slot][n] = row * (p.k / 8);
+                shared.source[ring.slot][n] = x_row(params, p, work.first + n) * (p.k / 8);
             }
             if (lane == 0) shared.unit[ring.slot] = work;
             sm90::barrier_arrive(&shared.unit_full[ring.slot]);
@@ -529,6 +527,7 @@ public:
         }
     }
 
+    // `Form`: what outputs go through. Where its lanes exchange, all of a warp do, also those without a token.
     template <bool Activated, typename Form = sm90::Unchanged, typename Buffers>
     static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                  const GroupedGemmParams& p, Buffers& shared, uint32_t& staging) {
@@ -536,12 +535,13 @@ public:
         constexpr int kTokenThreads = kOutputBytes / 16, kPassTokens = 128 / kTokenThreads;
         const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const SwigluFunction swiglu(p.activation);
+        const auto own = Form::of_expert(p, work.expert);
         const uint32_t buffers = sm90::shared_address(shared.staging[consumer]);
         // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
         const uint32_t turned =
             Gated ? staged_offset(lane % 16, warp) : staged_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
         const int token = thread / kTokenThreads;
-        const uint32_t read = staged_offset(token, thread % kTokenThreads);
+        const uint32_t read = staged_offset(Form::kExchanges ? token % kChunk : token, thread % kTokenThreads);
 #pragma unroll
         for (int m = 0; m < RowTiles; ++m) {
             const int row_tile = (work.row_block * Consumers + consumer) * RowTiles + m;
@@ -572,9 +572,10 @@ public:
                 sm90::named_barrier(1 + consumer, 128);
 #pragma unroll
                 for (int n = 0; n < kChunk; n += kPassTokens) {
+                    if (Form::kExchanges && chunk + n >= work.count) break;
                     const bool inside = chunk + n < limit;
                     if (!inside && !Form::kExchanges) continue;
-                    const uint4 outputs = Form::finish(sm90::load_shared_16(buffers + staging + n * kOutputBytes + read), p);
+                    const uint4 outputs = Form::finish(sm90::load_shared_16(buffers + staging + n * kOutputBytes + read), p, own);
                     if (inside) sm90::store_global_16(out + size_t(chunk + n) * p.out_columns, outputs);
                 }
                 staging ^= sizeof(shared.staging[0]) / 2;

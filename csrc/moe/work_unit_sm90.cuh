@@ -24,6 +24,14 @@ __device__ __forceinline__ const GroupedGemmParams& gemm_of(const GemmPairParams
     return unit.is_down() ? p.down : p.up;
 }
 
+// The row of x at a place, for the GEMM `p`.
+__device__ __forceinline__ int x_row(const GroupedGemmParams&, const GroupedGemmParams& p, int place) {
+    return p.slot_of_place ? p.slot_of_place[place] / p.row_divisor : place;
+}
+__device__ __forceinline__ int x_row(const GemmPairParams&, const GroupedGemmParams& p, int place) {
+    return p.slot_of_place && p.row_divisor ? p.slot_of_place[place] / p.row_divisor : place;
+}
+
 // Work unit `unit` of tile_count x row_blocks: its tile's number, the tile and the row block. Tiles fastest inside groups of
 // kTileGroup: CTAs that run together share weight rows as well as tokens.
 constexpr int kTileGroup = 4;

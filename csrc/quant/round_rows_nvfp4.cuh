@@ -38,8 +38,8 @@ struct RoundRowsNvfp4 {
             const int place = tile.first + (inside ? at / row_vectors : 0);
             const int slot = p.slot_of_place ? p.slot_of_place[place] : place;
             const uint32_t vector = at % row_vectors;
-            convert(p, size_t(slot / p.row_divisor) * row_vectors + vector, size_t(slot) * row_vectors + vector, tile.expert,
-                    inside);
+            convert(p, size_t(slot / p.row_divisor) * row_vectors + vector,
+                    size_t(p.by_place ? place : slot) * row_vectors + vector, tile.expert, inside);
         }
     }
 

@@ -136,6 +136,7 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         expert_beta: layer.per_expert.beta,
         expert_limit: layer.per_expert.limit,
         expert_limit_after: layer.per_expert.limit_after,
+        out_global_scales: std::ptr::null(),
         next_unit: rows.counters.wrapping_add(Counters::NEXT_UP),
         schedule_is_older: false,
     };
@@ -230,11 +231,6 @@ pub fn launch(
                 out_scale_group: out.1 as i32,
             };
             stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
-        }
-        variant if variant.has_both_gemms() => {
-            let (own, other) = (*p, GroupedGemmParams { rows: 0, ..*p });
-            let (up, down) = if which == Gemm::Up { (own, other) } else { (other, own) };
-            launch_both(stream, op, launch, &up, &down)
         }
         _ => stream.launch(op, launch, Args::Gemm(p)),
     }

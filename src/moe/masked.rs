@@ -57,7 +57,7 @@ impl Stages {
         (x, x_scales): (&TensorRef, Option<&TensorRef>),
         out: &TensorRef,
         (ws, base): (&MoeWorkspace, *mut u8),
-        tile_tokens: i32,
+        (tile_tokens, in_one_launch): (i32, bool),
     ) -> Stages {
         let schedule = ScheduleParams {
             row_counts: division.counts.data.cast::<i32>().cast_const(),
@@ -88,7 +88,8 @@ impl Stages {
         );
         let (tiles, tile_count) = (schedule.tiles.cast_const(), schedule.tile_count.cast_const());
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
-        let nvfp4 = nvfp4::rounding(layer, (codes_scales, None), (out.data, tile_tokens), (&mut up, &mut down));
+        let room = (nvfp4::Room { tokens: out.data, slots: out.data }, tile_tokens, in_one_launch);
+        let nvfp4 = nvfp4::rounding(layer, (codes_scales, None), room, (&mut up, &mut down));
         let quantize = layer.desc.format.is_fp8().then(|| {
             let of_rows = (division.rows, schedule.counters);
             let given = x_scales.map(|scales| scales.data.cast_const().cast());
@@ -272,13 +273,13 @@ impl<'py> Call<'_, 'py> {
                 contract!("workspace: overlaps masked_m or x_scale");
             }
         }
-        let stages = |tile_tokens| {
+        let stages = |tile_tokens, in_one_launch| {
             let x = (x, x_scale.as_ref());
-            Stages::new(layer, &self.division, x, &out, (&ws, scratch.base), tile_tokens)
+            Stages::new(layer, &self.division, x, &out, (&ws, scratch.base), (tile_tokens, in_one_launch))
         };
         match x.place {
             Place::Cpu => {
-                let stages = stages(plan::CPU_TILE_TOKENS);
+                let stages = stages(plan::CPU_TILE_TOKENS, false);
                 py.detach(|| stages.run_cpu(layer));
             }
             Place::Cuda(ordinal) => {
@@ -288,7 +289,7 @@ impl<'py> Call<'_, 'py> {
                 let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
                 let (plan, slot) = routed::plan_masked(&desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(plan.tile_tokens).run_cuda(&stream, &plan, layer, slot)?;
+                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, slot)?;
             }
         }
         Ok(out_object)

@@ -84,7 +84,7 @@ impl Stages {
         (ws, base): (&MoeWorkspace, *mut u8),
         tiling: Tiling,
     ) -> Stages {
-        let Tiling { tile_tokens, max_tiles, counter_count, .. } = tiling;
+        let Tiling { tile_tokens, max_tiles, counter_count, in_one_launch, .. } = tiling;
         let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
         let select = match routing {
             Routing::Logits(s) => Some(SelectParams { ids: ws.ids.at(base), weights: ws.weights.at(base), ..*s }),
@@ -158,10 +158,10 @@ impl Stages {
         });
         let round = (layer.desc.format == Format::Mxfp8)
             .then(|| mxfp8::Round::new(desc.tokens, ws.x_rounded.at(base), &route, &mut up, &down));
-        // GEMM2 writes to the room of x once GEMM1 has read it.
         let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
-        let nvfp4 =
-            nvfp4::rounding(layer, (codes_scales, Some(tokens)), (ws.rows.at(base), tile_tokens), (&mut up, &mut down));
+        let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
+        let room = (room, tile_tokens, in_one_launch);
+        let nvfp4 = nvfp4::rounding(layer, (codes_scales, Some(tokens)), room, (&mut up, &mut down));
         Stages { select, route, down_schedule, quantize, quantize_rows, round, nvfp4, up, down, combine }
     }
 

@@ -130,21 +130,31 @@ pub fn rounds(layer: &Layer) -> bool {
     layer.desc.format.is_nvfp4() && !layer.up.x_scale.is_null()
 }
 
-/// The roundings of x, into `room` [slots, hidden], and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`:
-/// x has codes. `all`: x has so many rows, all of which may be read.
+/// Where rounded rows of x go.
+pub struct Room {
+    /// [tokens, hidden], on GPUs: where a token has one.
+    pub tokens: *mut u8,
+    /// [slots, hidden].
+    pub slots: *mut u8,
+}
+
+/// The roundings of x, and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`: x has codes. `all`: x has so
+/// many rows, all of which may be read. `in_one_launch`: of both GEMMs, which rounds GEMM1's output itself. There GEMM2 writes to the room of
+/// slots while GEMM1 still reads, so rows of x lie in it by place: GEMM2 writes a row once GEMM1 has read it.
 pub fn rounding(
     layer: &Layer,
     (x_scales, all): (*const u8, Option<i32>),
-    (room, tile_rows): (*mut u8, i32),
+    (room, tile_rows, in_one_launch): (Room, i32, bool),
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
 ) -> Option<[RoundNvfp4Params; 2]> {
     if !rounds(layer) {
         return None;
     }
+    let by_place = in_one_launch && !up.slot_of_place.is_null();
     let mut x = RoundNvfp4Params {
         x: up.x,
         scales: x_scales,
-        out: room,
+        out: room.slots,
         dtype: layer.desc.dtype,
         columns: up.k,
         rows: 0,
@@ -153,6 +163,7 @@ pub fn rounding(
         tile_rows,
         slot_of_place: up.slot_of_place,
         row_divisor: up.row_divisor,
+        by_place,
         global_scales: layer.up.x_scale,
     };
     let hidden = RoundNvfp4Params {
@@ -162,16 +173,20 @@ pub fn rounding(
         columns: down.k,
         slot_of_place: std::ptr::null(),
         row_divisor: 1,
+        by_place: false,
         global_scales: layer.down.x_scale,
         ..x
     };
-    up.x = room;
     match all {
         // The numbers of a row are the same for each of its slots.
         Some(rows) if layer.place != Place::Cpu && (layer.up.one_x_scale || !x_scales.is_null()) => {
-            (x.rows, x.tiles) = (rows, std::ptr::null());
+            (x.rows, x.tiles, x.out, x.by_place) = (rows, std::ptr::null(), room.tokens, false);
         }
-        _ => up.row_divisor = 1,
+        _ => up.row_divisor = i32::from(!by_place),
+    }
+    up.x = x.out;
+    if in_one_launch {
+        up.out_global_scales = hidden.global_scales;
     }
     // It stands between the schedule and GEMM1.
     up.schedule_is_older = true;

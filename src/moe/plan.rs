@@ -65,7 +65,7 @@ pub struct MoeWorkspace {
     /// Of e4m3 activations: GEMM1's output in e4m3, and the scales of x's rows, then of its.
     pub hidden_e4m3: Range,
     pub row_scales: Range,
-    /// Of MXFP8: x, rounded to its numbers.
+    /// Of MXFP8: x, rounded to its numbers; of NVFP4 where a token has the same numbers for all experts.
     pub x_rounded: Range,
     /// Of fp8 formats: GEMM2's schedule, where it has its own.
     pub down_tiles: Range,
@@ -121,7 +121,10 @@ impl MoeWorkspace {
             row_scales: add("row_scales", only_e4m3(slots * 4)),
             x_rounded: add(
                 "x_rounded",
-                if layer.format == Format::Mxfp8 { tokens as usize * layer.hidden as usize * element } else { 0 },
+                match layer.format {
+                    Format::Mxfp8 | Format::Nvfp4A4 => tokens as usize * layer.hidden as usize * element,
+                    _ => 0,
+                },
             ),
             down_tiles: add("down_tiles", fp8(down_tiles, size_of::<Tile>() as i64, 1)),
             down_tile_count: add("down_tile_count", fp8(1, 4, 1)),
@@ -156,12 +159,12 @@ impl MoeWorkspace {
             &self.row_scales,
             &self.x_rounded,
         ];
-        let (fp8, e4m3, mxfp8) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0, self.x_rounded.bytes > 0);
+        let (fp8, e4m3, rounded) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0, self.x_rounded.bytes > 0);
         let has = move |i| match i {
             0..12 => true,
             12..18 => fp8,
             18..20 => e4m3,
-            _ => mxfp8,
+            _ => rounded,
         };
         all.into_iter().enumerate().filter(move |&(i, _)| has(i)).map(|(_, range)| range)
     }
@@ -339,8 +342,8 @@ impl MoePlan {
             }
             (None, Kernels::HopperNvfp4) => {
                 let tile_tokens = nvfp4_sm90::tile_tokens(&up);
-                let (up, down) = nvfp4_sm90::gemms(&up, &down, tile_tokens, device);
-                (tile_tokens, Experts::Gemms { up, down })
+                let up = nvfp4_sm90::gemms(&up, &down, tile_tokens, device);
+                (tile_tokens, Experts::Gemms { up, down: None })
             }
             (None, Kernels::Portable) => {
                 let tile_tokens = portable::tile_tokens(&up, &down, device);

@@ -1,7 +1,7 @@
 //! Launching the routing: top-k, sort by expert and tile schedule, in the one to three kernels that the plan chose.
 
 use super::plan::routing::RoutingPlan;
-use super::plan::{self, MoeDesc, MoePlan, MoeWorkspace};
+use super::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
 use crate::error::Result;
 use crate::kernel::{Args, Stream};
 use crate::params::{RouteParams, ScheduleParams, SelectParams};
@@ -15,6 +15,8 @@ pub struct Tiling {
     pub counter_count: i32,
     /// Of GEMM2, where they are not GEMM1's.
     pub down_tile_tokens: Option<i32>,
+    /// Both GEMMs are one launch.
+    pub in_one_launch: bool,
 }
 
 impl Tiling {
@@ -24,13 +26,14 @@ impl Tiling {
             max_tiles: plan.max_tiles,
             counter_count: plan.counter_count(),
             down_tile_tokens: plan.down_schedule.map(|(_, tokens)| tokens),
+            in_one_launch: matches!(plan.experts, Experts::Gemms { down: None, .. }),
         }
     }
 
     pub fn on_cpu(desc: &MoeDesc) -> Tiling {
         let tile_tokens = plan::CPU_TILE_TOKENS;
         let max_tiles = plan::max_tiles(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens);
-        Tiling { tile_tokens, max_tiles, counter_count: 0, down_tile_tokens: None }
+        Tiling { tile_tokens, max_tiles, counter_count: 0, down_tile_tokens: None, in_one_launch: false }
     }
 }
 

@@ -200,7 +200,8 @@ pub mod ffi {
         x: *const u8,
         /// fp32 `[*]`, what a row of e4m3 x is multiplied by, else null.
         row_scales: *const f32,
-        /// i32 or null: row of x = `slot_of_place[place] / row_divisor`, or the place itself.
+        /// i32 or null: row of x = `slot_of_place[place] / row_divisor`, or the place itself. In a pair `row_divisor` may be 0: rows of x are
+        /// places, and `slot_of_place` is for `slot_weights` alone.
         slot_of_place: *const i32,
         row_divisor: i32,
         tiles: *const Tile,
@@ -250,6 +251,9 @@ pub mod ffi {
         expert_limit: *const f32,
         /// `expert_limit` is up_limit and silu_limit, not up_limit and gate_limit.
         expert_limit_after: bool,
+        /// fp32 `[experts]` or null, of packed NVFP4 weights on Hopper: with it `out` is rounded to NVFP4's numbers, an expert's rows multiplied by
+        /// its number before.
+        out_global_scales: *const f32,
     }
 
     /// Both GEMMs of a layer, GEMM2 of GEMM1's output; of one that is not there `rows` is 0. Schedule and counter are `up`'s.

@@ -53,6 +53,8 @@ pub mod ffi {
         /// As in `GroupedGemmParams`.
         slot_of_place: *const i32,
         row_divisor: i32,
+        /// Of kernels: rows of `out` are places all the same.
+        by_place: bool,
         /// fp32 `[experts]`: what rows are multiplied by before.
         global_scales: *const f32,
     }

@@ -87,6 +87,7 @@ fn expanded_weights_are_plain_weights() {
                                 expert_beta: std::ptr::null(),
                                 expert_limit: std::ptr::null(),
                                 expert_limit_after: false,
+                                out_global_scales: std::ptr::null(),
                             };
                             // SAFETY: the buffers above have the documented shapes; `set` is available.
                             unsafe { cpu::grouped_gemm_on(set, &p, dtype, blocks) };

@@ -87,6 +87,7 @@ fn layer_speed() {
                 expert_beta: std::ptr::null(),
                 expert_limit: std::ptr::null(),
                 expert_limit_after: false,
+                out_global_scales: std::ptr::null(),
             };
             let gemm2 = GroupedGemmParams {
                 x: middle.as_ptr().cast(),

@@ -94,7 +94,7 @@ impl MaskedPlan {
                 (gemm(&up, tile_tokens, device), Some(down))
             }
             Kernels::HopperMxfp8 => (mxfp8_sm90::gemms(&up, &down, tile_tokens, device), None),
-            Kernels::HopperNvfp4 => nvfp4_sm90::gemms(&up, &down, tile_tokens, device),
+            Kernels::HopperNvfp4 => (nvfp4_sm90::gemms(&up, &down, tile_tokens, device), None),
             Kernels::Portable => each(portable::gemm),
         };
         let max_tiles = max_tiles(*slots, experts, tile_tokens);

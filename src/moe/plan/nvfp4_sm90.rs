@@ -40,11 +40,10 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
     mxfp4_sm90::tile_of_mean(gemm.slots as f64 / gemm.experts.max(1) as f64, tiles::takes_fours(gemm))
 }
 
-/// GEMM1 and, where its launch has not both, GEMM2. Where activations are NVFP4 a launch between them rounds.
-pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> (Launch, Option<Launch>) {
+/// Both GEMMs.
+pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tiles::narrowest_by_k((&NVFP4_TILES, &NVFP4_FOURS), FEW_UNITS, up, tile_tokens, device);
-    let launch = tiles::launch(&[up, down], tile_tokens, (tile.variant(up.gated), tile.unit_rows()), device);
-    (launch, (up.format == Format::Nvfp4A4).then_some(launch))
+    tiles::launch(&[up, down], tile_tokens, (tile.variant(up.gated), tile.unit_rows()), device)
 }
 
 /// Rounding of up to so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
@@ -55,10 +54,11 @@ fn round(elements: i64, device: &Device) -> Launch {
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// Of x and of GEMM1's output, where activations are NVFP4; also in front of portable kernels.
+/// Of x and, in front of portable kernels, of GEMM1's output, where activations are NVFP4.
 pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>; 2] {
-    [layer.hidden, layer.intermediate]
-        .map(|columns| (layer.format == Format::Nvfp4A4).then(|| round(slots * columns, device)))
+    let rounds = layer.format == Format::Nvfp4A4;
+    [(layer.hidden, rounds), (layer.intermediate, rounds && !serves(device, layer))]
+        .map(|(columns, rounds)| rounds.then(|| round(slots * columns, device)))
 }
 
 pub fn variants(layer: &LayerDesc) -> Vec<Variant> {
@@ -79,7 +79,7 @@ mod tests {
         let (device, element, format) = (Device::typical(Arch::SM90), Element::Bf16, Format::Nvfp4);
         let chosen = |k, mean: i64| {
             let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
-            gemms(&gemm, &gemm, tile_tokens(&gemm), &device).0.variant
+            gemms(&gemm, &gemm, tile_tokens(&gemm), &device).variant
         };
         let fours = NVFP4_FOURS.map(|t| Variant::Nvfp4(t.kernel(true)));
         assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
@@ -94,7 +94,7 @@ mod tests {
         for tokens in [1, 16, 64, 256, 512, 1024, 2048, 2500, 4096] {
             let (slots, element, format) = (tokens * 4, Element::Bf16, Format::Nvfp4);
             let gemm = GemmDesc { element, format, gated: true, slots, experts: 128, rows: 5760, k: 2880 };
-            let (launch, _) = gemms(&gemm, &gemm, tile_tokens(&gemm), &device);
+            let launch = gemms(&gemm, &gemm, tile_tokens(&gemm), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
             chosen.push(launch.variant);
         }
