@@ -42,13 +42,33 @@ struct DecodeNvfp4 {
 }  // namespace oxmoe
 """
 
-# What GEMM1's epilogue rounds with: rows of x, each with its own number; and against division and the codes' functions.
+# What rows and GEMM1's epilogue are rounded with, against the codes' functions (a number for each row) and division.
 EPILOGUE = """
 #pragma once
+#include "csrc/common/nvfp4.cuh"
 #include "csrc/common/nvfp4_round.cuh"
 #include "csrc/quant/round_rows_nvfp4.cuh"
 
 namespace oxmoe {
+struct CodesNvfp4 {
+    static constexpr int kThreads = 1, kSharedBytes = 0;
+    static void run(const RoundNvfp4Params& p) {
+        for (int block = 0; block < p.rows * p.columns / 16; ++block) {
+            const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x) + block * 16;
+            const float scale = p.global_scales[block * 16 / p.columns];
+            float values[16];
+            for (int i = 0; i < 16; ++i) values[i] = from_bf16(x[i]);
+            const float narrow = e4m3_value(nvfp4_scale(scale, largest(values))), factor = block_factor(scale, narrow);
+            for (int i = 0; i < 16; ++i) {
+                const uint32_t code = e2m1(values[i] * factor);
+                static const float magnitudes[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+                const float value = code & 8 ? -magnitudes[code & 7] : magnitudes[code];
+                reinterpret_cast<uint16_t*>(p.out)[block * 16 + i] = to_bf16(value * narrow);
+            }
+        }
+    }
+};
+
 struct FinishNvfp4 {
     static constexpr int kThreads = 64, kSharedBytes = 0;
     static void run(const RoundNvfp4Params& p) {
@@ -119,7 +139,7 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
 def rounder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     arch, folder = request.param, tmp_path_factory.mktemp("round")
     (folder / "epilogue.cuh").write_text(EPILOGUE)
-    names = {"rows": "RoundRowsNvfp4", "finish": "FinishNvfp4", "check": "CheckNvfp4"}
+    names = {"rows": "RoundRowsNvfp4", "codes": "CodesNvfp4", "finish": "FinishNvfp4", "check": "CheckNvfp4"}
     kernels = {name: (kernel, "RoundNvfp4Params") for name, kernel in names.items()}
     return HostCtas(folder, ["../epilogue.cuh"], kernels, arch)
 
@@ -236,15 +256,15 @@ def test_rounding_of_all_rows(columns: int, rounder: HostCtas, rng: torch.Genera
     assert same_bits(out[:rows], rounded(x, factor)) and bool(out[rows:].isnan().all())
 
 
-def test_epilogue_divides_and_rounds(rounder: HostCtas) -> None:
+def test_division_and_e2m1(rounder: HostCtas) -> None:
     """By every scale there is, with reciprocals an ulp off: the bits of a division; and e2m1's numbers."""
     wrong = torch.zeros(2, dtype=torch.int64)
     rounder.run("check", 1, 1, out=wrong.data_ptr())
     assert wrong.tolist() == [0, 0]
 
 
-def test_epilogue_rounds_as_rows_are(rounder: HostCtas, rng: torch.Generator) -> None:
-    """Every bf16 number beside others, infinities and NaN, under numbers of all sizes: the bits of the launch."""
+def test_blocks_are_their_codes(rounder: HostCtas, rng: torch.Generator) -> None:
+    """Every bf16 number beside others, infinities and NaN, under numbers of all sizes: what their codes stand for."""
     columns, rows = 80, 4000
     x = torch.randint(1 << 16, (rows, columns), dtype=torch.int32, generator=rng).to(torch.int16)
     x[: 65536 // columns + 1].view(-1)[:65536] = torch.arange(1 << 16).to(torch.int16)
@@ -256,15 +276,17 @@ def test_epilogue_rounds_as_rows_are(rounder: HostCtas, rng: torch.Generator) ->
     factors[-5:] = torch.tensor([math.inf, -math.inf, math.nan, -3.0, 0.0])
     factors[-9:-5] = torch.tensor([1e-37, 1e-45, -1e-40, 3e38])
     expected, out = x.clone(), torch.full_like(x, 7)
-    schedule = torch.tensor([[row, row, 1, 0] for row in range(rows)], dtype=torch.int32)
-    number = torch.tensor([rows], dtype=torch.int32)
-    rounder.run(
-        "rows", 3, 1, x=x.data_ptr(), out=expected.data_ptr(), dtype=BF16, columns=columns, tiles=schedule.data_ptr(),
-        tile_count=number.data_ptr(), tile_rows=1, row_divisor=1, global_scales=factors.data_ptr(),
-    )  # fmt: skip
-    rounder.run(
-        "finish", 1, 1, x=x.data_ptr(), out=out.data_ptr(), columns=columns, rows=rows, global_scales=factors.data_ptr()
-    )
+    for kernel, to in (("codes", expected), ("finish", out)):
+        rounder.run(
+            kernel,
+            1,
+            1,
+            x=x.data_ptr(),
+            out=to.data_ptr(),
+            columns=columns,
+            rows=rows,
+            global_scales=factors.data_ptr(),
+        )
     assert torch.equal(out, expected)
 
 

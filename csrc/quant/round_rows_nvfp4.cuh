@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../common/nvfp4.cuh"
+#include "../common/nvfp4_round.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/nvfp4.rs.h"
 
@@ -46,27 +46,16 @@ struct RoundRowsNvfp4 {
 private:
     // Vector `from` of x to vector `to` of out.
     static __device__ __forceinline__ void convert(const RoundNvfp4Params& p, size_t from, size_t to, int expert, bool inside) {
-        uint32_t codes = 0;
-        float scale = 0;
-        if (p.scales) {
-            if (!inside) return;
-            codes = reinterpret_cast<const uint32_t*>(p.x)[from];
-            scale = e4m3_value(p.scales[from / 2]);
-        } else {
+        uint4* const written = reinterpret_cast<uint4*>(p.out) + to;
+        if (!p.scales) {
             const uint4 x = inside ? reinterpret_cast<const uint4*>(p.x)[from] : uint4{};
-            const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-            float values[8];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                values[2 * i] = __uint_as_float(words[i] << 16);
-                values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-            }
-            const uint32_t peak = __float_as_uint(largest<8>(values)), other = __shfl_xor_sync(0xFFFFFFFF, peak, 1);
-            if (!inside) return;
-            const float factor = p.global_scales[expert];
-            scale = e4m3_value(nvfp4_scale(factor, __uint_as_float(other > peak ? other : peak)));
-            codes = e2m1_pairs<8>(values, block_factor(factor, scale));
+            const uint4 rounded = nvfp4::round_block(x, p.global_scales[expert]);
+            if (inside) *written = rounded;
+            return;
         }
+        if (!inside) return;
+        const uint32_t codes = reinterpret_cast<const uint32_t*>(p.x)[from];
+        const float scale = e4m3_value(p.scales[from / 2]);
         uint32_t out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -75,7 +64,7 @@ private:
                            high = __float_as_uint(value(codes >> (8 * i + 4)) * scale);
             out[i] = low >> 16 | (high & 0xFFFF0000u);
         }
-        reinterpret_cast<uint4*>(p.out)[to] = make_uint4(out[0], out[1], out[2], out[3]);
+        *written = make_uint4(out[0], out[1], out[2], out[3]);
     }
 
     // Of the e2m1 code in the lowest bits: as exponent and mantissa of fp32, which has subnormal numbers where e2m1 has.
