@@ -98,7 +98,7 @@ struct MmMxfp8WideSm90 {
         if (threadIdx.x == 0) {
             for (int i = 0; i < Stages; ++i) {
                 sm90::barrier_init(&shared.full[i], 128 + 1);
-                sm90::barrier_init(&shared.empty[i], 4 * Consumers);
+                sm90::barrier_init(&shared.empty[i], 128 * Consumers);
             }
             sm90::barrier_init_fence();
         }
@@ -260,7 +260,6 @@ private:
     static __device__ __forceinline__ void multiply(const MmMxfp8Params& p, Shared& shared, const MmSegment& segment,
                                                     Scales& scales, RingPosition<Stages>& ring, float (&sums)[Tokens / 2]) {
         using namespace mxfp8_dense;
-        const bool is_lane_0 = threadIdx.x % 32 == 0;
 #pragma unroll
         for (int i = 0; i < Tokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
         // Where the thread's first row has its chunks; the other one is 8 rows on, in the same order.
@@ -295,12 +294,12 @@ private:
                                                            sm90::descriptor_128b(tokens, half * kTokenBytes + word * 32));
                 sm90::wgmma_commit();
                 sm90::wgmma_wait<1>();
-                if (step == 0) sm90::barrier_arrive_if(&shared.empty[previous], block > segment.first && is_lane_0);
+                if (step == 0) sm90::barrier_arrive_if(&shared.empty[previous], block > segment.first);
             }
             previous = ring.slot;
         }
         sm90::wgmma_wait<0>();
-        sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
+        sm90::barrier_arrive(&shared.empty[previous]);
     }
 
     // Where the CTA's warpgroup leaves sums of a tile that another one ends: vectors of four, each thread's Tokens / 8 128 apart.
