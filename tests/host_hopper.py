@@ -51,7 +51,13 @@ struct Cta {
     Meeting all, warps[32], named[16];
     uint8_t lanes[32][32][16];  // what a warp's lanes tell each other
 };
-struct Product { float* sums; int columns; uint64_t a, b; bool keep, e4m3; };
+struct Product {
+    float* sums;
+    int columns;
+    uint64_t a, b;
+    bool keep, e4m3, has_rows = false;
+    float rows[2][16];  // of a, where they came from registers
+};
 struct Copy { uint8_t* to; const void* from; size_t bytes; uint8_t seen[16]; };
 constexpr size_t kStack = 32 << 10;
 struct Launch { uint32_t grid, threads; std::function<void()> body; };
@@ -114,7 +120,7 @@ static std::array<T, 32> exchange(const T& value) {
     return all;
 }
 template <typename T>
-static T shuffle(T value, uint32_t from) { return exchange(value)[from]; }
+static T shuffle(T value, uint32_t from) { return self ? exchange(value)[from] : value; }  // outside of launches: alone
 template <typename T>
 static T __shfl_sync(uint32_t, T value, int lane) { return shuffle(value, lane); }
 template <typename T>
@@ -191,7 +197,7 @@ static void __syncthreads() { meet(ctas[self->cta].all, self->of->threads); }
 
 namespace oxmoe {
 struct __nv_bfloat16 { uint16_t bits; };
-struct __half {};
+struct __half { uint16_t bits; };
 static float to_float(__nv_bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 static float to_float(__half) { return NAN; }
 template <typename> uint32_t pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
@@ -383,7 +389,9 @@ template <int Count>
 void multiply_now(const Product& p) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     float a[2][Count], b[Count];
-    for (int half = 0; half < 2; ++half) read_row(a[half], p.a, row + 8 * half);
+    for (int half = 0; half < 2; ++half)
+        if (p.has_rows) std::copy_n(p.rows[half], 16, a[half]);
+        else read_row(a[half], p.a, row + 8 * half);
     for (int i = 0; i < p.columns / 4; ++i) {
         read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
         for (int half = 0; half < 2; ++half) {
