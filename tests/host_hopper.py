@@ -276,7 +276,9 @@ inline void copy_4_async(void* to, const void* from) {
 inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
     REQUIRE(bytes % 16 == 0 && shared_address(to) % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
     memset(to, 0xFF, bytes);
-    arrivals.push_back([=] {
+    const auto* source = static_cast<const uint8_t*>(from);
+    arrivals.push_back([=, seen = std::vector<uint8_t>(source, source + bytes)] {
+        REQUIRE(memcmp(seen.data(), from, bytes) == 0);
         memcpy(to, from, bytes);
         barrier_change(barrier, 0, -int(bytes));
     });

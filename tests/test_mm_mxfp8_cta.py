@@ -22,7 +22,7 @@ from test_mm_mxfp8_few import View, values
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {F32: 0, F16: 1, BF16: 2}
 NAN = 0x7F
-GUARD = 4096  # bytes in front of and behind all that a kernel writes
+GUARD = 1 << 18  # bytes in front of and behind all that a kernel writes
 TOKENS_GRID = 3
 ORDERS = 2  # of threads
 WIDE = re.findall(
@@ -162,12 +162,13 @@ CASES = {
     "whole-one-row": Case((2, 37), (1, 61), k=32, grid=2, dtype=F16, forms=("columns", "apart")),
     "whole-no-k": Case((1, 5), (2, 22), k=0, grid=2, forms=("rows", "rows")),
     "whole-groups": Case((2, 10), (9, 45), k=32, grid=4),
-    # All are cut, by fewer CTAs than tiles and by more; several share a tile's K; runs end at tiles' ends.
+    # All are cut, by fewer CTAs than tiles, by more, by more than K blocks; several share a tile's K; runs end at tiles' ends.
     "fewer": Case((2, 9), (2, 35), k=1120, grid=3, shared=4, forms=("rows", "128x4")),
     "more": Case((1, 30), (2, 40), k=1376, grid=5, shared=2, dtype=F32),
     "one-tile": Case((1, 17), (1, 50), k=2336, grid=4, shared=1, dtype=F16, forms=("apart", "columns")),
     "at-ends": Case((1, 8), (2, 3), k=736, grid=2, shared=2),
     "too-short": Case((1, 0), (2, 0), k=480, grid=5, shared=2),
+    "more-than-blocks": Case((1, 12), (1, 6), k=992, grid=10, shared=1),
     # Shared tiles, then whole ones.
     "then-whole": Case((1, 33), (7, 16), k=864, grid=2, shared=3, forms=("8x4", "8x4")),
     "then-whole-odd": Case((2, 1), (3, 27), k=864, grid=4, shared=2, dtype=F32),
@@ -202,6 +203,7 @@ def test_cases_are_cut_as_they_say(kernels: HostMm, rng: torch.Generator) -> Non
         "one-tile": (4, 3, 0),
         "at-ends": (1, 0, 0),
         "too-short": (1, 0, 3),
+        "more-than-blocks": (4, 3, 6),
         "then-whole": (2, 1, 0),
         "then-whole-odd": (2, 2, 0),
         "cluster": (2, 0, 0),
