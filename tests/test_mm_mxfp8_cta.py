@@ -162,7 +162,7 @@ CASES = {
     "whole-one-row": Case((2, 37), (1, 61), k=32, grid=2, dtype=F16, forms=("columns", "apart")),
     "whole-no-k": Case((1, 5), (2, 22), k=0, grid=2, forms=("rows", "rows")),
     "whole-groups": Case((2, 10), (9, 45), k=32, grid=4),
-    # All are cut, by fewer CTAs than tiles, by more, by more than K blocks; several share a tile's K; runs end at tiles' ends.
+    # All are cut: by fewer CTAs than tiles, by more, by more than K blocks; several share a K; runs end at tiles' ends.
     "fewer": Case((2, 9), (2, 35), k=1120, grid=3, shared=4, forms=("rows", "128x4")),
     "more": Case((1, 30), (2, 40), k=1376, grid=5, shared=2, dtype=F32),
     "one-tile": Case((1, 17), (1, 50), k=2336, grid=4, shared=1, dtype=F16, forms=("apart", "columns")),
