@@ -293,6 +293,7 @@ inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now
 inline void store_global_16(void* to, const uint4& value) { store_global(to, value); }
 inline void named_barrier(int id, int threads) { meet(ctas[self->cta].named[id], threads); }
 inline void store_global_4_if(void* to, uint32_t word, bool now) { if (now) store_global(to, word); }
+inline float load_shared_4(const float* from) { return *from; }
 inline uint4 load_shared_16(uint32_t from) {
     uint4 value;
     REQUIRE(from % 16 == 0);
@@ -484,8 +485,6 @@ static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
 static void mov_b32(float& d) { d = 0; }
-static void ld_global_f32(float& d, const float* from) { d = *from; }
-static void ld_shared_f32(float& d, uint32_t from) { memcpy(&d, shared_memory() + from, 4); }
 }  // namespace ptx
 """
 

@@ -49,7 +49,7 @@ def plan_of(shape: Shape, tokens: int) -> str:
 
 def check_both(layer: Fp8, x: Tensor, *routing: Tensor, **options: Any) -> None:
     """Near the reference, and with the bits of tokens that the caller quantised."""
-    assert ORDERED in plan_of(layer.shape, len(x))
+    assert f"{ORDERED}_sm90_{'gated' if layer.shape.gated else 'plain'}" in plan_of(layer.shape, len(x))
     result = check(layer, x, *routing, **options)
     codes, scales = quantize.per_token_group_quant_fp8(x, 128)
     given = [part.to(x.device) for part in routing]
@@ -62,7 +62,7 @@ def tokens_of(shape: Shape, mean: int) -> int:
     return mean * shape.experts // shape.top_k + 1
 
 
-@pytest.mark.parametrize("mean", [193, 256, 400, 577])
+@pytest.mark.parametrize("mean", [449, 512, 577, 900])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_layer(shape: Shape, mean: int, rng: torch.Generator) -> None:
     tokens = tokens_of(shape, mean)
@@ -73,7 +73,7 @@ def test_layer(shape: Shape, mean: int, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_routing_patterns(pattern: str, rng: torch.Generator) -> None:
     shape = SHAPES[1]
-    tokens = tokens_of(shape, 300)
+    tokens = tokens_of(shape, 500)
     layer = make_fp8(shape, "cuda", rng)
     check_both(layer, layer.x(tokens, rng), *make_routing(pattern, tokens, shape.experts, shape.top_k, rng))
 
@@ -90,7 +90,7 @@ def test_call_options(options: dict[str, Any], rng: torch.Generator) -> None:
 @pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 def test_models(shape: Shape, rng: torch.Generator) -> None:
     layer = make_fp8(shape, "cuda", rng)
-    for mean in (256, 1024):
+    for mean in (460, 1024):
         tokens = tokens_of(shape, mean)
         check_both(layer, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
 
@@ -163,7 +163,7 @@ def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:
 
 def test_not_finite_stays_in_its_row(rng: torch.Generator) -> None:
     shape = SHAPES[0]
-    tokens = tokens_of(shape, 300)
+    tokens = tokens_of(shape, 500)
     layer = make_fp8(shape, "cuda", rng)
     x, routing = layer.x(tokens, rng), make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     made, given = layer.weights(), [part.cuda() for part in routing]
@@ -176,7 +176,7 @@ def test_not_finite_stays_in_its_row(rng: torch.Generator) -> None:
 
 
 def test_graph_takes_other_routing(rng: torch.Generator) -> None:
-    check_graph(make_fp8(SHAPES[1], "cuda", rng), 700, "holes", rng)
+    check_graph(make_fp8(SHAPES[1], "cuda", rng), 800, "holes", rng)
 
 
 @pytest.mark.parametrize("counts", [[1000, 0, 193, 64], [192, 191, 65, 1], [0] * 4, [577, 384, 449, 1000]], ids=str)

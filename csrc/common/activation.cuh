@@ -68,6 +68,12 @@ struct SwigluFunction {
         const float silu = min_nan(x * reciprocal_fast(1.f + exp2_fast(x * slope)), silu_limit);
         return silu * (max_nan(min_nan(up, up_limit), -up_limit) + beta);
     }
+
+    // The same bits without limits, in seven instructions instead of eleven.
+    __device__ __forceinline__ bool has_limits() const { return fminf(fminf(gate_limit, silu_limit), up_limit) < INFINITY; }
+    __device__ __forceinline__ float unlimited(float gate, float up) const {
+        return gate * reciprocal_fast(1.f + exp2_fast(gate * slope)) * (up + beta);
+    }
 };
 
 // The other kinds, of one value; gated kinds multiply the result by up.

@@ -136,6 +136,12 @@ __device__ __forceinline__ uint32_t turn_tile(uint32_t pair) {
     return turned;
 }
 
+__device__ __forceinline__ float load_shared_4(const float* from) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(from)) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -242,12 +242,6 @@ private:
         }
     }
 
-    static __device__ __forceinline__ float load_shared(const float* from) {
-        float value;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(sm90::shared_address(from)) : "memory");
-        return value;
-    }
-
     static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
@@ -267,7 +261,8 @@ private:
                                                       sm90::descriptor_128b(weights, i * 32), true);
             }
             sm90::wgmma_commit();
-            const float low = load_shared(&shared.scale[ring.slot][row]), high = load_shared(&shared.scale[ring.slot][row + 8]);
+            const float low = sm90::load_shared_4(&shared.scale[ring.slot][row]),
+                        high = sm90::load_shared_4(&shared.scale[ring.slot][row + 8]);
             sm90::wgmma_wait<0>();
             // NOTE: by every lane, as where scales are written: each has read its own. A __syncwarp and an arrival for the warp
             // would do, but behind a wait for wgmma it is no instruction, and racecheck would report the scales.
@@ -300,8 +295,13 @@ private:
             const Activation own = activation_of(p, work.expert);
             if (own.kind == ActivationKind::Swiglu) {
                 const SwigluFunction swiglu(own);
+                if (swiglu.has_limits()) {
 #pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[i] = swiglu(gates[i][thread], sums[i]);
+                    for (int i = 0; i < kSums; ++i) sums[i] = swiglu(gates[i][thread], sums[i]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kSums; ++i) sums[i] = swiglu.unlimited(gates[i][thread], sums[i]);
+                }
                 return;
             }
             const ActivationFunction activation(own);

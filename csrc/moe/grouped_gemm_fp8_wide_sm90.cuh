@@ -6,6 +6,9 @@
 // blocks of 128 weight rows: gated, a block of gate rows and that of the matching up rows, else neighbours. So the four lanes of
 // a token hold whole groups of 128 outputs, which they activate, round to bf16 and quantise in registers.
 //
+// The gathering warps multiply a token's scales with the weights' and leave the products beside the stage: a consumer that loaded
+// its own would wait for them.
+//
 // `p.k` counts pairs of elements. The weights' tensor map, in pairs, orders the rows of a block so that a lane has eight
 // neighbouring outputs, 16 bytes, of each 32, and the four lanes of a token store whole sectors: 64 x 2 x 4 x 4 x 4 elements a
 // box,
@@ -36,7 +39,8 @@ struct GroupedGemmFp8WideSm90 {
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kBlockBytes = kBlockRows * 128;
-    static constexpr int kReaders = 4;                                  // arrivals of a warpgroup that free a stage
+    static constexpr int kGatherThreads = Base::kGatherThreads;
+    static constexpr int kScales = kTokens / kGatherThreads;            // tokens whose scales a gathering thread has
     static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
     static constexpr int kBlockStrips = kBlockRows / kRunStride;
 
@@ -44,6 +48,7 @@ struct GroupedGemmFp8WideSm90 {
         struct {
             uint8_t tokens[kTokens * 128], weights[kBlocks][kBlockBytes];
         } stage[Stages];
+        float scales[Stages][kBlocks][kTokens];
         uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
@@ -56,8 +61,7 @@ struct GroupedGemmFp8WideSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         if (threadIdx.x == 0) {
-            Overlap::init_barriers(shared, 128 * kConsumers);
-            Base::init_barriers(shared, kReaders * kConsumers);
+            init_barriers(shared);
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
@@ -71,7 +75,7 @@ struct GroupedGemmFp8WideSm90 {
             else if (warp == 1)
                 Overlap::schedule(p, shared);
             else
-                Base::gather(p, shared);
+                gather(p, shared);
         } else {
             sm90::registers_increase<224>();
             consume(p, shared);
@@ -82,6 +86,22 @@ private:
     // The blocks of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int i) {
         return Gated ? i * (p.out_columns / kBlockRows) + work.row_block : 2 * work.row_block + i;
+    }
+
+    static __device__ __forceinline__ void init_barriers(Shared& shared) {
+#pragma unroll 1
+        for (int s = 0; s < Stages; ++s) {
+            // The copying thread; the gathering ones for tokens and for scales.
+            sm90::barrier_init(&shared.full[s], 1 + 2 * kGatherThreads);
+            sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
+        }
+        for (int u = 0; u < kUnitSlots; ++u) {
+            sm90::barrier_init(&shared.unit_full[u], 32);
+            sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * kConsumers);
+        }
+        sm90::barrier_init(&shared.fetch_next, 1);
+        Overlap::init_barriers(shared, 128 * kConsumers);
+        sm90::barrier_init_fence();
     }
 
     // ---- weights: one thread, two boxes a stage ----
@@ -114,66 +134,101 @@ private:
         }
     }
 
+    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row; rows of the tile without a token keep old bytes
+    // ----
+
+    // Of one K block: a thread's tokens' and the weights' blocks'.
+    struct Scales {
+        float token[kScales], weight[kBlocks];
+    };
+
+    static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
+        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows, kGroups = kTokens / kGroupRows;
+        const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, k_blocks = Base::k_blocks(p);
+        const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
+        RingPosition<kUnitSlots> units;
+        RingPosition<Stages> ring;
+        Overlap::wait(p);
+        pdl::launch_dependents();
+        for (;; units.advance()) {
+            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+            const WorkUnit work = shared.unit[units.slot];
+            if (work.expert < 0) break;
+            const uint32_t* sources = shared.source[units.slot];
+            const int grouped = work.count / kGroupRows * kGroupRows;
+            uint32_t source[kGroups][kGroup];
+#pragma unroll
+            for (int i = 0; i < kGroups * kGroup; ++i) source[i / kGroup][i % kGroup] = sources[first + i * kPassRows];
+            const float* weight_scales[kBlocks];
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const int blocks = p.rows / kBlockRows, block = min(block_of(p, work, b), blocks - 1);
+                weight_scales[b] =
+                    reinterpret_cast<const float*>(p.block_scales) + size_t(work.expert * blocks + block) * k_blocks;
+            }
+            Scales scales;
+            const auto load_scales = [&](int block) {
+#pragma unroll
+                for (int i = 0; i < kScales; ++i) {
+                    const int token = i * kGatherThreads + thread;
+                    // A row of x has 8 vectors a block, and one scale.
+                    if (token < work.count) scales.token[i] = p.x_scales[sources[token] / 8 + block];
+                }
+#pragma unroll
+                for (int b = 0; b < kBlocks; ++b) scales.weight[b] = weight_scales[b][block];
+            };
+            load_scales(0);
+#pragma unroll 1
+            for (int block = 0; block < k_blocks; ++block, ring.advance()) {
+                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+#pragma unroll
+                for (int i = 0; i < kScales; ++i) {
+                    const int token = i * kGatherThreads + thread;
+                    if (token >= work.count) break;
+#pragma unroll
+                    for (int b = 0; b < kBlocks; ++b)
+                        shared.scales[ring.slot][b][token] = __fmul_rn(scales.token[i], scales.weight[b]);
+                }
+                sm90::barrier_arrive(&shared.full[ring.slot]);
+                if (block + 1 < k_blocks) load_scales(block + 1);
+                const uint4* x = reinterpret_cast<const uint4*>(p.x) + block * 8 + chunk;
+                asm("" : "+l"(x));  // one sum a block instead of one a row
+                const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    if (group * kGroupRows >= grouped) break;
+#pragma unroll
+                    for (int i = 0; i < kGroup; ++i) {
+                        sm90::copy_16_async(tokens + (group * kGroupRows + i * kPassRows) * 128, x + source[group][i], true);
+                    }
+                }
+#pragma unroll 1
+                for (int n = grouped + first; n < work.count; n += kPassRows) {
+                    sm90::copy_16_async(tokens + (n - first) * 128, x + sources[n], true);
+                }
+                sm90::copy_async_arrive(&shared.full[ring.slot]);
+            }
+            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+        }
+    }
+
     // ---- consumers ----
 
     // A lane's two tokens: rows g and g + 8 of its warp's 16.
     static constexpr int kRows = 2;
 
-    // Of one K block: a lane's tokens' and the weights' blocks'.
-    struct Scales {
-        float token[kRows], weight[kBlocks];
-    };
-    struct ScaleRows {
-        const float *token[kRows], *weight[kBlocks];
-
-        // NOTE: in asm, so that they are not asked for later, where a register gets free.
-        __device__ __forceinline__ Scales operator[](int block) const {
-            Scales scales;
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                asm volatile("ld.global.f32 %0, [%1];" : "=f"(scales.token[i]) : "l"(token[i] + block));
-                asm volatile("ld.global.f32 %0, [%1];" : "=f"(scales.weight[i]) : "l"(weight[i] + block));
-            }
-            return scales;
-        }
-    };
-
     using Sums = float[kBlocks][kBlockRows / 2];
 
-    // A unit as a lane sees it.
-    struct Part {
-        WorkUnit work;
-        ScaleRows scales;
-        Scales first;
-    };
-
-    static __device__ __forceinline__ Part take_unit(const GroupedGemmParams& p, Shared& shared, RingPosition<kUnitSlots>& units,
-                                                     int row) {
-        Part part;
-        WorkUnit& work = part.work;
-        sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-        work = shared.unit[units.slot];
+    static __device__ __forceinline__ WorkUnit take_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
+        WorkUnit work = shared.unit[units.slot];
         // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
         work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
         work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
         work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
-        if (work.expert >= 0) {
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                // A row of x has 8 vectors a block, and one scale.
-                part.scales.token[i] = p.x_scales + shared.source[units.slot][row + 8 * i < work.count ? row + 8 * i : 0] / 8;
-                const int block = min(block_of(p, work, i), p.rows / kBlockRows - 1);
-                part.scales.weight[i] = reinterpret_cast<const float*>(p.block_scales) +
-                                        size_t(work.expert * (p.rows / kBlockRows) + block) * Base::k_blocks(p);
-                // NOTE: plus 0 of a lane: known to be the same in all lanes, each scale would be moved to a uniform register
-                // as soon as it is asked for, and waited for.
-                part.scales.weight[i] += threadIdx.x & p.k >> 30;
-            }
-            part.first = part.scales[0];
-        }
         sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         units.advance();
-        return part;
+        return work;
     }
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
@@ -181,18 +236,17 @@ private:
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        Overlap::wait(p);
         await_unit(shared, units, ring);
-        Part part = take_unit(p, shared, units, row);
-        while (part.work.expert >= 0) {
-            if (consumer * 64 >= part.work.count) {
+        for (;;) {
+            const WorkUnit work = take_unit(shared, units);
+            if (work.expert < 0) break;
+            if (consumer * 64 >= work.count) {
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    sm90::barrier_arrive_if(&shared.empty[ring.slot], lane == 0);
+                    sm90::barrier_arrive(&shared.empty[ring.slot]);
                 }
                 Overlap::stored(p, shared, units.slot ^ 1);
                 await_unit(shared, units, ring);
-                part = take_unit(p, shared, units, row);
                 continue;
             }
             Sums sums;
@@ -200,19 +254,10 @@ private:
             for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
-            multiply(k_blocks, part, sums, shared, ring);
+            multiply(k_blocks, row, sums, shared, ring);
             await_unit(shared, units, ring);
-            if constexpr (Gated) {
-                finish(p, part.work, row, sums);
-                Overlap::stored(p, shared, units.slot ^ 1);
-                part = take_unit(p, shared, units, row);
-            } else {
-                // NOTE: before the outputs, which cover the latency of the next unit's scales. Gated, registers would not do.
-                const WorkUnit work = part.work;
-                part = take_unit(p, shared, units, row);
-                finish(p, work, row, sums);
-                Overlap::stored(p, shared, units.slot);
-            }
+            finish(p, work, row, sums);
+            Overlap::stored(p, shared, units.slot ^ 1);
         }
     }
 
@@ -232,19 +277,17 @@ private:
     }
 
     // The unit's first stage has been waited for.
-    static __device__ __forceinline__ void multiply(int k_blocks, const Part& part, Sums& sums, Shared& shared,
+    static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
-        const bool is_lane_0 = threadIdx.x % 32 == 0;
-        Scales next = part.first;
         float product[kBlockRows / 2];
 #pragma unroll
         for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block) {
-            const Scales scales = next;
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
             const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights[0]);
+            const float* scales = &shared.scales[ring.slot][0][row];
             uint64_t* const empty = &shared.empty[ring.slot];
             ring.advance();
 #pragma unroll
@@ -256,14 +299,11 @@ private:
                                                           sm90::descriptor_128b(weights, b * kBlockBytes + i * 32), i > 0);
                 }
                 sm90::wgmma_commit();
-                const float low = __fmul_rn(scales.token[0], scales.weight[b]),
-                            high = __fmul_rn(scales.token[1], scales.weight[b]);
-                if (block + 1 < k_blocks) {
-                    if (b == 0) next = part.scales[block + 1];
-                    if (b == kBlocks - 1) await_stage(shared, ring);
-                }
+                const float low = sm90::load_shared_4(scales + b * kTokens), high = sm90::load_shared_4(scales + b * kTokens + 8);
+                if (b == kBlocks - 1 && block + 1 < k_blocks) await_stage(shared, ring);
                 sm90::wgmma_wait<0>();
-                if (b == kBlocks - 1) sm90::barrier_arrive_if(empty, is_lane_0);
+                // NOTE: by every lane: each has read its scales.
+                if (b == kBlocks - 1) sm90::barrier_arrive(empty);
 #pragma unroll
                 for (int i = 0; i < kBlockRows / 2; ++i) {
                     sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
@@ -419,8 +459,13 @@ private:
         const Activation own = activation_of(p, work.expert);
         if (own.kind == ActivationKind::Swiglu) {
             const SwigluFunction swiglu(own);
+            if (swiglu.has_limits()) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
+                for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu.unlimited(sums[0][i], sums[1][i]);
+            }
             return;
         }
         const ActivationFunction activation(own);

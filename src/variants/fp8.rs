@@ -294,7 +294,10 @@ impl Fp8 {
                 let chunk = if gated { tokens.min(64) * 64 } else { tokens.min(32) * 128 };
                 stages * stage + 2 * consumers * chunk + announced(tokens, stages)
             }
-            GroupedGemmFp8WideSm90 { stages, .. } => stages * (128 + 256) * 128 + announced(WIDE_TOKENS, stages),
+            // Two scales of each token in a stage.
+            GroupedGemmFp8WideSm90 { stages, .. } => {
+                stages * ((128 + 256) * 128 + WIDE_TOKENS * 2 * 4) + announced(WIDE_TOKENS, stages)
+            }
             // A scale of each token in a stage; gated, the sums of 128 gate rows.
             GroupedGemmFp8OrderedSm90 { gated, stages } => {
                 let stage = (ORDERED_TOKENS + 128) * 128 + ORDERED_TOKENS * 4;

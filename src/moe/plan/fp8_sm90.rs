@@ -89,12 +89,13 @@ impl Order {
     /// Slots an expert above which the kernel for rows in order is faster, and columns between the GEMMs from which on. us of both GEMMs
     /// alone, wide and it: 32 experts of dsv3 (I 2048) at a mean of 256 and 1024 938, 859 and 3103, 2649; qwen3-30b-a3b (I 768) 450, 419 and
     /// 1508, 1315; of rows that are in order at 102 414, 459 and 117, 127, and at 128, where a half of the experts has two wide tiles, 592, 505
-    /// and 144, 135. Else each slot's row is written first: in 107 us where dsv3-ep8's GEMMs gain 276 (M = 4096), in 120 where those of
-    /// qwen3-30b-a3b gain 110 (16384); a layer of dsv3-ep8 at 128 471, 480. DeepSeek-V3's 256 columns between 8 ranks gain nothing.
+    /// and 144, 135. Else each slot's row is written first, and GEMM2 begins behind GEMM1, not where that ends. A layer of dsv3-ep8, wide and in
+    /// order, at a mean of 192 649, 660; 224 699, 766; 256 778, 842; 320 922, 944; 384 1076, 1130; 512 1500, 1444. What writes rows takes 120 us
+    /// where the GEMMs of qwen3-30b-a3b gain 110 (16384 tokens); DeepSeek-V3's 256 columns between 8 ranks gain nothing.
     fn bounds(self) -> Option<(f64, i64)> {
         match self {
             Order::Gathered => None,
-            Order::Possible => Some((192.0, 1024)),
+            Order::Possible => Some((448.0, 1024)),
             Order::Given => Some((112.0, 512)),
         }
     }
@@ -325,7 +326,7 @@ mod tests {
             )
         };
         let (wide, ordered) = (WIDE_TOKENS as i32, ORDERED_TOKENS as i32);
-        assert_eq!([192, 193].map(|mean| tile(2048, mean, Order::Possible)), [wide, ordered]);
+        assert_eq!([448, 449].map(|mean| tile(2048, mean, Order::Possible)), [wide, ordered]);
         assert_eq!([112, 113].map(|mean| tile(2048, mean, Order::Given)), [wide, ordered]);
         assert_eq!([896, 1024].map(|columns| tile(columns, 500, Order::Possible)), [wide, ordered]);
         assert_eq!([384, 512].map(|columns| tile(columns, 500, Order::Given)), [wide, ordered]);
