@@ -37,9 +37,9 @@ def is_poison_but(written: Tensor, tensor: Tensor) -> bool:
     return bool((others == POISON).all())
 
 
-def activation(kind: int) -> ctypes.Structure:
-    limits = dict.fromkeys(("gate_limit", "silu_limit", "up_limit"), math.inf)
-    return STRUCTS["Activation"](kind=kind, alpha=1.0, beta=0.0, **limits)
+def activation(kind: int, *, alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf) -> ctypes.Structure:
+    limits = {"gate_limit": limit, "silu_limit": math.inf, "up_limit": limit}
+    return STRUCTS["Activation"](kind=kind, alpha=alpha, beta=beta, **limits)
 
 
 class Placed:

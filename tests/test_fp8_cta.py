@@ -61,6 +61,7 @@ class Case:
     inner: int
     columns: int
     activation: int = IDENTITY
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # of SwiGLU: alpha, beta, limit
     up_gate: bool = False
     bias: torch.dtype | None = None
     weighted: bool = False
@@ -89,6 +90,7 @@ class Case:
 
 
 BF16, F32 = torch.bfloat16, torch.float32
+LIMITED = {"alpha": 1.702, "beta": 1.0, "limit": 0.5}
 CASES = {
     "few-gated": Case("few_gated", 384, 256, SWIGLU, quantised=True),
     "few-gated-up-gate": Case("few_gated", 256, 128, GEGLU, up_gate=True, bias=BF16, weighted=True, quantised=True),
@@ -99,6 +101,8 @@ CASES = {
     "fewest-plain": Case("fewest_plain", 256, 384, bias=BF16),
     "gated": Case("gated", 384, 384, SWIGLU),
     "gated-long": Case("gated", 1152, 128, SWIGLU),
+    "gated-limits": Case("gated", 256, 256, SWIGLU, LIMITED, quantised=True),
+    "gated-alpha": Case("gated", 128, 256, SWIGLU, {"alpha": 1.702, "beta": 1.0}),
     "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
     "gated-quantised": Case("gated", 256, 256, SWIGLU, bias=F32, quantised=True),
     "gated-rows": Case("gated", 256, 256, SWIGLU, up_gate=True, bias=BF16, of_rows=True),
@@ -113,6 +117,7 @@ CASES = {
     "ordered-gated-quantised": Case(
         "ordered_gated", 256, 256, SWIGLU, up_gate=True, weighted=True, quantised=True, strided=True, by_group=True
     ),
+    "ordered-gated-limits": Case("ordered_gated", 256, 256, SWIGLU, LIMITED, quantised=True),
     "ordered-gated-one-block": Case("ordered_gated", 128, 384, SWIGLU, bias=F32, quantised=True),
     "ordered-gated-rows": Case("ordered_gated", 256, 256, SWIGLU, bias=F32, of_rows=True),
     "ordered-plain": Case("ordered_plain", 384, 384, bias=BF16, by_group=True, of_rows=True),
@@ -179,7 +184,7 @@ class Gemm:
             sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
             if case.activation != IDENTITY:
                 layout = "up_gate" if case.up_gate else "gate_up"
-                sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation])
+                sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation], **case.numbers)
             self.expected.append(sums.bfloat16())
 
     def add(
@@ -208,7 +213,7 @@ class Gemm:
             expert_scales=0 if self.of_rows is None else self.of_rows.data_ptr(),
             bias=0 if self.bias is None else self.bias.data_ptr(), bias_dtype=DTYPES[case.bias or F32],
             layout=int(case.up_gate), slot_weights=self.factors.data_ptr() if case.weighted else 0,
-            activation=activation(case.activation), out=out.data_ptr(),
+            activation=activation(case.activation, **case.numbers), out=out.data_ptr(),
             out_scales=out_scales.data_ptr() if quantised else 0, **others,
         )  # fmt: skip
         return [out, out_scales] if quantised else [out], next_unit

@@ -134,8 +134,7 @@ private:
         }
     }
 
-    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row; rows of the tile without a token keep old bytes
-    // ----
+    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row; rows without a token keep old bytes ----
 
     // Of one K block: a thread's tokens' and the weights' blocks'.
     struct Scales {
