@@ -27,6 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = int(os.environ.get(_SEED) or int.from_bytes(os.urandom(4), "little"))
     os.environ[_SEED] = str(config.option.seed)
+    # Processes beside each other share the cores: with all of them each, references on the CPU take many times as long.
+    if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
