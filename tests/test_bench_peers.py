@@ -1,15 +1,17 @@
 """Peers of the fp8 benches against stand-ins of their packages: what they are handed and how results are put together.
 
-The stand-ins compute in plain torch what DeepGEMM's and SGLang's functions are defined to, and refuse operands that the
-real ones do not take.
+The stand-ins compute in plain torch what DeepGEMM's, SGLang's and flashinfer's functions are defined to, and refuse
+operands that the real ones do not take.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor
 from oxmoe import __main__, quantize
 from oxmoe.bench import deep_gemm, layers, masked, timing
 from oxmoe.bench.deep_gemm import DeepGemm
+from oxmoe.bench.flashinfer_cutlass import FlashinferFp8
 from oxmoe.bench.peers import SglangTriton
 
 ALIGNMENT = 128
@@ -67,6 +70,75 @@ def silu_and_mul(sums: Tensor, codes: Tensor, scales: Tensor, group: int, masked
         codes[expert, :count], scales[expert, :count] = quantize.per_token_group_quant_fp8(hidden, group)
 
 
+def cutlass_fused_moe(
+    *,
+    input: Tensor,
+    token_selected_experts: Tensor,
+    token_final_scales: Tensor,
+    fc1_expert_weights: Tensor,
+    fc2_expert_weights: Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[Tensor],
+    output: Tensor,
+    use_deepseek_fp8_block_scale: bool,
+    tune_max_num_tokens: int,
+    swiglu_alpha: Tensor | None = None,
+    swiglu_beta: Tensor | None = None,
+    swiglu_limit: Tensor | None = None,
+) -> list[Tensor]:
+    """Rows of fc1 are [up; gate]; rows are quantised, and both GEMMs and the activation round to bf16."""
+    assert use_deepseek_fp8_block_scale and input.dtype == output_dtype == output.dtype == torch.bfloat16
+    assert token_selected_experts.dtype == torch.int32 and token_final_scales.dtype == torch.float32
+    tensors = (input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output)
+    assert all(tensor.is_contiguous() for tensor in (*tensors, *quant_scales)) and tune_max_num_tokens >= len(input)
+    matrices = []
+    for codes, scales in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True):
+        experts, rows, columns = codes.shape
+        assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+        assert scales.shape == (experts, rows / 128, columns / 128)
+        matrices.append(dequantised((codes, scales), 128))
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        pair = quantize.per_token_group_quant_fp8(rows.contiguous(), 128)
+        return (dequantised(pair, 1) @ matrix.t()).bfloat16()
+
+    total = torch.zeros(input.shape)
+    for token, slot in torch.cartesian_prod(*(torch.arange(size) for size in token_selected_experts.shape)).tolist():
+        expert = int(token_selected_experts[token, slot])
+        up, gate = product(input[token : token + 1], matrices[0][expert]).float().chunk(2, dim=1)
+        if swiglu_alpha is not None and swiglu_beta is not None and swiglu_limit is not None:
+            assert swiglu_alpha[expert] == 1 and swiglu_beta[expert] == 0
+            limit = float(swiglu_limit[expert])
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        hidden = (torch.nn.functional.silu(gate) * up).bfloat16()
+        total[token] += token_final_scales[token, slot] * product(hidden, matrices[1][expert])[0]
+    output.copy_(total)
+    return [output]
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the autotuner was asked to tune, call by call."""
+    tuned: list[bool] = []
+
+    def autotune(tune: bool) -> contextlib.AbstractContextManager[None]:
+        tuned.append(tune)
+        return contextlib.nullcontext()
+
+    for name, module in (
+        ("flashinfer", SimpleNamespace()),
+        ("flashinfer.autotuner", SimpleNamespace(autotune=autotune)),
+        ("flashinfer.fused_moe", SimpleNamespace(core=None, cutlass_fused_moe=cutlass_fused_moe)),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: None)
+    monkeypatch.setattr(FlashinferFp8, "missing", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(timing, "wall_time_us", lambda call: (call(), 1.0)[1])
+    monkeypatch.setitem(layers.SHAPES, "blocks", SHAPE)
+    monkeypatch.setitem(layers.SHAPES, "clamped", layers.Shape(6, 2, 128, 256, limit=0.5))
+    return tuned
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = ModuleType("deep_gemm")
@@ -102,6 +174,27 @@ def test_deep_gemm_beside_the_routed_layer(tmp_path: Path, capsys: pytest.Captur
     cells = [(row["pattern"], row["tokens"]) for row in peers]
     assert cells == [(pattern, tokens) for pattern in ("uniform", "one") for tokens in (5, 9, 40)]
     assert all(row["excludes"] == "routing, quantisation, activation, combine" for row in peers)
+
+
+def test_flashinfer_beside_the_routed_layer(
+    flashinfer: list[bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ["bench", "--shapes", "blocks,clamped", "--tokens", "5,9", "--format", "fp8-block,bf16"]
+    arguments += ["--device", "cpu", "--peers", "flashinfer-fp8", "--pattern", "uniform,grouped,one"]
+    assert __main__.main([*arguments, "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "skipped flashinfer-fp8: has no bf16 weights" in said and "computes something else" not in said
+    assert "flashinfer-fp8 at blocks fp8-block one M=5: failed: NotImplementedError: counts an expert once" in said
+    peers = [row for row in rows_of(path) if row["backend"] == "flashinfer-fp8"]
+    cells = [(row["shape"], row["pattern"], row["tokens"]) for row in peers]
+    assert cells == [
+        (shape, pattern, tokens)
+        for shape in ("blocks", "clamped")
+        for pattern in ("uniform", "grouped")
+        for tokens in (5, 9)
+    ]
+    assert all(row["excludes"] == "routing" for row in peers) and flashinfer == [False] * 8
 
 
 def test_rows_are_placed_from_multiples_on() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from oxmoe.bench.backend import Backend
 from oxmoe.bench.deep_gemm import DeepGemm
 from oxmoe.bench.flashinfer import FlashinferCuteDsl
-from oxmoe.bench.flashinfer_cutlass import FlashinferCutlass
+from oxmoe.bench.flashinfer_cutlass import FlashinferCutlass, FlashinferFp8
 from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, activated, choose
 
 
@@ -264,6 +264,7 @@ PEERS: dict[str, type[Backend]] = {
         TritonKernels,
         FlashinferCuteDsl,
         FlashinferCutlass,
+        FlashinferFp8,
         DeepGemm,
         TorchGroupedMm,
         TorchLoop,
