@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from fp8_cases import MODES, make_fp8, make_fp8_tensor
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
 from oxmoe.testing import same_bits
+from test_nvfp4_experts import make as make_nvfp4
+from test_nvfp4_gpu import on_cuda
 
 pytestmark = pytest.mark.gpu
 SHAPES = (Shape("small", 16, 4, 256, 192, bias=True), MODELS["qwen3-30b-a3b"])
@@ -82,13 +86,34 @@ def test_replays_of_fp8(scales: str, tokens: int, rng: torch.Generator) -> None:
     check_replays(weights, shape, tokens, rng, replays=200)
 
 
+CHAINED = Shape("chain", 16, 4, 256, 384, bias=True)
+
+
+def chained(kind: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
+    if kind == "bf16":
+        return make_layer(CHAINED, torch.bfloat16, "cuda", rng).weights()
+    if kind == "fp8-block":
+        return make_fp8(CHAINED, "cuda", rng).weights()
+    if kind in MODES:
+        return make_fp8_tensor(CHAINED, "cuda", rng).weights(kind)
+    if kind == "mxfp4-a8":
+        return make_blocks(CHAINED, "bf16", "cuda", rng).weights(activation_dtype=torch.float8_e4m3fn)
+    if kind == "nvfp4-a4":
+        return on_cuda(make_nvfp4(CHAINED, rng, a4=True)).weights(input_global_scale=100.0, a2_global_scale=100.0)
+    return make_mxfp8(CHAINED, "cuda", rng).weights()
+
+
 @pytest.mark.parametrize("from_logits", [False, True], ids=["ids", "logits"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_chain_of_layers_shares_a_workspace(shape: Shape, from_logits: bool, rng: torch.Generator) -> None:
-    """Each layer starts while the one before drains, reads its output and writes to its workspace; batch sizes mix."""
-    weights = [make_layer(shape, torch.bfloat16, "cuda", rng).weights() for _ in range(3)]
-    most = 300
-    workspace = make_workspace(oxmoe.workspace_bytes(weights[0], most, shape.top_k), "cuda")
+@pytest.mark.parametrize("kind", ["qwen3-30b-a3b", "bf16", "fp8-block", *MODES, "mxfp4-a8", "nvfp4-a4", "mxfp8"])
+def test_a_chain_of_layers_shares_a_workspace(kind: str, from_logits: bool, rng: torch.Generator) -> None:
+    """Each layer starts while the one before drains, reads its output and writes to its workspace; tokens may be
+    quantised while they are routed; batch sizes mix."""
+    shape, draw = CHAINED, functools.partial(chained, kind)
+    if kind in MODELS:
+        shape, draw = MODELS[kind], lambda rng: make_layer(shape, torch.bfloat16, "cuda", rng).weights()
+    weights = [draw(rng) for _ in range(3)]
+    batches = (1, 300, 8, 16, 1, 64, 2000, 64, 2)
+    workspace = make_workspace(oxmoe.workspace_bytes(weights[0], max(batches), shape.top_k), "cuda")
 
     def routing(tokens: int) -> dict[str, object]:
         if from_logits:
@@ -97,7 +122,7 @@ def test_a_chain_of_layers_shares_a_workspace(shape: Shape, from_logits: bool, r
         return {"topk_weights": topk_weights.cuda(), "topk_ids": topk_ids.cuda()}
 
     chains = []
-    for tokens in (1, 300, 8, 16, 1, 64, 2):
+    for tokens in batches:
         xs = [make_x(tokens, shape, torch.bfloat16, "cuda", rng)]
         xs += [torch.full_like(xs[0], torch.nan) for _ in range(6)]
         chains.append((xs, [routing(tokens) for _ in range(6)]))
@@ -113,6 +138,7 @@ def test_a_chain_of_layers_shares_a_workspace(shape: Shape, from_logits: bool, r
         for layer, options in enumerate(routings):
             x = oxmoe.moe(x, weights[layer % 3], **options)
             torch.cuda.synchronize()
+        assert bool(x.isfinite().all()) and bool((x != 0).any())
         expected.append(x)
     graph = capture(call)
     for _ in range(50):

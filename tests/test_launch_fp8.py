@@ -91,10 +91,11 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         assert (of_x.x, of_x.codes, of_x.scales) == (call["x"], ranges["x_codes"], ranges["x_scales"])
         assert (of_x.rows, of_x.columns, of_x.group, of_x.row_count) == (tokens, hidden, 128, 0)
         assert (of_x.row_stride, of_x.group_stride, of_x.powers) == (hidden // 128, 1, False)
+        assert of_x.x_is_older, "x is quantised while it is routed"
         if between:
             (of_hidden,) = parameters_of(between[0])
             assert (of_hidden.x, of_hidden.codes) == (ranges["hidden"], ranges["hidden_codes"])
-            assert of_hidden.scales == ranges["hidden_scales"]
+            assert of_hidden.scales == ranges["hidden_scales"] and not of_hidden.x_is_older
             assert (of_hidden.rows, of_hidden.columns) == (4 * tokens, intermediate)
             # The number of placed slots: the end of the last expert's range.
             assert of_hidden.row_count == ranges["offsets"] + 4 * experts
@@ -142,6 +143,7 @@ def test_rows_in_order(tokens: int, driver: Path, tmp_path: Path) -> None:
     codes, scales = ranges["rows"], ranges["rows"] + slots * 512
     assert (of_x.x, of_x.codes, of_x.scales, of_x.rows, of_x.columns) == (call["x"], codes, scales, tokens, 512)
     assert (of_x.place_of_slot, of_x.top_k, of_x.row_stride, of_x.group_stride) == (route, 2, 1, slots)
+    assert not of_x.x_is_older
     assert scales + 4 * slots * 512 // 128 <= ranges["rows"] + 2 * slots * 512
     assert (p.gemm.x, p.gemm.x_scales, p.gemm.schedule_is_older) == (codes, scales, True)
     assert (p.gemm.out, p.gemm.out_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
@@ -240,6 +242,7 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
                 assert (of.codes, of.scales) == (ranges[f"{name}_codes"], ranges[f"{name}_scales"])
                 assert (of.rows, of.columns, of.group, of.scaling) == (rows, columns, 128, SCALING[mode])
                 assert of.row_count == (0 if name == "x" else ranges["offsets"] + 4 * experts)
+                assert of.x_is_older == (name == "x" and mode != "tensor")
                 static = addresses.get("a13_scale" if name == "x" else "a2_scale")
                 assert of.given == (static if mode == "static" else ranges["counters"] + 4 * (2 + stage))
                 # A thread of a row has at most four vectors, as far as a CTA's threads go.
@@ -273,5 +276,5 @@ def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) 
     (of,) = parameters_of(made[place - 1])
     assert (of.scales, of.table, of.rows, of.groups) == (call["scale"], ranges["x_scales"], tokens, 3)
     strides = {"columns": (1, tokens), "packed": (1, tokens), "token": (1, 0), "one": (0, 0)}
-    assert (of.row_stride, of.group_stride, of.powers) == (*strides[form], form == "packed")
+    assert (of.row_stride, of.group_stride, of.powers) == (*strides[form], form == "packed") and of.scales_are_older
     assert asked(made[place - 1])[1] == -(-3 * tokens // 256)

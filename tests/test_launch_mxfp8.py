@@ -51,6 +51,7 @@ def test_calls(layer: dict[str, int], driver: Path, tmp_path: Path) -> None:
         assert (pair.tiles, pair.row_counts) == (ranges["tiles"], 0)
         # GEMM2 writes while GEMM1 may still read.
         assert (r.x, r.out, r.rows, r.columns, r.tiles) == (call["x"], ranges["x_rounded"], count, hidden, 0)
+        assert r.x_is_older, "x is rounded while it is routed"
         assert (p.x, p.out, q.x, q.out) == (ranges["x_rounded"], ranges["hidden"], ranges["hidden"], ranges["rows"])
         assert p.schedule_is_older and q.schedule_is_older
         for gemm, (codes, scales, factors) in zip((p, q), packed, strict=True):

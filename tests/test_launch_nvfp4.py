@@ -78,6 +78,7 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
         assert 0 != p.out_global_scales != r.global_scales != 0 and q.out_global_scales == 0
         assert (r.x, r.scales, r.columns) == (call["x"], call["scale"], layer["hidden"])
         assert p.x == r.out and r.tile_rows >= 16 and p.slot_of_place == ranges["slot_of_place"]
+        assert r.x_is_older == (r.tiles == 0)
         # A row is rounded for each of its slots only where experts have numbers of their own; then it lies where GEMM2
         # writes it later, else it has room of its own.
         if mode == "each":

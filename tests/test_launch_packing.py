@@ -265,6 +265,7 @@ def test_calls_with_e4m3_activations(layer: dict[str, Any], driver: Path, tmp_pa
         of_x, p, of_h, q, c = (parameters_of(one)[0] for one in launched[len(routing) :])
         assert (of_x.x, p.x, of_h.x, q.x, q.out, c.out) == (call["x"], of_x.out, p.out, of_h.out, c.y, call["out"])
         assert (of_x.rows, of_x.columns, of_x.tiles) == (tokens, hidden, 0)
+        assert (of_x.x_is_older, of_h.x_is_older) == (True, False)
         assert (of_h.rows, of_h.columns, of_h.tiles) == (tokens * top_k, intermediate, p.tiles)
         assert of_h.tile_count == p.tile_count and p.schedule_is_older and q.schedule_is_older
         for quantize, gemm, columns in ((of_x, p, hidden), (of_h, q, intermediate)):

@@ -172,7 +172,7 @@ def test_rows_are_read_before_they_are_written(rng: torch.Generator) -> None:
     each, one = layer.weights(), layer.weights(input_global_scale=70.0, a2_global_scale=90.0)
     for tokens in (60, 700, 4000):
         x = make_x(tokens, shape, torch.bfloat16, "cpu", rng).cuda()
-        for pattern in ("uniform", "one"):
+        for pattern in ("uniform", "one_expert"):
             given = [part.cuda() for part in make_routing(pattern, tokens, 16, 4, rng)]
             expected = call(x, one, *given)
             assert all(same_bits(call(x, each, *given), expected) for _ in range(8))

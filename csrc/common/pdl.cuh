@@ -11,12 +11,27 @@ __device__ __forceinline__ void launch_dependents() {
 }
 
 // Returns when the kernels before this one have ended and their writes are visible.
-// NOTE: every kernel executes it before its first read of their data and before its first global write, also when it needs no
-// data: else it could end before its predecessor, and its successor's wait would no longer cover that one.
+// NOTE: every kernel but one that runs beside its predecessor (below) executes it before its first read of their data and before
+// its first global write, also when it needs no data: else it could end before its predecessor, and its successor's wait would
+// no longer cover that one.
 __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// All of a kernel. `beside`: it runs beside its predecessor, with which it shares no data and which let it start behind its own
+// wait. Its first CTA ends after that one. Once its successor has started, its predecessor has ended either way.
+template <typename F>
+__device__ __forceinline__ void run(bool beside, F kernel) {
+    const bool waits_first = !beside, waits_last = beside && blockIdx.x == 0;
+    if (waits_first) wait();
+    if (!waits_last) launch_dependents();
+    kernel();
+    if (waits_last) {
+        wait();
+        launch_dependents();
+    }
 }
 
 }  // namespace oxmoe::pdl

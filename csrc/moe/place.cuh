@@ -27,9 +27,9 @@ struct Histogram {
     static __device__ __forceinline__ void run(const RouteParams& route) {
         const TokenShare tokens(route);
         BlockHistogram histogram(route);
-        pdl::launch_dependents();
         histogram.clear();
         pdl::wait();
+        pdl::launch_dependents();  // as in Select
 #pragma unroll 4
         for (int i = threadIdx.x; i < tokens.count * route.top_k; i += blockDim.x)
             histogram.add_local(expert_of_slot(route, tokens.first * route.top_k + i));

@@ -481,9 +481,9 @@ struct Select {
         TokenLoop<kExpertsPerLane, kPlain> tokens(select, warp_of_block(), first, count);
         BlockHistogram histogram(route);
 
-        pdl::launch_dependents();
         if (counting) histogram.clear();
         pdl::wait();
+        pdl::launch_dependents();  // not before: what makes tokens ready for GEMM1 may run beside routing
         tokens.pick([&](int, int, int id) {
             if (counting) histogram.add(id);
         });

@@ -12,9 +12,11 @@ struct ExpandScales {
     static constexpr int kSharedBytes = 0;
 
     static __device__ __forceinline__ void run(const ExpandScalesParams& p) {
-        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
-        pdl::wait();
-        pdl::launch_dependents();
+        pdl::run(p.scales_are_older, [&] { expand(p); });
+    }
+
+private:
+    static __device__ __forceinline__ void expand(const ExpandScalesParams& p) {
         const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
         if (at >= int64_t(p.rows) * p.groups) return;
         const int64_t row = at / p.groups, group = at % p.groups;

@@ -21,16 +21,15 @@ struct QuantizeFp8 {
 
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
         const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
-        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
-        pdl::wait();
-        pdl::launch_dependents();
-        const uint32_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows;
-        if (p.group != kLanes * kVectors * 8 || p.dtype == Dtype::F32)
-            one_vector(p, thread, rows);
-        else if (p.dtype == Dtype::Bf16)
-            group_of_128<__nv_bfloat16, __nv_bfloat162>(p, thread, rows);
-        else
-            group_of_128<__half, __half2>(p, thread, rows);
+        pdl::run(p.x_is_older, [&] {
+            const uint32_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows;
+            if (p.group != kLanes * kVectors * 8 || p.dtype == Dtype::F32)
+                one_vector(p, thread, rows);
+            else if (p.dtype == Dtype::Bf16)
+                group_of_128<__nv_bfloat16, __nv_bfloat162>(p, thread, rows);
+            else
+                group_of_128<__half, __half2>(p, thread, rows);
+        });
     }
 
 private:

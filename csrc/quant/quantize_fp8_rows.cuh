@@ -44,10 +44,12 @@ struct QuantizeFp8Rows {
     static constexpr int kHeld = 4;
 
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
+        pdl::run(p.x_is_older, [&] { quantize(p); });
+    }
+
+    // Rows of a CTA.
+    static __device__ __forceinline__ void quantize(const QuantizeFp8Params& p) {
         __shared__ float peaks[kThreads / 32];
-        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
-        pdl::wait();
-        pdl::launch_dependents();
         int64_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows;
         // Few rows with one scale for all are one row.
         const bool one = p.scaling == Fp8Scaling::Peak;

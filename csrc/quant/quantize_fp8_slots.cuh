@@ -15,7 +15,7 @@ struct QuantizeFp8Slots {
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
         __shared__ alignas(128) uint2 codes[kGroups][kLanes * kVectors];
         __shared__ float scales[kGroups];
-        // NOTE: in this order, as in QuantizeFp8.
+        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
         pdl::wait();
         pdl::launch_dependents();
         const uint32_t row_groups = p.columns / 128, first = blockIdx.x * kGroups,

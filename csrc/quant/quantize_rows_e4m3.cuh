@@ -23,16 +23,17 @@ struct QuantizeRowsE4m3 {
 
     static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
         __shared__ uint32_t peaks[2][kThreads / 32];
-        pdl::wait();
-        pdl::launch_dependents();
-        int rows = p.rows;
-        if (p.tiles) {
-            const int count = *p.tile_count;
-            rows = count > 0 ? p.tiles[count - 1].first + p.tiles[count - 1].count : 0;
-        }
-        const int vectors = p.columns / 8, out_vectors = p.out_columns / 8;
-        int turn = 0;
-        for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) quantize(p, row, vectors, out_vectors, peaks[turn]);
+        pdl::run(p.x_is_older, [&] {
+            int rows = p.rows;
+            if (p.tiles) {
+                const int count = *p.tile_count;
+                rows = count > 0 ? p.tiles[count - 1].first + p.tiles[count - 1].count : 0;
+            }
+            const int vectors = p.columns / 8, out_vectors = p.out_columns / 8;
+            int turn = 0;
+            for (int row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1)
+                quantize(p, row, vectors, out_vectors, peaks[turn]);
+        });
     }
 
     // One row, by all threads. `peaks`: of a number a warp, that the call just before has not used.

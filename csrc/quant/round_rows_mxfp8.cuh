@@ -16,17 +16,16 @@ struct RoundRowsMxfp8 {
     static constexpr int kSharedBytes = 0;
 
     static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
-        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
-        pdl::wait();
-        pdl::launch_dependents();
-        const size_t vectors = size_t(p.rows) * p.columns / 8, stride = size_t(gridDim.x) * kThreads;
-        const uint4* x = reinterpret_cast<const uint4*>(p.x);
-        uint4* out = reinterpret_cast<uint4*>(p.out);
-        // All lanes of a warp go on together.
-        for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i - threadIdx.x % 32 < vectors; i += stride) {
-            const uint4 rounded = mxfp8::round_group(i < vectors ? x[i] : uint4{});
-            if (i < vectors) out[i] = rounded;
-        }
+        pdl::run(p.x_is_older, [&] {
+            const size_t vectors = size_t(p.rows) * p.columns / 8, stride = size_t(gridDim.x) * kThreads;
+            const uint4* x = reinterpret_cast<const uint4*>(p.x);
+            uint4* out = reinterpret_cast<uint4*>(p.out);
+            // All lanes of a warp go on together.
+            for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i - threadIdx.x % 32 < vectors; i += stride) {
+                const uint4 rounded = mxfp8::round_group(i < vectors ? x[i] : uint4{});
+                if (i < vectors) out[i] = rounded;
+            }
+        });
     }
 };
 

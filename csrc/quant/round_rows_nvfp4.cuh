@@ -16,11 +16,13 @@ struct RoundRowsNvfp4 {
     static constexpr int kSharedBytes = 0;
 
     static __device__ __forceinline__ void run(const RoundNvfp4Params& p) {
-        // NOTE: in this order, as in QuantizeFp8.
-        pdl::wait();
-        pdl::launch_dependents();
+        pdl::run(p.x_is_older, [&] { round(p); });
+    }
+
+private:
+    // All threads of a CTA go on together: lanes exchange their largest.
+    static __device__ __forceinline__ void round(const RoundNvfp4Params& p) {
         const uint32_t row_vectors = p.columns / 8;
-        // All threads of a CTA go on together: lanes exchange their largest.
         if (!p.tiles) {
             const size_t vectors = size_t(p.rows) * row_vectors, stride = size_t(gridDim.x) * kThreads;
             for (size_t first = size_t(blockIdx.x) * kThreads; first < vectors; first += stride) {
@@ -43,7 +45,6 @@ struct RoundRowsNvfp4 {
         }
     }
 
-private:
     // Vector `from` of x to vector `to` of out.
     static __device__ __forceinline__ void convert(const RoundNvfp4Params& p, size_t from, size_t to, int expert, bool inside) {
         uint4* const written = reinterpret_cast<uint4*>(p.out) + to;

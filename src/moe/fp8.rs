@@ -158,6 +158,7 @@ fn in_groups(x: *const u8, rows: i64, columns: i32, (codes, scales): (*mut u8, *
         row_threads: 0,
         place_of_slot: std::ptr::null(),
         top_k: 0,
+        x_is_older: false,
     }
 }
 
@@ -253,6 +254,9 @@ impl Quantize {
             let scales = codes.wrapping_add(bytes as usize);
             x = QuantizeFp8Params { codes, scales, place_of_slot, top_k, ..by_group(x, slots) };
             hidden = by_group(hidden, slots);
+        } else {
+            // Where one scale serves all rows, routing makes it 0 first.
+            x.x_is_older = scaling != Fp8Scaling::Peak;
         }
         (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
         let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
@@ -277,6 +281,7 @@ impl Quantize {
                     table,
                     rows,
                     groups,
+                    scales_are_older: true,
                 })
             }
         };

@@ -119,6 +119,7 @@ impl Stages {
                     out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
                     tiles,
                     tile_count,
+                    x_is_older: false,
                 };
                 gemm.x = rows.out;
                 if e4m3 {

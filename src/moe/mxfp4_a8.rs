@@ -47,6 +47,7 @@ impl Quantize {
             out_columns: columns(up.k),
             tiles: std::ptr::null(),
             tile_count: std::ptr::null(),
+            x_is_older: true,
         };
         let of_hidden = QuantizeRowsParams {
             x: down.x,
@@ -56,6 +57,7 @@ impl Quantize {
             out_columns: columns(down.k),
             tiles: route.tiles,
             tile_count: route.tile_count,
+            x_is_older: false,
             ..of_x
         };
         for (gemm, quantize) in [(up, &of_x), (down, &of_hidden)] {

@@ -83,6 +83,7 @@ impl Round {
             out_columns: up.k,
             tiles: std::ptr::null(),
             tile_count: std::ptr::null(),
+            x_is_older: true,
         };
         let of_hidden = QuantizeRowsParams {
             x: down.x,
@@ -92,6 +93,7 @@ impl Round {
             out_columns: down.k,
             tiles: route.tiles,
             tile_count: route.tile_count,
+            x_is_older: false,
             ..of_x
         };
         up.x = x;

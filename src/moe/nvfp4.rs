@@ -165,6 +165,7 @@ pub fn rounding(
         row_divisor: up.row_divisor,
         by_place,
         global_scales: layer.up.x_scale,
+        x_is_older: false,
     };
     let hidden = RoundNvfp4Params {
         x: down.x,
@@ -181,6 +182,7 @@ pub fn rounding(
         // The numbers of a row are the same for each of its slots.
         Some(rows) if layer.place != Place::Cpu && (layer.up.one_x_scale || !x_scales.is_null()) => {
             (x.rows, x.tiles, x.out, x.by_place) = (rows, std::ptr::null(), room.tokens, false);
+            x.x_is_older = true;
         }
         _ => up.row_divisor = i32::from(!by_place),
     }

@@ -57,5 +57,7 @@ pub mod ffi {
         by_place: bool,
         /// fp32 `[experts]`: what rows are multiplied by before.
         global_scales: *const f32,
+        /// As in `QuantizeFp8Params`.
+        x_is_older: bool,
     }
 }

@@ -143,6 +143,8 @@ pub mod ffi {
         /// Of `QuantizeFp8Slots`: the places that a row and its scales go to, i32 `[rows, top_k]`, -1: none. Else null.
         place_of_slot: *const i32,
         top_k: i32,
+        /// x was there before the launch before, which knows nothing of what is written: the kernel runs beside that one (`pdl::run`).
+        x_is_older: bool,
     }
 
     /// Scales of given e4m3 rows, in whatever order or form, as the GEMMs read them: fp32 `[rows, groups]`.
@@ -156,6 +158,8 @@ pub mod ffi {
         table: *mut f32,
         rows: i32,
         groups: i32,
+        /// As `x_is_older` above.
+        scales_are_older: bool,
     }
 
     /// The E8M0 bytes of a matrix, one for each block of a row's columns.
@@ -226,6 +230,8 @@ pub mod ffi {
         /// A schedule or null: rows are places, and those after its last one are left alone.
         tiles: *const Tile,
         tile_count: *const i32,
+        /// As in `QuantizeFp8Params`.
+        x_is_older: bool,
     }
 
     /// E8M0 bytes of fp32 powers of two.

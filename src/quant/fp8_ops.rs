@@ -81,6 +81,7 @@ pub fn quantize_fp8<'py>(
             row_threads: 0,
             place_of_slot: std::ptr::null(),
             top_k: 0,
+            x_is_older: false,
         };
         if from.numel() == 0 {
             return Ok((codes_object, scales_object));

@@ -42,6 +42,7 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
             out_columns: k as i32,
             tiles: std::ptr::null(),
             tile_count: std::ptr::null(),
+            x_is_older: false,
         };
         match from.place {
             Place::Cpu => {
