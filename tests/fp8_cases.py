@@ -27,7 +27,9 @@ MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7
 # On CPUs sums differ in the last bits of fp32 alone.
 CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
 NORM = 1.2e-2
-TENSOR_NORM = 4e-2  # where every code may move
+# Where the largest number is a step of bf16 away and so every code may move: of 300 layers of 128 columns and one token
+# on the CPU 2.2e-2 on average, 4.5e-2 in one of a hundred, 5.4e-2 at most.
+TENSOR_NORM = 7e-2
 
 # What a call may ask for beside its routing.
 CALL_OPTIONS: list[dict[str, Any]] = [
