@@ -27,9 +27,9 @@ MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7
 # On CPUs sums differ in the last bits of fp32 alone.
 CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
 NORM = 1.2e-2
-# Where the largest number is a step of bf16 away and so every code may move: of 300 layers of 128 columns and one token
-# on the CPU 2.2e-2 on average, 4.5e-2 in one of a hundred, 5.4e-2 at most.
-TENSOR_NORM = 7e-2
+# Where the largest number is a step of bf16 away and so every code may move. Of one token: in 300 layers of 128 columns
+# on the CPU that was 2.2e-2 on average, 4.5e-2 in one of a hundred, 5.4e-2 at most; of seven tokens 3.8e-2 at most.
+TENSOR_NORM, ONE_TOKEN_NORM = 4e-2, 7e-2
 
 # What a call may ask for beside its routing.
 CALL_OPTIONS: list[dict[str, Any]] = [
@@ -240,7 +240,8 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
             peaks = peaks_of(workspace, layer, drawn.shape[0], slots)
             acts: list[Tensor] = []
             independent = layer.reference(drawn, *given, scales=mode, acts=acts, **options)
-            assert relative_norm(results[-1].nan_to_num(), independent.nan_to_num()) < TENSOR_NORM
+            norm = relative_norm(results[-1].nan_to_num(), independent.nan_to_num())
+            assert norm < (TENSOR_NORM if drawn.shape[0] > 1 else ONE_TOKEN_NORM), f"norm {norm:.3g}"
             largest = torch.cat(acts).float().abs().nan_to_num(nan=0.0)
             assert peaks[0] == drawn.float().abs().nan_to_num(nan=0.0).max()
             torch.testing.assert_close(peaks[1], largest.max() if largest.numel() else peaks[1] * 0, rtol=2**-7, atol=0)
