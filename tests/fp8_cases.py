@@ -27,9 +27,9 @@ MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7
 # On CPUs sums differ in the last bits of fp32 alone.
 CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
 NORM = 1.2e-2
-# Where the largest number is a step of bf16 away and so every code may move. Of one token: in 300 layers of 128 columns
-# on the CPU that was 2.2e-2 on average, 4.5e-2 in one of a hundred, 5.4e-2 at most; of seven tokens 3.8e-2 at most.
-TENSOR_NORM, ONE_TOKEN_NORM = 4e-2, 7e-2
+# Where every code may move, of all draws together: where the largest number is a step of bf16 away that is 2.2e-2 on
+# average, but in one of a hundred rows of 128 columns above 4.5e-2.
+TENSOR_NORM = 4e-2
 
 # What a call may ask for beside its routing.
 CALL_OPTIONS: list[dict[str, Any]] = [
@@ -231,7 +231,7 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     weights = layer.weights(mode)
     given = [part.to(x.device) for part in routing]
     slots = given[1].shape[1] if given else options["top_k"]
-    results, expected = [], []
+    results, expected, independents = [], [], []
     for drawn in fp8_draws(x):
         workspace = make_workspace(oxmoe.workspace_bytes(weights, drawn.shape[0], slots), x.device)
         results.append(oxmoe.moe(drawn, weights, *given, **options, workspace=workspace))
@@ -239,15 +239,16 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
         if mode == "tensor" and drawn.shape[0]:
             peaks = peaks_of(workspace, layer, drawn.shape[0], slots)
             acts: list[Tensor] = []
-            independent = layer.reference(drawn, *given, scales=mode, acts=acts, **options)
-            norm = relative_norm(results[-1].nan_to_num(), independent.nan_to_num())
-            assert norm < (TENSOR_NORM if drawn.shape[0] > 1 else ONE_TOKEN_NORM), f"norm {norm:.3g}"
+            independents.append(layer.reference(drawn, *given, scales=mode, acts=acts, **options))
             largest = torch.cat(acts).float().abs().nan_to_num(nan=0.0)
             assert peaks[0] == drawn.float().abs().nan_to_num(nan=0.0).max()
             torch.testing.assert_close(peaks[1], largest.max() if largest.numel() else peaks[1] * 0, rtol=2**-7, atol=0)
             scales = tuple(peaks.clamp(min=1e-10) / torch.tensor(448.0, device=x.device))
         expected.append(layer.reference(drawn, *given, scales=scales, **options))
     result, truth = torch.cat(results), torch.cat(expected)
+    if independents:
+        norm = relative_norm(result.nan_to_num(), torch.cat(independents).nan_to_num())
+        assert norm < TENSOR_NORM, f"norm {norm:.3g} with the reference's own scale, bar {TENSOR_NORM}"
     # A code's step is that of the largest number under its scale, a row's or a call's: where sums round otherwise,
     # small results move by many of their own ulp, and the norm tells. test_fp8_stages.py has every step's own bar.
     if not x.is_cuda:
