@@ -128,6 +128,8 @@ static __half2 __hmax2(__half2 a, __half2 b) {
 template <typename Number>
 static Number __ldcs(const Number* from) { return *from; }
 template <typename Number>
+static Number __ldcg(const Number* from) { return *from; }
+template <typename Number>
 static Number atomicMax(Number* at, Number value) { return std::exchange(*at, max(*at, value)); }
 template <typename Number>
 static Number atomicMin(Number* at, Number value) { return std::exchange(*at, min(*at, value)); }

@@ -21,10 +21,11 @@ private:
         if (at >= int64_t(p.rows) * p.groups) return;
         const int64_t row = at / p.groups, group = at % p.groups;
         if (!p.powers) {
-            p.table[at] = reinterpret_cast<const float*>(p.scales)[row * p.row_stride + group * p.group_stride];
+            p.table[at] = __ldcg(reinterpret_cast<const float*>(p.scales) + row * p.row_stride + group * p.group_stride);
             return;
         }
-        const uint32_t word = reinterpret_cast<const uint32_t*>(p.scales)[row * p.row_stride + group / 4 * p.group_stride];
+        const uint32_t word =
+            __ldcg(reinterpret_cast<const uint32_t*>(p.scales) + row * p.row_stride + group / 4 * p.group_stride);
         const uint32_t byte = word >> group % 4 * 8 & 255;
         p.table[at] = __uint_as_float(byte == 255 ? 0x7FC00000 : byte == 0 ? 0x00400000 : byte << 23);
     }

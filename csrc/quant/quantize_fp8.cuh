@@ -44,7 +44,7 @@ private:
         uint4 words[kVectors] = {};
         if (inside) {
 #pragma unroll
-            for (int i = 0; i < kVectors; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(p.x) + first + i * kLanes);
+            for (int i = 0; i < kVectors; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(p.x) + first + i * kLanes);
         }
         if (p.scaling != Fp8Scaling::Groups) {
             const float given = *p.given;
@@ -124,11 +124,11 @@ private:
     static __device__ __forceinline__ void load(const QuantizeFp8Params& p, size_t vector, float (&x)[8]) {
         if (p.dtype == Dtype::F32) {
             const float4* from = reinterpret_cast<const float4*>(p.x) + 2 * vector;
-            const float4 low = from[0], high = from[1];
+            const float4 low = __ldcg(from), high = __ldcg(from + 1);
             x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
             return;
         }
-        const uint4 words = reinterpret_cast<const uint4*>(p.x)[vector];
+        const uint4 words = __ldcg(reinterpret_cast<const uint4*>(p.x) + vector);
         if (p.dtype == Dtype::Bf16)
             take<__nv_bfloat16>(words, x);
         else

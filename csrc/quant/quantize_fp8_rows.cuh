@@ -75,13 +75,13 @@ struct QuantizeFp8Rows {
         uint4 held[kHeld] = {};
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            if (inside && thread + i * threads < vectors) held[i] = x[thread + i * threads];
+            if (inside && thread + i * threads < vectors) held[i] = __ldcg(x + thread + i * threads);
         }
         uint32_t peak = 0;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) Fp8Vectors::grow(peak, held[i]);
         if (inside) {
-            for (int v = thread + kHeld * threads; v < vectors; v += threads) Fp8Vectors::grow(peak, x[v]);
+            for (int v = thread + kHeld * threads; v < vectors; v += threads) Fp8Vectors::grow(peak, __ldcg(x + v));
         }
         for (int distance = min(threads, 32) / 2; distance > 0; distance /= 2) {
             Fp8Vectors::grow(peak, __shfl_xor_sync(0xFFFFFFFF, peak, distance));
@@ -100,7 +100,8 @@ struct QuantizeFp8Rows {
         for (int i = 0; i < kHeld; ++i) {
             if (thread + i * threads < vectors) codes[thread + i * threads] = Fp8Vectors::codes(held[i], scale.inverse);
         }
-        for (int v = thread + kHeld * threads; v < vectors; v += threads) codes[v] = Fp8Vectors::codes(x[v], scale.inverse);
+        for (int v = thread + kHeld * threads; v < vectors; v += threads)
+            codes[v] = Fp8Vectors::codes(__ldcg(x + v), scale.inverse);
         float* scales = reinterpret_cast<float*>(p.scales) + row * p.row_stride;
         for (int group = thread; group < groups; group += threads) scales[group * p.group_stride] = scale.scale;
         done(amax);

@@ -45,12 +45,12 @@ struct QuantizeRowsE4m3 {
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
             const int v = threadIdx.x + i * kThreads;
-            if (v < vectors) held[i] = x[v];
+            if (v < vectors) held[i] = __ldcg(x + v);
         }
         uint32_t peak = 0;
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) peak = __vmaxu2(peak, magnitudes(held[i]));
-        for (int v = threadIdx.x + kHeld * kThreads; v < vectors; v += kThreads) peak = __vmaxu2(peak, magnitudes(x[v]));
+        for (int v = threadIdx.x + kHeld * kThreads; v < vectors; v += kThreads) peak = __vmaxu2(peak, magnitudes(__ldcg(x + v)));
         const float scale = scale_of(peak, peaks), inverse = __frcp_rn(scale);
         if (threadIdx.x == 0) p.scales[row] = scale;
 #pragma unroll
@@ -59,7 +59,7 @@ struct QuantizeRowsE4m3 {
             if (v < out_vectors) out[v] = quantized(held[i], inverse);
         }
         for (int v = threadIdx.x + kHeld * kThreads; v < out_vectors; v += kThreads) {
-            out[v] = quantized(v < vectors ? x[v] : uint4{}, inverse);
+            out[v] = quantized(v < vectors ? __ldcg(x + v) : uint4{}, inverse);
         }
     }
 

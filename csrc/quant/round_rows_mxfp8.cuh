@@ -22,7 +22,7 @@ struct RoundRowsMxfp8 {
             uint4* out = reinterpret_cast<uint4*>(p.out);
             // All lanes of a warp go on together.
             for (size_t i = size_t(blockIdx.x) * kThreads + threadIdx.x; i - threadIdx.x % 32 < vectors; i += stride) {
-                const uint4 rounded = mxfp8::round_group(i < vectors ? x[i] : uint4{});
+                const uint4 rounded = mxfp8::round_group(i < vectors ? __ldcg(x + i) : uint4{});
                 if (i < vectors) out[i] = rounded;
             }
         });

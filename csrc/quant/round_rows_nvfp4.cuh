@@ -49,14 +49,14 @@ private:
     static __device__ __forceinline__ void convert(const RoundNvfp4Params& p, size_t from, size_t to, int expert, bool inside) {
         uint4* const written = reinterpret_cast<uint4*>(p.out) + to;
         if (!p.scales) {
-            const uint4 x = inside ? reinterpret_cast<const uint4*>(p.x)[from] : uint4{};
+            const uint4 x = inside ? __ldcg(reinterpret_cast<const uint4*>(p.x) + from) : uint4{};
             const uint4 rounded = nvfp4::round_block(x, p.global_scales[expert]);
             if (inside) *written = rounded;
             return;
         }
         if (!inside) return;
-        const uint32_t codes = reinterpret_cast<const uint32_t*>(p.x)[from];
-        const float scale = e4m3_value(p.scales[from / 2]);
+        const uint32_t codes = __ldcg(reinterpret_cast<const uint32_t*>(p.x) + from);
+        const float scale = e4m3_value(__ldcg(p.scales + from / 2));
         uint32_t out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
