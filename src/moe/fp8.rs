@@ -4,13 +4,12 @@
 
 use super::grouped_gemm::{self, Order};
 use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
+use super::rounding::Rounding;
 use super::tokens::GivenScales;
 use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
-use crate::cpu;
 use crate::device::gpu;
 use crate::error::{Error, Result};
-use crate::kernel::{Args, Stream};
 use crate::params::{
     Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, W13Layout,
 };
@@ -288,36 +287,14 @@ impl Quantize {
         Quantize { x, hidden, orders }
     }
 
-    pub fn launch_x(&self, stream: &Stream<'_>) -> Result<()> {
-        match &self.x {
-            Input::Quantise(p) => fp8_ops::launch(stream, "moe: quantisation of x", p),
-            Input::Expand(p) => stream.launch("moe: scales of x", &fp8_ops::expansion(p), Args::ExpandScales(p)),
-            Input::Ready => Ok(()),
-        }
-    }
-
-    pub fn launch_hidden(&self, stream: &Stream<'_>) -> Result<()> {
-        fp8_ops::launch(stream, "moe: quantisation of GEMM1's output", &self.hidden)
-    }
-
-    /// # Safety
-    /// The pointers must be valid for the parameters' shapes.
-    pub unsafe fn x_on_cpu(&self) {
-        // SAFETY: the caller's contract.
-        unsafe {
-            match &self.x {
-                Input::Quantise(p) => cpu::quantize_fp8(p),
-                Input::Expand(p) => cpu::expand_scales(p),
-                Input::Ready => {}
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`Quantize::x_on_cpu`].
-    pub unsafe fn hidden_on_cpu(&self) {
-        // SAFETY: the caller's contract.
-        unsafe { cpu::quantize_fp8(&self.hidden) }
+    /// Of x and of GEMM1's output.
+    pub fn roundings(&self) -> [Option<Rounding>; 2] {
+        let x = match self.x {
+            Input::Quantise(p) => Some(Rounding::Fp8(p)),
+            Input::Expand(p) => Some(Rounding::Fp8Scales(p)),
+            Input::Ready => None,
+        };
+        [x, Some(Rounding::Fp8(self.hidden))]
     }
 
     /// GEMM1 on a GPU. With a launch for x in front, what it reads of routing is older than its predecessor. `inside`: it quantises its

@@ -4,6 +4,7 @@
 use super::grouped_gemm::{self, Gemm, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
+use super::rounding::Rounding;
 use super::scratch::{self, Scratch};
 use super::weights::{ExpertWeights, Layer};
 use super::{elem, fp8, nvfp4, routed};
@@ -11,10 +12,8 @@ use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Launch, Stream};
-use crate::params::{
-    GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, ScheduleParams, TileRowsParams,
-};
+use crate::kernel::{Args, Stream};
+use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams, TileRowsParams};
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::quant::Format;
@@ -25,11 +24,10 @@ use pyo3::prelude::*;
 #[derive(Clone, Copy)]
 struct Stages {
     schedule: ScheduleParams,
-    /// x, unless it came as codes, and GEMM1's output.
-    quantize: Option<(Option<QuantizeFp8Params>, QuantizeFp8Params, [Order; 2])>,
-    /// Of other formats whose activations are rounded: how on CPUs, and rows of x and of GEMM1's output.
-    round: Option<(Rounding, [TileRowsParams; 2])>,
-    nvfp4: Option<[RoundNvfp4Params; 2]>,
+    /// Of x, unless it came as codes, and of GEMM1's output.
+    rounding: [Option<Rounding>; 2],
+    /// Of fp8: codes and scales that GEMM1 may write itself, and where scales lie.
+    fp8: Option<((*mut u8, *mut f32), [Order; 2])>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
 }
@@ -38,8 +36,6 @@ struct Stages {
 unsafe impl Send for Stages {}
 // SAFETY: as above.
 unsafe impl Sync for Stages {}
-
-type Rounding = unsafe fn(&QuantizeRowsParams);
 
 /// How rows are divided among experts.
 struct Division<'a> {
@@ -87,53 +83,55 @@ impl Stages {
             },
         );
         let (tiles, tile_count) = (schedule.tiles.cast_const(), schedule.tile_count.cast_const());
-        let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
-        let room = (nvfp4::Room { tokens: out.data, slots: out.data }, tile_tokens, in_one_launch);
-        let nvfp4 = nvfp4::rounding(layer, (codes_scales, None), room, (&mut up, &mut down));
-        let quantize = layer.desc.format.is_fp8().then(|| {
-            let of_rows = (division.rows, schedule.counters);
-            let given = x_scales.map(|scales| scales.data.cast_const().cast());
-            let ([of_x, of_hidden], orders) =
-                fp8::both(layer, (ws, base), of_rows, (given, tile_tokens), (&mut up, &mut down));
-            let of_tiles = |p| QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p };
-            (x_scales.is_none().then(|| of_tiles(of_x)), of_tiles(of_hidden), orders)
-        });
-        let rounding: Option<Rounding> = match layer.desc.format {
-            Format::Mxfp4A8 => Some(cpu::round_rows_to_e4m3),
-            Format::Mxfp8 => Some(cpu::round_rows_mxfp8),
-            _ => None,
+        let format = layer.desc.format;
+        let mut fp8 = None;
+        let rounding = match format {
+            _ if format.is_fp8() => {
+                let of_rows = (division.rows, schedule.counters);
+                let given = x_scales.map(|scales| scales.data.cast_const().cast());
+                let ([of_x, of_hidden], orders) =
+                    fp8::both(layer, (ws, base), of_rows, (given, tile_tokens), (&mut up, &mut down));
+                fp8 = Some(((of_hidden.codes, of_hidden.scales.cast()), orders));
+                let of_tiles = |p| Rounding::Fp8(QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p });
+                [x_scales.is_none().then(|| of_tiles(of_x)), Some(of_tiles(of_hidden))]
+            }
+            Format::Mxfp4A8 | Format::Mxfp8 => {
+                let e4m3 = format == Format::Mxfp4A8;
+                // Packed weights take codes, rows of which are padded to whole blocks; others the numbers, which lie where GEMM2 writes once
+                // GEMM1 has read them.
+                let packed = e4m3 && layer.up.packed.is_some();
+                let codes = ws.hidden_e4m3.at(base);
+                [(&mut up, out.data), (&mut down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+                    let rows = QuantizeRowsParams {
+                        x: gemm.x,
+                        out: if packed { codes } else { numbers },
+                        scales: ws.row_scales.at(base),
+                        rows: division.rows as i32,
+                        columns: gemm.k,
+                        out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
+                        tiles,
+                        tile_count,
+                        x_is_older: false,
+                    };
+                    gemm.x = rows.out;
+                    if e4m3 {
+                        gemm.row_scales = rows.scales;
+                    }
+                    if packed {
+                        // The kernel counts pairs of columns.
+                        gemm.k = rows.out_columns / 2;
+                    }
+                    let kind = if e4m3 { Rounding::E4m3Tiles } else { Rounding::Mxfp8Tiles };
+                    Some(kind(TileRowsParams { rows, tile_rows: tile_tokens }))
+                })
+            }
+            _ => {
+                let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
+                let room = (nvfp4::Room { tokens: out.data, slots: out.data }, tile_tokens, in_one_launch);
+                nvfp4::rounding(layer, (scales, None), room, (&mut up, &mut down))
+            }
         };
-        let round = rounding.map(|rounding| {
-            let e4m3 = layer.desc.format == Format::Mxfp4A8;
-            // Packed weights take codes, rows of which are padded to whole blocks; others the numbers, which lie where GEMM2 writes once
-            // GEMM1 has read them.
-            let packed = e4m3 && layer.up.packed.is_some();
-            let codes = ws.hidden_e4m3.at(base);
-            let rows = [(&mut up, out.data), (&mut down, ws.hidden.at(base))].map(|(gemm, numbers)| {
-                let rows = QuantizeRowsParams {
-                    x: gemm.x,
-                    out: if packed { codes } else { numbers },
-                    scales: ws.row_scales.at(base),
-                    rows: division.rows as i32,
-                    columns: gemm.k,
-                    out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
-                    tiles,
-                    tile_count,
-                    x_is_older: false,
-                };
-                gemm.x = rows.out;
-                if e4m3 {
-                    gemm.row_scales = rows.scales;
-                }
-                if packed {
-                    // The kernel counts pairs of columns.
-                    gemm.k = rows.out_columns / 2;
-                }
-                TileRowsParams { rows, tile_rows: tile_tokens }
-            });
-            (rounding, rows)
-        });
-        Stages { schedule, quantize, round, nvfp4, up, down }
+        Stages { schedule, rounding, fp8, up, down }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, counter_slot: i32) -> Result<()> {
@@ -143,31 +141,25 @@ impl Stages {
         };
         stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
         let [of_x, of_hidden] = plan.quantize;
-        let quantize = |op, launches: [Option<Launch>; 2], args: Option<Args<'_>>| {
-            let Some(args) = args else { return Ok(()) };
-            launches.into_iter().flatten().try_for_each(|launch| stream.launch(op, &launch, args))
-        };
-        let [x, hidden] = match (&self.quantize, &self.round, &self.nvfp4) {
-            (Some((x, hidden, _)), ..) => [x.as_ref().map(Args::QuantizeFp8), Some(Args::QuantizeFp8(hidden))],
-            (None, Some((_, rows)), _) => rows.each_ref().map(|rows| Some(Args::TileRows(rows))),
-            (None, None, Some(rows)) => rows.each_ref().map(|rows| Some(Args::RoundNvfp4(rows))),
-            (None, None, None) => [None; 2],
-        };
         let mut up = self.up;
-        quantize("moe_masked: quantisation of x", of_x, x)?;
-        // What quantises x stands between the schedule and GEMM1.
-        up.schedule_is_older = of_x.iter().any(Option::is_some);
-        if let (Some((_, hidden, _)), [None, None]) = (&self.quantize, of_hidden) {
-            (up.out, up.out_scales) = (hidden.codes, hidden.scales.cast());
+        if let Some(x) = &self.rounding[0] {
+            x.launch(stream, "moe_masked: quantisation of x", of_x)?;
         }
-        let [up_order, down_order] = self.quantize.map_or([None; 2], |(.., orders)| orders.map(Some));
+        // What rounds x stands between the schedule and GEMM1.
+        up.schedule_is_older = of_x.iter().any(Option::is_some);
+        if let (Some((quantised, _)), [None, None]) = (self.fp8, of_hidden) {
+            (up.out, up.out_scales) = quantised;
+        }
+        let [up_order, down_order] = self.fp8.map_or([None; 2], |(_, orders)| orders.map(Some));
         let Some(plan_down) = plan.down else {
             return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
         };
         let mut down = self.down;
         grouped_gemm::overlap(plan.overlap, self.schedule.counters, (&mut up, &mut down));
         grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
-        quantize("moe_masked: quantisation of GEMM1's output", of_hidden, hidden)?;
+        if let Some(hidden) = &self.rounding[1] {
+            hidden.launch(stream, "moe_masked: quantisation of GEMM1's output", of_hidden)?;
+        }
         grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &down, down_order)
     }
 
@@ -176,24 +168,12 @@ impl Stages {
         // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
         unsafe {
             cpu::schedule(&self.schedule);
-            if let Some((Some(x), ..)) = &self.quantize {
-                cpu::quantize_fp8(x);
-            }
-            if let Some((rounding, [x, _])) = &self.round {
-                rounding(&x.rows);
-            }
-            if let Some([x, _]) = &self.nvfp4 {
-                cpu::round_to_nvfp4(x);
+            if let Some(x) = &self.rounding[0] {
+                x.on_cpu();
             }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
-            if let Some((_, hidden, _)) = &self.quantize {
-                cpu::quantize_fp8(hidden);
-            }
-            if let Some((rounding, [_, hidden])) = &self.round {
-                rounding(&hidden.rows);
-            }
-            if let Some([_, hidden]) = &self.nvfp4 {
-                cpu::round_to_nvfp4(hidden);
+            if let Some(hidden) = &self.rounding[1] {
+                hidden.on_cpu();
             }
             cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
         }

@@ -16,6 +16,7 @@ mod nvfp4_gpu;
 mod options;
 mod per_expert;
 pub mod plan;
+mod rounding;
 mod routed;
 pub mod routing;
 mod scratch;
@@ -28,9 +29,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
-use crate::params::{
-    CombineParams, Dtype, GroupedGemmParams, RoundNvfp4Params, RouteParams, ScheduleParams, SelectParams,
-};
+use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Format};
 use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
 use grouped_gemm::Gemm;
@@ -38,6 +37,7 @@ use numbers::Numbers;
 use per_expert::{Given, Scalar};
 use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
+use rounding::Rounding;
 use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
@@ -65,10 +65,9 @@ struct Stages {
     select: Option<SelectParams>,
     route: RouteParams,
     down_schedule: Option<ScheduleParams>,
-    quantize: Option<fp8::Quantize>,
-    quantize_rows: Option<mxfp4_a8::Quantize>,
-    round: Option<mxfp8::Round>,
-    nvfp4: Option<[RoundNvfp4Params; 2]>,
+    /// Of x and of GEMM1's output.
+    rounding: [Option<Rounding>; 2],
+    fp8: Option<fp8::Quantize>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
     combine: CombineParams,
@@ -147,27 +146,30 @@ impl Stages {
             keep_slots: options.no_combine,
             columns: plan::combine_columns(desc) as i32,
         };
-        let quantize = layer
-            .desc
-            .format
-            .is_fp8()
-            .then(|| fp8::Quantize::new((ws, base), desc, x_scales, (layer, &route), (&mut up, &mut down)));
-        let quantize_rows = (layer.desc.format == Format::Mxfp4A8).then(|| {
-            let packed = layer.up.packed.is_some();
-            mxfp4_a8::Quantize::new(packed, desc, (ws, base), &route, (&mut up, &mut down))
-        });
-        let round = (layer.desc.format == Format::Mxfp8)
-            .then(|| mxfp8::Round::new(desc.tokens, ws.x_rounded.at(base), &route, &mut up, &down));
-        let codes_scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
-        let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
-        let room = (room, tile_tokens, in_one_launch);
-        let nvfp4 = nvfp4::rounding(layer, (codes_scales, Some(tokens)), room, (&mut up, &mut down));
-        Stages { select, route, down_schedule, quantize, quantize_rows, round, nvfp4, up, down, combine }
+        let mut fp8 = None;
+        let rounding = match layer.desc.format {
+            format if format.is_fp8() => {
+                let (given, gemms) = (x_scales, (&mut up, &mut down));
+                fp8.insert(fp8::Quantize::new((ws, base), desc, given, (layer, &route), gemms)).roundings()
+            }
+            Format::Mxfp4A8 => {
+                let packed = layer.up.packed.is_some();
+                mxfp4_a8::rounding(packed, desc, (ws, base), &route, (&mut up, &mut down)).map(Some)
+            }
+            Format::Mxfp8 => mxfp8::rounding(desc.tokens, ws.x_rounded.at(base), &route, &mut up, &down).map(Some),
+            _ => {
+                let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
+                let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
+                let room = (room, tile_tokens, in_one_launch);
+                nvfp4::rounding(layer, (scales, Some(tokens)), room, (&mut up, &mut down))
+            }
+        };
+        Stages { select, route, down_schedule, rounding, fp8, up, down, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
-            let gemms = self.quantize.map_or((self.up, self.down), |q| q.in_one_launch(&self.up, &self.down));
+            let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
             let stages = (gemms.0, gemms.1, self.combine);
             return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
         }
@@ -177,22 +179,15 @@ impl Stages {
         }
         match &plan.experts {
             Experts::Gemms { up, down } => {
-                let [[_, x], [_, hidden]] = plan.quantize;
+                let [x, hidden] = plan.quantize;
                 let mut up_params = self.up;
-                if let Some(quantize) = &self.quantize {
-                    quantize.launch_x(stream)?;
-                    up_params = quantize.up_on_cuda(&self.up, hidden.is_none());
+                if let Some(x_rounding) = &self.rounding[0] {
+                    x_rounding.launch(stream, "moe: quantisation of x", x)?;
                 }
-                if let (Some(quantize), Some(x)) = (&self.quantize_rows, x) {
-                    stream.launch("moe: quantisation of x", &x, Args::QuantizeRows(&quantize.x))?;
+                if let Some(fp8) = &self.fp8 {
+                    up_params = fp8.up_on_cuda(&self.up, hidden == [None; 2]);
                 }
-                if let (Some(round), Some(x)) = (&self.round, x) {
-                    stream.launch("moe: rounding of x", &x, Args::QuantizeRows(&round.x))?;
-                }
-                if let (Some([round, _]), Some(x)) = (&self.nvfp4, x) {
-                    stream.launch("moe: rounding of x", &x, Args::RoundNvfp4(round))?;
-                }
-                let [up_order, down_order] = self.quantize.map_or([None; 2], |quantize| quantize.orders.map(Some));
+                let [up_order, down_order] = self.fp8.map_or([None; 2], |fp8| fp8.orders.map(Some));
                 let mut down_params = self.down;
                 grouped_gemm::overlap(plan.overlap, self.route.counters, (&mut up_params, &mut down_params));
                 let Some(down) = down else {
@@ -200,18 +195,8 @@ impl Stages {
                     return self.combine_on_cuda(stream, plan);
                 };
                 grouped_gemm::launch(stream, "moe: GEMM1", up, (layer, Gemm::Up), &up_params, up_order)?;
-                if let (Some(quantize), Some(_)) = (&self.quantize, hidden) {
-                    quantize.launch_hidden(stream)?;
-                }
-                if let (Some(round), Some(hidden)) = (&self.round, hidden) {
-                    stream.launch("moe: rounding of GEMM1's output", &hidden, Args::QuantizeRows(&round.hidden))?;
-                }
-                if let (Some(quantize), Some(hidden)) = (&self.quantize_rows, hidden) {
-                    let args = Args::QuantizeRows(&quantize.hidden);
-                    stream.launch("moe: quantisation of GEMM1's output", &hidden, args)?;
-                }
-                if let (Some([_, round]), Some(hidden)) = (&self.nvfp4, hidden) {
-                    stream.launch("moe: rounding of GEMM1's output", &hidden, Args::RoundNvfp4(round))?;
+                if let Some(rounding) = &self.rounding[1] {
+                    rounding.launch(stream, "moe: quantisation of GEMM1's output", hidden)?;
                 }
                 grouped_gemm::launch(stream, "moe: GEMM2", down, (layer, Gemm::Down), &down_params, down_order)?;
             }
@@ -238,30 +223,12 @@ impl Stages {
                 cpu::select(select);
             }
             cpu::route(&self.route);
-            if let Some(quantize) = &self.quantize {
-                quantize.x_on_cpu();
-            }
-            if let Some(quantize) = &self.quantize_rows {
-                cpu::round_rows_to_e4m3(&quantize.x);
-            }
-            if let Some(round) = &self.round {
-                cpu::round_rows_mxfp8(&round.x);
-            }
-            if let Some([x, _]) = &self.nvfp4 {
-                cpu::round_to_nvfp4(x);
+            if let Some(x) = &self.rounding[0] {
+                x.on_cpu();
             }
             cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
-            if let Some(round) = &self.round {
-                cpu::round_rows_mxfp8(&round.hidden);
-            }
-            if let Some(quantize) = &self.quantize {
-                quantize.hidden_on_cpu();
-            }
-            if let Some(quantize) = &self.quantize_rows {
-                cpu::round_rows_to_e4m3(&quantize.hidden);
-            }
-            if let Some([_, hidden]) = &self.nvfp4 {
-                cpu::round_to_nvfp4(hidden);
+            if let Some(hidden) = &self.rounding[1] {
+                hidden.on_cpu();
             }
             cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
             cpu::combine(&self.combine, dtype);

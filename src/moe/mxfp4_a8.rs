@@ -1,6 +1,7 @@
 //! MXFP4 experts with e4m3 activations: what is quantised on the way, and the range of scales that e4m3 leaves.
 
 use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
+use super::rounding::Rounding;
 use crate::contract;
 use crate::error::Result;
 use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
@@ -20,57 +21,49 @@ pub fn is_e4m3(activation_dtype: Option<&Bound<'_, PyAny>>) -> Result<bool> {
     }
 }
 
-/// The quantisations of x, before GEMM1, and of its output, before GEMM2.
-#[derive(Clone, Copy)]
-pub struct Quantize {
-    pub x: QuantizeRowsParams,
-    pub hidden: QuantizeRowsParams,
-}
-
-impl Quantize {
-    /// Makes the GEMMs read what these write. `packed`: weights are, so that rows are bytes, padded to whole blocks; else bf16 numbers.
-    pub fn new(
-        packed: bool,
-        desc: &MoeDesc,
-        (ws, base): (&MoeWorkspace, *mut u8),
-        route: &RouteParams,
-        (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-    ) -> Quantize {
-        let columns = |k: i32| if packed { e4m3_columns(k.into()) as i32 } else { k };
-        let of_x = QuantizeRowsParams {
-            x: up.x,
-            // GEMM2 writes there once GEMM1 is done.
-            out: ws.rows.at(base),
-            scales: ws.row_scales.at(base),
-            rows: desc.tokens as i32,
-            columns: up.k,
-            out_columns: columns(up.k),
-            tiles: std::ptr::null(),
-            tile_count: std::ptr::null(),
-            x_is_older: true,
-        };
-        let of_hidden = QuantizeRowsParams {
-            x: down.x,
-            out: if packed { ws.hidden_e4m3.at(base) } else { ws.hidden.at(base) },
-            rows: route.tokens * route.top_k,
-            columns: down.k,
-            out_columns: columns(down.k),
-            tiles: route.tiles,
-            tile_count: route.tile_count,
-            x_is_older: false,
-            ..of_x
-        };
-        for (gemm, quantize) in [(up, &of_x), (down, &of_hidden)] {
-            gemm.x = quantize.out;
-            gemm.row_scales = quantize.scales;
-            if packed {
-                // The kernel counts pairs of columns, and the quantisation before it writes no schedule.
-                gemm.k = quantize.out_columns / 2;
-                gemm.schedule_is_older = true;
-            }
+/// Of x and of GEMM1's output. Makes the GEMMs read what these write. `packed`: weights are, so that rows are bytes, padded to whole blocks;
+/// else bf16 numbers.
+pub fn rounding(
+    packed: bool,
+    desc: &MoeDesc,
+    (ws, base): (&MoeWorkspace, *mut u8),
+    route: &RouteParams,
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Rounding; 2] {
+    let columns = |k: i32| if packed { e4m3_columns(k.into()) as i32 } else { k };
+    let of_x = QuantizeRowsParams {
+        x: up.x,
+        // GEMM2 writes there once GEMM1 is done.
+        out: ws.rows.at(base),
+        scales: ws.row_scales.at(base),
+        rows: desc.tokens as i32,
+        columns: up.k,
+        out_columns: columns(up.k),
+        tiles: std::ptr::null(),
+        tile_count: std::ptr::null(),
+        x_is_older: true,
+    };
+    let of_hidden = QuantizeRowsParams {
+        x: down.x,
+        out: if packed { ws.hidden_e4m3.at(base) } else { ws.hidden.at(base) },
+        rows: route.tokens * route.top_k,
+        columns: down.k,
+        out_columns: columns(down.k),
+        tiles: route.tiles,
+        tile_count: route.tile_count,
+        x_is_older: false,
+        ..of_x
+    };
+    for (gemm, quantize) in [(up, &of_x), (down, &of_hidden)] {
+        gemm.x = quantize.out;
+        gemm.row_scales = quantize.scales;
+        if packed {
+            // The kernel counts pairs of columns, and the quantisation before it writes no schedule.
+            gemm.k = quantize.out_columns / 2;
+            gemm.schedule_is_older = true;
         }
-        Quantize { x: of_x, hidden: of_hidden }
     }
+    [of_x, of_hidden].map(Rounding::E4m3)
 }
 
 /// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host, of whose rows and columns the first are used.

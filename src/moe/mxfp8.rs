@@ -1,6 +1,7 @@
 //! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
 
 use super::mxfp4::{BIASES, SCALES};
+use super::rounding::Rounding;
 use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
 use crate::device::gpu;
@@ -58,47 +59,39 @@ pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_>
     Ok(layer)
 }
 
-/// The roundings of x, before GEMM1, and of its output in place, which Hopper's kernels do in GEMM1's epilogue.
-#[derive(Clone, Copy)]
-pub struct Round {
-    pub x: QuantizeRowsParams,
-    pub hidden: QuantizeRowsParams,
-}
-
-impl Round {
-    /// Makes GEMM1 read rounded rows, which are written to `x`.
-    pub fn new(
-        tokens: i64,
-        x: *mut u8,
-        route: &RouteParams,
-        up: &mut GroupedGemmParams,
-        down: &GroupedGemmParams,
-    ) -> Round {
-        let of_x = QuantizeRowsParams {
-            x: up.x,
-            out: x,
-            scales: std::ptr::null_mut(),
-            rows: tokens as i32,
-            columns: up.k,
-            out_columns: up.k,
-            tiles: std::ptr::null(),
-            tile_count: std::ptr::null(),
-            x_is_older: true,
-        };
-        let of_hidden = QuantizeRowsParams {
-            x: down.x,
-            out: up.out,
-            rows: route.tokens * route.top_k,
-            columns: down.k,
-            out_columns: down.k,
-            tiles: route.tiles,
-            tile_count: route.tile_count,
-            x_is_older: false,
-            ..of_x
-        };
-        up.x = x;
-        // The rounding before it writes no schedule.
-        up.schedule_is_older = true;
-        Round { x: of_x, hidden: of_hidden }
-    }
+/// Of x and, in its place, of GEMM1's output, which Hopper's kernels do in GEMM1's epilogue. Makes GEMM1 read rounded rows, which are written
+/// to `x`.
+pub fn rounding(
+    tokens: i64,
+    x: *mut u8,
+    route: &RouteParams,
+    up: &mut GroupedGemmParams,
+    down: &GroupedGemmParams,
+) -> [Rounding; 2] {
+    let of_x = QuantizeRowsParams {
+        x: up.x,
+        out: x,
+        scales: std::ptr::null_mut(),
+        rows: tokens as i32,
+        columns: up.k,
+        out_columns: up.k,
+        tiles: std::ptr::null(),
+        tile_count: std::ptr::null(),
+        x_is_older: true,
+    };
+    let of_hidden = QuantizeRowsParams {
+        x: down.x,
+        out: up.out,
+        rows: route.tokens * route.top_k,
+        columns: down.k,
+        out_columns: down.k,
+        tiles: route.tiles,
+        tile_count: route.tile_count,
+        x_is_older: false,
+        ..of_x
+    };
+    up.x = x;
+    // The rounding before it writes no schedule.
+    up.schedule_is_older = true;
+    [of_x, of_hidden].map(Rounding::Mxfp8)
 }

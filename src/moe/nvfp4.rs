@@ -4,6 +4,7 @@ use super::numbers::Numbers;
 use super::numbers_of::numbers_of;
 use super::nvfp4_gpu::{self, numbers_on_device};
 use super::per_expert::{Given, Scalar};
+use super::rounding::Rounding;
 use super::weights::{
     check_biases, check_sizes, intermediate_size, Arguments, ExpertWeights, Layer, LayerDesc, Matrix, Operands, Options,
 };
@@ -146,9 +147,9 @@ pub fn rounding(
     (x_scales, all): (*const u8, Option<i32>),
     (room, tile_rows, in_one_launch): (Room, i32, bool),
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> Option<[RoundNvfp4Params; 2]> {
+) -> [Option<Rounding>; 2] {
     if !rounds(layer) {
-        return None;
+        return [None; 2];
     }
     let by_place = in_one_launch && !up.slot_of_place.is_null();
     let mut x = RoundNvfp4Params {
@@ -192,7 +193,7 @@ pub fn rounding(
     }
     // It stands between the schedule and GEMM1.
     up.schedule_is_older = true;
-    Some([x, hidden])
+    [x, hidden].map(|p| Some(Rounding::Nvfp4(p)))
 }
 
 /// Scales of `rows` rows of `blocks` blocks in memory as `ScaleLayout` has it; a view [32, 4, row tiles, 4, column tiles, E] is turned back.

@@ -1,0 +1,49 @@
+//! What rounds activations on their way: x before GEMM1, and GEMM1's output before GEMM2. Device and CPU take the same parameters.
+
+use crate::cpu;
+use crate::error::Result;
+use crate::kernel::{Args, Launch, Stream};
+use crate::params::{ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, TileRowsParams};
+use crate::quant::fp8_ops;
+
+#[derive(Clone, Copy)]
+pub enum Rounding {
+    Fp8(QuantizeFp8Params),
+    /// The scales alone, of codes that the caller made.
+    Fp8Scales(ExpandScalesParams),
+    E4m3(QuantizeRowsParams),
+    Mxfp8(QuantizeRowsParams),
+    /// Of a schedule's rows.
+    E4m3Tiles(TileRowsParams),
+    Mxfp8Tiles(TileRowsParams),
+    Nvfp4(RoundNvfp4Params),
+}
+
+impl Rounding {
+    /// In the planned launches, one after the other; without any another kernel does it.
+    pub fn launch(&self, stream: &Stream<'_>, op: &str, planned: [Option<Launch>; 2]) -> Result<()> {
+        let args = match self {
+            Rounding::Fp8(p) => Args::QuantizeFp8(p),
+            Rounding::Fp8Scales(p) => return stream.launch(op, &fp8_ops::expansion(p), Args::ExpandScales(p)),
+            Rounding::E4m3(p) | Rounding::Mxfp8(p) => Args::QuantizeRows(p),
+            Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => Args::TileRows(p),
+            Rounding::Nvfp4(p) => Args::RoundNvfp4(p),
+        };
+        planned.iter().flatten().try_for_each(|launch| stream.launch(op, launch, args))
+    }
+
+    /// # Safety
+    /// The pointers must be valid for the parameters' shapes.
+    pub unsafe fn on_cpu(&self) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            match self {
+                Rounding::Fp8(p) => cpu::quantize_fp8(p),
+                Rounding::Fp8Scales(p) => cpu::expand_scales(p),
+                Rounding::E4m3(p) | Rounding::E4m3Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_to_e4m3(p),
+                Rounding::Mxfp8(p) | Rounding::Mxfp8Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_mxfp8(p),
+                Rounding::Nvfp4(p) => cpu::round_to_nvfp4(p),
+            }
+        }
+    }
+}
