@@ -219,6 +219,9 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
+/// No shared memory beside the L1 cache that a kernel does not ask for.
+const MOST_L1: i32 = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_L1 as i32;
+
 const MAX_DEVICES: usize = 64;
 static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; KERNELS.len()] }; MAX_DEVICES];
@@ -278,6 +281,9 @@ fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
     use sys::CUfunction_attribute_enum as A;
     if kernel.dynamic_shared_limit(&gpu.device) > 48 * 1024 {
         attribute(A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.dynamic_shared_limit(&gpu.device) as i32)?;
+    }
+    if kernel.variant.streams() {
+        attribute(A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, MOST_L1)?;
     }
     if matches!(kernel.variant, Variant::Route { .. }) && gpu.device.arch.0 >= 90 {
         attribute(A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;

@@ -545,6 +545,12 @@ impl Variant {
         )
     }
 
+    /// Whether rows pass through its registers alone, of as many CTAs as fit: its loads lie in the L1 cache while they are on their way,
+    /// and behind a GEMM's shared memory that is small unless a kernel asks for it.
+    pub fn streams(&self) -> bool {
+        matches!(self, Variant::Combine { .. } | Variant::Fp8(Fp8::RowsToE4m3) | Variant::Mxfp8(Mxfp8::RoundRows))
+    }
+
     /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
     pub fn ctas_per_multiprocessor(&self) -> u32 {
         match (self.sm90_tile(), self.portable_tile(), self) {

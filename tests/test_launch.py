@@ -19,7 +19,7 @@ from fake_cuda.harness import STRUCTS, asked, execute, launches, named, paramete
 
 STREAM = 0x1234
 CONTEXT = 0xC000
-DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14  # CU_FUNC_ATTRIBUTE_*
+DYNAMIC_SHARED, CARVEOUT, NON_PORTABLE_CLUSTER = 8, 9, 14  # CU_FUNC_ATTRIBUTE_*
 
 # Compute capability: (image in the wheel, multiprocessors, KiB of shared memory) of Device::typical.
 GPUS = {
@@ -130,7 +130,7 @@ def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[di
         assert {record["call"] for record in result["records"]} <= {"cuLaunchKernelEx", "cuCtxSetCurrent"}
 
 
-def test_clusters_and_large_shared_memory_are_asked_for(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+def test_clusters_and_memory_are_asked_for(recorded: tuple[int, list[dict[str, Any]]]) -> None:
     capability, results = recorded
     attributes = {
         (r["kernel"], r["attribute"]): r["value"]
@@ -143,6 +143,10 @@ def test_clusters_and_large_shared_memory_are_asked_for(recorded: tuple[int, lis
             assert attributes[launch["kernel"], DYNAMIC_SHARED] >= launch["shared"]
         if launch["cluster"][0] > 8:
             assert attributes[launch["kernel"], NON_PORTABLE_CLUSTER] == 1
+        # What streams rows gets as much L1 as there is.
+        kernel = launch["kernel"]
+        streams = kernel == "quantize_fp8" or kernel.startswith(("combine", "round_rows_mxfp8"))
+        assert attributes.get((kernel, CARVEOUT)) == (0 if streams else None)
     assert max(launch["cluster"][0] for launch in every) == (1 if capability < 90 else 8 if capability >= 120 else 16)
 
 

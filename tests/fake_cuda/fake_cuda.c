@@ -226,6 +226,9 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
             REQUIRE(value >= 0 && value <= shared_limit(), CUDA_ERROR_INVALID_VALUE);
             function->max_dynamic_shared = value;
             break;
+        case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
+            REQUIRE(value >= -1 && value <= 100, CUDA_ERROR_INVALID_VALUE);
+            break;
         case CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
             REQUIRE(capability() >= 90, CUDA_ERROR_NOT_SUPPORTED);
             function->any_cluster_size = value;
