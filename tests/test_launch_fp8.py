@@ -278,3 +278,24 @@ def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) 
     strides = {"columns": (1, tokens), "packed": (1, tokens), "token": (1, 0), "one": (0, 0)}
     assert (of.row_stride, of.group_stride, of.powers) == (*strides[form], form == "packed") and of.scales_are_older
     assert asked(made[place - 1])[1] == -(-3 * tokens // 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "numbers"),
+    [("bfloat16", 128, 32), ("float16", 128, 32), ("float32", 128, 8), ("bfloat16", 32, 8)],
+)
+def test_quantised_rows(dtype: str, group: int, numbers: int, driver: Path, tmp_path: Path) -> None:
+    """per_token_group_quant_fp8: a thread takes 32 numbers of 16 bits in groups of 128, else 8."""
+    arguments = {"shape": [3, 43, 384], "dtype": dtype, "group": group}
+    result = execute(driver, tmp_path, "fp8_quantized", arguments)
+    (launch,) = launches(result["records"])
+    (p,) = parameters_of(launch)
+    assert result["shapes"] == [[3, 43, 384], [3, 43, 384 // group]]
+    assert [p.x, p.codes, p.scales] == result["addresses"]
+    assert (p.rows, p.columns, p.group, p.row_stride, p.group_stride) == (129, 384, group, 384 // group, 1)
+    assert launch["kernel"] == "quantize_fp8" and launch["block"][0] == 256 and launch["stream"] == STREAM
+    assert launch["grid"][0] == -(-129 * 384 // numbers // 256)
+    by_group = execute(driver, tmp_path, "fp8_quantized", {"column_major": True, **arguments, "shape": [43, 384]})
+    (p,) = parameters_of(launches(by_group["records"])[0])
+    assert by_group["shapes"] == [[43, 384], [384 // group, 43]] and (p.row_stride, p.group_stride) == (1, 43)
+    assert not launches(execute(driver, tmp_path, "fp8_quantized", {**arguments, "shape": [0, 384]})["records"])

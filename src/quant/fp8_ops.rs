@@ -5,7 +5,7 @@ use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
-use crate::error::{guard, Error, Result};
+use crate::error::{guard, Error};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
@@ -89,7 +89,8 @@ pub fn quantize_fp8<'py>(
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
-            launch(&stream, "per_token_group_quant_fp8", &params)?;
+            let launch = groups_of(from.numel(), group, from.elem);
+            stream.launch("per_token_group_quant_fp8", &launch, Args::QuantizeFp8(&params))?;
         } else {
             match from.elem {
                 Elem::F32 => check_aligned::<f32>("x", &from)?,
@@ -102,13 +103,9 @@ pub fn quantize_fp8<'py>(
     })
 }
 
-/// The launch that quantises rows of `p`'s form: 32 numbers a thread in groups of 128 16-bit numbers, else eight.
-fn plan_of(p: &QuantizeFp8Params) -> Launch {
-    if !p.place_of_slot.is_null() {
-        return to_slots(p.rows, p.columns.into());
-    }
-    let numbers = if p.group == 128 && p.dtype != Dtype::F32 { 32 } else { 8 };
-    launch_of(Fp8::RowsToE4m3, p.rows * i64::from(p.columns) / numbers)
+/// The launch that quantises `numbers` in groups of `group` columns: 32 a thread in groups of 128 16-bit numbers, else eight.
+fn groups_of(numbers: i64, group: i64, elem: Elem) -> Launch {
+    launch_of(Fp8::RowsToE4m3, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
 }
 
 /// CTAs that find the largest magnitude: what they read ahead covers the memory's latency.
@@ -154,15 +151,4 @@ fn launch_of(kernel: Fp8, threads: i64) -> Launch {
     let block = variant.threads();
     let grid = threads.max(1).unsigned_abs().div_ceil(block.into()) as u32;
     Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }
-}
-
-/// Activations of a layer, or with scales of groups any rows.
-pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeFp8Params) -> Result<()> {
-    if p.scaling == Fp8Scaling::Groups {
-        return stream.launch(op, &plan_of(p), Args::QuantizeFp8(p));
-    }
-    for launch in plan(p.scaling, p.rows, p.columns.into()).into_iter().flatten() {
-        stream.launch(op, &launch, Args::QuantizeFp8(p))?;
-    }
-    Ok(())
 }

@@ -29,6 +29,17 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
     return {"addresses": addresses, "load": load, "calls": calls}
 
 
+def fp8_quantized(shape, dtype, group, **options):
+    """quantize_fp8: addresses of numbers, codes and scales, shapes of the last two, records."""
+    x = Tensor(shape, dtype)
+    made = oxmoe.quantize_fp8(x, group, 1e-10, **options)
+    return {
+        "addresses": [t.address for t in (x, *made)],
+        "shapes": [list(t.shape) for t in made],
+        "records": records(),
+    }
+
+
 def refused_fp8():
     """What constructing fp8 experts says of each operand that begins 4 bytes too late, and of all where they should."""
     shapes = {"w13": (2, 512, 384), "w2": (2, 384, 256)}
