@@ -545,8 +545,8 @@ impl Variant {
         )
     }
 
-    /// Whether rows pass through its registers alone, of as many CTAs as fit: its loads lie in the L1 cache while they are on their way,
-    /// and behind a GEMM's shared memory that is small unless a kernel asks for it.
+    /// Whether it is faster with as much L1 as there is: its loads lie there while they are on their way, and behind a GEMM's shared memory
+    /// that is little. Those which were measured to be (docs/kernels/combine.md); with shared memory of its own a kernel loses.
     pub fn streams(&self) -> bool {
         matches!(self, Variant::Combine { .. } | Variant::Fp8(Fp8::RowsToE4m3) | Variant::Mxfp8(Mxfp8::RoundRows))
     }

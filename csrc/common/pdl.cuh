@@ -22,7 +22,7 @@ __device__ __forceinline__ void wait() {
 
 // All of a kernel. `beside`: it runs beside its predecessor, with which it shares no data and which let it start behind its own
 // wait. Its first CTA ends after that one. Once its successor has started, its predecessor has ended either way.
-// NOTE: what it reads it loads from L2 (`__ldcg`): nothing was waited for since a first-level cache was filled.
+// NOTE: it loads its operands from L2 (`__ldcg`): it has waited for nothing, so a line in L1 could be older than they are.
 template <typename F>
 __device__ __forceinline__ void run(bool beside, F kernel) {
     const bool waits_first = !beside, waits_last = beside && blockIdx.x == 0;

@@ -6,6 +6,7 @@ use crate::kernel::{Args, Launch, Stream};
 use crate::params::{ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, TileRowsParams};
 use crate::quant::fp8_ops;
 
+/// One of them.
 #[derive(Clone, Copy)]
 pub enum Rounding {
     Fp8(QuantizeFp8Params),
