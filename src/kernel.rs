@@ -8,6 +8,7 @@ use crate::params::{
     QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams,
     RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
+use crate::tensor::Checked;
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
 use cudarc::driver::{result, sys};
@@ -139,6 +140,14 @@ impl Args<'_> {
             Args::MmMxfp8(p) => [address(p), none, none],
             Args::MmMxfp8Few(p) => [address(p), none, none],
         }
+    }
+
+    /// An error where the kernel takes other parameters than these: it would read past what it is given.
+    fn require(&self, op: &str, variant: &Variant) -> Result<()> {
+        if self.fits(variant) {
+            return Ok(());
+        }
+        Err(Error::Cuda(format!("oxmoe: internal error, please report it: {op}: wrong parameters for {variant:?}")))
     }
 
     fn fits(&self, variant: &Variant) -> bool {
@@ -308,8 +317,8 @@ pub struct Stream<'a> {
 }
 
 impl<'a> Stream<'a> {
-    /// `raw` is torch's current stream of this GPU.
-    pub fn new(gpu: &'a Gpu, raw: *mut c_void) -> Result<Stream<'a>> {
+    /// `raw` is torch's current stream of this GPU. A call whose operands were not compared with each other has no `Checked`.
+    pub fn new(gpu: &'a Gpu, raw: *mut c_void, _checked: &Checked) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
     }
 
@@ -330,7 +339,7 @@ impl<'a> Stream<'a> {
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
     pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
-        debug_assert!(args.fits(&launch.variant), "{op}: wrong parameters for {:?}", launch.variant);
+        args.require(op, &launch.variant)?;
         let function = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

@@ -222,7 +222,7 @@ impl AllReduceMemory {
         use_oneshot: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         guard(|| {
-            let checked = operands.check()?;
+            let (checked, contract) = operands.check()?;
             let leader = checked.on_gpu()?;
             if leader.place != Place::Cuda(self.gpu.ordinal) {
                 contract!("input: is on {}, the workspace was made on cuda:{}", leader.place, self.gpu.ordinal);
@@ -233,7 +233,7 @@ impl AllReduceMemory {
             }
             let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
             let (rows, result) = checked.rows(Vec::new())?;
-            let stream = Stream::new(self.gpu, leader.current_stream(py)?)?;
+            let stream = Stream::new(self.gpu, leader.current_stream(py)?, &contract.finish()?)?;
             self.with(|maps| {
                 let params = AllReduceParams {
                     input: checked.input(),

@@ -14,35 +14,26 @@ use crate::contract;
 use crate::cpu;
 use crate::error::{guard, Result};
 use crate::params::Dtype;
-use crate::tensor::{Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Elem, Place};
 use operands::Operands;
 use protocol::{Layout, Shape, CHUNK_BYTES};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-
-struct Shared<T>(T);
-// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
-unsafe impl<T> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Shared<T> {}
 
 /// Checks the operands of one call of allreduce_fusion: (shape word, message). The message is what this rank contributes, [T, H]: the input
 /// itself, or for the MoE patterns the sum of its experts' rows.
 #[pyfunction]
 pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
     guard(|| {
-        let checked = operands.check()?;
+        let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let word = checked.shape.word();
-        let Some((contribution, out)) = checked.contribution()? else {
+        let Some((contribution, out)) = checked.contribution(&mut contract)? else {
             return Ok((word, operands.input.clone()));
         };
-        let (contribution, dtype) = (Shared(contribution), checked.shape.dtype);
-        py.detach(|| {
-            let Shared(contribution) = &contribution;
-            // SAFETY: shapes and row numbers were checked, `out` is new.
-            unsafe { cpu::contribute(contribution, dtype) }
-        });
+        let dtype = checked.shape.dtype;
+        // SAFETY: shapes and row numbers were checked, `out` is new.
+        contract.finish()?.on_cpu(py, || unsafe { cpu::contribute(&contribution, dtype) });
         Ok((word, out))
     })
 }
@@ -56,36 +47,32 @@ pub fn allreduce_finish<'py>(
     messages: Vec<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        let checked = operands.check()?;
+        let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let dtype = checked.shape.dtype;
         let bytes = checked.bytes();
         let mut kept = Vec::with_capacity(messages.len());
         for message in &messages {
-            kept.push(Message::read(message, bytes)?);
+            kept.push(Message::read(message, bytes, &mut contract)?);
         }
         if kept.is_empty() {
             contract!("messages: expected one of each rank, got none");
         }
         let (rows, result) = checked.rows(kept.iter().map(Message::data).collect())?;
-        let rows = Shared(rows);
-        py.detach(|| {
-            let Shared(rows) = &rows;
-            // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
-            unsafe { cpu::reduce_rows(rows, dtype) }
-        });
+        // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
+        contract.finish()?.on_cpu(py, || unsafe { cpu::reduce_rows(&rows, dtype) });
         Ok(result)
     })
 }
 
 /// One rank's bytes, aligned for every dtype.
-enum Message {
-    Tensor(TensorRef),
+enum Message<'py> {
+    Tensor(Borrowed<'py>),
     Copy(Vec<u64>),
 }
 
-impl Message {
-    fn read(object: &Bound<'_, PyAny>, bytes: usize) -> Result<Message> {
+impl<'py> Message<'py> {
+    fn read(object: &Bound<'py, PyAny>, bytes: usize, contract: &mut Contract<'_>) -> Result<Message<'py>> {
         let copy = |from: *const u8| {
             let mut copy = vec![0u64; bytes.div_ceil(8)];
             // SAFETY: `bytes` bytes, checked below before this is called.
@@ -98,9 +85,9 @@ impl Message {
             }
             return Ok(copy(raw.as_bytes().as_ptr()));
         }
-        let tensor = TensorRef::borrow("messages", object)?;
-        if tensor.bytes() != bytes || tensor.place != Place::Cpu {
-            contract!("messages: expected {bytes} bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
+        let tensor = contract.input("messages", object)?;
+        if tensor.bytes() != bytes || tensor.place != Place::Cpu || !tensor.contiguous() {
+            contract!("messages: expected {bytes} contiguous bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
         }
         Ok(if tensor.data.align_offset(8) == 0 { Message::Tensor(tensor) } else { copy(tensor.data) })
     }

@@ -111,23 +111,30 @@ impl<'a, P> Shared<'a, P> {
     }
 }
 
-// SAFETY: parameter structs are plain data; who follows their pointers answers for disjoint writes.
-unsafe impl<P> Sync for Shared<'_, P> {}
-
 macro_rules! shared_between_threads {
-    ($($params:ident),*) => {$(
-        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow.
-        unsafe impl Send for crate::params::$params {}
+    ($($params:path),* $(,)?) => {$(
+        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow, and the loops
+        // divide what they write among their tasks.
+        unsafe impl Send for $params {}
         // SAFETY: as above.
-        unsafe impl Sync for crate::params::$params {}
+        unsafe impl Sync for $params {}
     )*};
 }
 shared_between_threads!(
-    GroupedGemmParams,
-    QuantizeFp8Params,
-    QuantizeNvfp4Params,
-    PackMxfp4Params,
-    QuantizeRowsParams,
-    QuantizeMxfp8Params,
-    MmMxfp8Params
+    Contribution,
+    ReduceRows,
+    crate::params::CombineParams,
+    crate::params::ExpandScalesParams,
+    crate::params::GroupedGemmParams,
+    crate::params::MmMxfp8Params,
+    crate::params::PackMxfp4Params,
+    crate::params::QuantizeFp8Params,
+    crate::params::QuantizeMxfp8Params,
+    crate::params::QuantizeNvfp4Params,
+    crate::params::QuantizeRowsParams,
+    crate::params::RaggedParams,
+    crate::params::RoundNvfp4Params,
+    crate::params::RouteParams,
+    crate::params::ScheduleParams,
+    crate::params::SelectParams,
 );

@@ -2,7 +2,7 @@
 
 use crate::contract;
 use crate::error::Result;
-use crate::tensor::{Elem, Place, TensorRef};
+use crate::tensor::{Contract, Elem, Place};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub fn numbers_of(operand: &'static str, object: &Bound<'_, PyAny>, experts: i64
         let number: f32 = object.extract()?;
         return Ok(vec![number; count].into());
     }
-    let given = TensorRef::borrow(operand, object)?;
+    let given = Contract::new().input(operand, object)?;
     if given.elem != Elem::F32 || given.place != Place::Cpu || !given.contiguous() {
         contract!("{operand}: expected contiguous float32 on the CPU, got {} on {}", given.elem, given.place);
     }

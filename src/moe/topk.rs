@@ -9,7 +9,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
 /// The Python arguments that choose experts from logits.
@@ -28,24 +28,24 @@ pub struct Selection<'a> {
 }
 
 /// The tensors of a selection.
-pub struct Operands {
-    logits: TensorRef,
-    correction_bias: Option<TensorRef>,
-    num_token_non_padded: Option<TensorRef>,
+pub struct Operands<'py> {
+    logits: Borrowed<'py>,
+    correction_bias: Option<Borrowed<'py>>,
+    num_token_non_padded: Option<Borrowed<'py>>,
 }
 
-impl Operands {
+impl<'py> Operands<'py> {
     pub fn borrow(
-        logits: &Bound<'_, PyAny>,
-        correction_bias: Option<&Bound<'_, PyAny>>,
-        num_token_non_padded: Option<&Bound<'_, PyAny>>,
-    ) -> Result<Operands> {
+        contract: &mut Contract<'_>,
+        logits: &Bound<'py, PyAny>,
+        correction_bias: Option<&Bound<'py, PyAny>>,
+        num_token_non_padded: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Operands<'py>> {
+        let mut optional = |name, t: Option<&Bound<'py, PyAny>>| t.map(|t| contract.input(name, t)).transpose();
         Ok(Operands {
-            logits: TensorRef::borrow("router_logits", logits)?,
-            correction_bias: correction_bias.map(|t| TensorRef::borrow("correction_bias", t)).transpose()?,
-            num_token_non_padded: num_token_non_padded
-                .map(|t| TensorRef::borrow("num_token_non_padded", t))
-                .transpose()?,
+            correction_bias: optional("correction_bias", correction_bias)?,
+            num_token_non_padded: optional("num_token_non_padded", num_token_non_padded)?,
+            logits: contract.input("router_logits", logits)?,
         })
     }
 }
@@ -64,7 +64,7 @@ impl Selection<'_> {
     }
 
     /// Checks the operands; ids and weights of the result are still null.
-    pub fn params(&self, operands: &Operands, contract: &mut Contract) -> Result<SelectParams> {
+    pub fn params(&self, operands: &Operands<'_>, contract: &mut Contract<'_>) -> Result<SelectParams> {
         let Operands { logits, correction_bias, num_token_non_padded } = operands;
         contract.check(
             "router_logits",
@@ -161,32 +161,25 @@ pub fn routes_inside(select: &SelectParams, weights_on_input: bool) -> bool {
     by_chosen && !weights_on_input && select.shared_experts == 0
 }
 
-struct Shared<T>(T);
-// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
-unsafe impl<T> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Shared<T> {}
-
 /// An output tensor: the caller's, checked, or a new one.
 fn output<'py>(
     operand: &'static str,
     given: Option<&Bound<'py, PyAny>>,
-    like: (&Bound<'py, PyAny>, &TensorRef),
+    like: &Borrowed<'py>,
     shape: &[(&'static str, i64)],
     elem: Elem,
-    contract: &mut Contract,
-) -> Result<(Bound<'py, PyAny>, TensorRef)> {
-    let object = match given {
-        Some(object) => object.clone(),
+    contract: &mut Contract<'_>,
+) -> Result<Borrowed<'py>> {
+    let borrowed = match given {
+        Some(object) => contract.output(operand, object)?,
         None => {
             let sizes: Vec<i64> = shape.iter().map(|s| s.1).collect();
-            tensor::empty(like.0, like.1, &sizes, elem)?
+            contract.new_output(operand, like, &sizes, elem)?
         }
     };
-    let borrowed = TensorRef::borrow(operand, &object)?;
     let dims: Vec<Dim> = shape.iter().map(|&(name, size)| Dim::Is(name, size)).collect();
     contract.check(operand, &borrowed, &dims, &[elem])?;
-    Ok((object, borrowed))
+    Ok(borrowed)
 }
 
 /// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first (order="id": by id), ties to the lower id.
@@ -229,28 +222,24 @@ pub fn topk<'py>(
             shared_weight: if apply_routed_scaling_factor_on_output { 1.0 } else { 1.0 / routed_scaling_factor },
             order,
         };
-        let operands = Operands::borrow(router_logits, correction_bias, num_token_non_padded)?;
         let mut contract = Contract::new();
+        let operands = Operands::borrow(&mut contract, router_logits, correction_bias, num_token_non_padded)?;
         let mut select = selection.params(&operands, &mut contract)?;
         let logits = &operands.logits;
         let shape = [("tokens", logits.shape()[0]), ("top_k", top_k)];
-        let like = (router_logits, logits);
-        let (weights_object, weights) = output("topk_weights", topk_weights, like, &shape, Elem::F32, &mut contract)?;
-        let (ids_object, ids) = output("topk_ids", topk_ids, like, &shape, Elem::I32, &mut contract)?;
+        let weights = output("topk_weights", topk_weights, logits, &shape, Elem::F32, &mut contract)?;
+        let ids = output("topk_ids", topk_ids, logits, &shape, Elem::I32, &mut contract)?;
+        let checked = contract.finish()?;
         if select.tokens > 0 {
             (select.weights, select.ids) = (weights.data.cast(), ids.data.cast());
             match logits.place {
                 Place::Cpu => {
-                    let select = Shared(select);
-                    py.detach(|| {
-                        let Shared(select) = &select;
-                        // SAFETY: shapes were checked against the parameters above.
-                        unsafe { cpu::select(select) }
-                    });
+                    // SAFETY: shapes were checked against the parameters above.
+                    checked.on_cpu(py, || unsafe { cpu::select(&select) });
                 }
                 Place::Cuda(ordinal) => {
                     let gpu = gpu(ordinal)?;
-                    let stream = Stream::new(gpu, logits.current_stream(py)?)?;
+                    let stream = Stream::new(gpu, logits.current_stream(py)?, &checked)?;
                     let Some(launch) = select_alone(select.tokens as u32, selection.logits(&select)) else {
                         return Err(Error::Unsupported(format!(
                             "topk of {} experts in {num_expert_group} groups on a GPU",
@@ -261,27 +250,26 @@ pub fn topk<'py>(
                 }
             }
         }
-        Ok((weights_object, ids_object))
+        Ok((weights.into_object(), ids.into_object()))
     })
 }
 
 /// The tables of a stable sort of the slots by expert.
 struct Sorted<'py> {
-    histogram: (Bound<'py, PyAny>, TensorRef),
-    offsets: (Bound<'py, PyAny>, TensorRef),
-    place_of_slot: (Bound<'py, PyAny>, TensorRef),
-    slot_of_place: (Bound<'py, PyAny>, TensorRef),
+    histogram: Borrowed<'py>,
+    offsets: Borrowed<'py>,
+    place_of_slot: Borrowed<'py>,
+    slot_of_place: Borrowed<'py>,
 }
 
 /// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns.
 fn sort<'py>(
-    topk_ids: &Bound<'py, PyAny>,
-    ids: &TensorRef,
+    ids: &Borrowed<'py>,
     num_experts: i64,
     first_expert: i64,
-    contract: &mut Contract,
+    contract: &mut Contract<'_>,
 ) -> Result<Sorted<'py>> {
-    let py = topk_ids.py();
+    let py = ids.object().py();
     contract.check("topk_ids", ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
     let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
     if !(1..=MAX_EXPERTS).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
@@ -292,8 +280,7 @@ fn sort<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
         contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}", ids.shape());
     }
-    let like = (topk_ids, ids);
-    let mut int = |operand, size| output(operand, None, like, &[("length", size)], Elem::I32, contract);
+    let mut int = |operand, size| output(operand, None, ids, &[("length", size)], Elem::I32, contract);
     let sorted = Sorted {
         histogram: int("histogram", num_experts)?,
         offsets: int("offsets", num_experts + 1)?,
@@ -303,10 +290,10 @@ fn sort<'py>(
     // One tile an expert, in scratch memory: the schedule itself is not asked for.
     let tile_tokens = 1 << 30;
     let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_tokens);
-    let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
-    let (_count_object, count) = int("tile_count", 1)?;
+    let tiles = int("tiles", max_tiles as i64 * 4)?;
+    let count = int("tile_count", 1)?;
     let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
-    let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
+    let block_histogram = int("block_histogram", blocks)?;
     let route = RouteParams {
         ids: ids.data,
         ids_are_i64: ids.elem == Elem::I64,
@@ -317,34 +304,31 @@ fn sort<'py>(
         tile_tokens,
         tile_step: 16,
         max_tiles,
-        histogram: sorted.histogram.1.data.cast(),
-        offsets: sorted.offsets.1.data.cast(),
-        place_of_slot: sorted.place_of_slot.1.data.cast(),
-        slot_of_place: sorted.slot_of_place.1.data.cast(),
+        histogram: sorted.histogram.data.cast(),
+        offsets: sorted.offsets.data.cast(),
+        place_of_slot: sorted.place_of_slot.data.cast(),
+        slot_of_place: sorted.slot_of_place.data.cast(),
         tiles: tiles.data.cast(),
         tile_count: count.data.cast(),
         counters: std::ptr::null_mut(),
         counter_count: 0,
         block_histogram: block_histogram.data.cast(),
     };
+    let checked = contract.finish()?;
     match ids.place {
         Place::Cuda(ordinal) if tokens > 0 => {
             let gpu = gpu(ordinal)?;
             let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
-            let stream = Stream::new(gpu, ids.current_stream(py)?)?;
+            let stream = Stream::new(gpu, ids.current_stream(py)?, &checked)?;
             routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
         }
         Place::Cuda(_) => {
-            sorted.histogram.0.call_method0("zero_")?;
-            sorted.offsets.0.call_method0("zero_")?;
+            sorted.histogram.object().call_method0("zero_")?;
+            sorted.offsets.object().call_method0("zero_")?;
         }
         Place::Cpu => {
-            let route = Shared(route);
-            py.detach(|| {
-                let Shared(route) = &route;
-                // SAFETY: all tables were made above with the sizes that the parameters state.
-                unsafe { cpu::route(route) }
-            });
+            // SAFETY: all tables were made above with the sizes that the parameters state.
+            checked.on_cpu(py, || unsafe { cpu::route(&route) });
         }
     }
     Ok(sorted)
@@ -362,9 +346,13 @@ pub fn sort_by_expert<'py>(
     first_expert: i64,
 ) -> PyResult<Tensors4<'py>> {
     guard(|| {
-        let ids = TensorRef::borrow("topk_ids", topk_ids)?;
-        let sorted = sort(topk_ids, &ids, num_experts, first_expert, &mut Contract::new())?;
-        Ok((sorted.histogram.0, sorted.offsets.0, sorted.place_of_slot.0, sorted.slot_of_place.0))
+        let mut contract = Contract::new();
+        let ids = contract.input("topk_ids", topk_ids)?;
+        let Sorted { histogram, offsets, place_of_slot, slot_of_place } =
+            sort(&ids, num_experts, first_expert, &mut contract)?;
+        let [histogram, offsets, place_of_slot, slot_of_place] =
+            [histogram, offsets, place_of_slot, slot_of_place].map(Borrowed::into_object);
+        Ok((histogram, offsets, place_of_slot, slot_of_place))
     })
 }
 
@@ -400,47 +388,44 @@ pub fn routing_tables<'py>(
             "bfloat16" => Elem::Bf16,
             other => contract!("gate_dtype: expected \"float32\", \"float16\" or \"bfloat16\", got {other:?}"),
         };
-        let (ids, weights) =
-            (TensorRef::borrow("topk_ids", topk_ids)?, TensorRef::borrow("topk_weights", topk_weights)?);
         let mut contract = Contract::new();
+        let (ids, weights) = (contract.input("topk_ids", topk_ids)?, contract.input("topk_weights", topk_weights)?);
         contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
-        let sorted = sort(topk_ids, &ids, num_experts, 0, &mut contract)?;
+        let sorted = sort(&ids, num_experts, 0, &mut contract)?;
         let slots = ids.numel();
         let max_blocks =
             if slots <= num_experts { slots } else { num_experts - 1 - (num_experts - slots - 1).div_euclid(16) };
-        let like = (topk_ids, &ids);
-        let gate = output("gate_scal", None, like, &[("slots", slots)], gate_elem, &mut contract)?;
+        let gate = output("gate_scal", None, &ids, &[("slots", slots)], gate_elem, &mut contract)?;
         let offsets_shape = [("sizes", 4), ("experts", num_experts + 1)];
-        let offsets = output("block_offs_data", None, like, &offsets_shape, Elem::I32, &mut contract)?;
+        let offsets = output("block_offs_data", None, &ids, &offsets_shape, Elem::I32, &mut contract)?;
         let schedule_shape = [("sizes", 4), ("blocks", max_blocks)];
-        let schedule = output("block_schedule_data", None, like, &schedule_shape, Elem::I32, &mut contract)?;
+        let schedule = output("block_schedule_data", None, &ids, &schedule_shape, Elem::I32, &mut contract)?;
         let params = RaggedParams {
-            histogram: sorted.histogram.1.data.cast(),
-            slot_of_place: sorted.slot_of_place.1.data.cast(),
+            histogram: sorted.histogram.data.cast(),
+            slot_of_place: sorted.slot_of_place.data.cast(),
             slot_weights: weights.data.cast(),
-            gate: gate.1.data,
+            gate: gate.data,
             gate_dtype: gate_elem.dtype().unwrap_or(Dtype::F32),
             experts: num_experts as i32,
             slots: slots as i32,
-            block_offsets: offsets.1.data.cast(),
-            block_schedule: schedule.1.data.cast(),
+            block_offsets: offsets.data.cast(),
+            block_schedule: schedule.data.cast(),
             max_blocks: max_blocks as i32,
         };
+        let checked = contract.finish()?;
         match ids.place {
             Place::Cuda(ordinal) => {
-                let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?)?;
+                let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?, &checked)?;
                 stream.launch("routing_tables", &ragged(slots as u32), Args::Ragged(&params))?;
             }
             Place::Cpu => {
-                let params = Shared(params);
-                py.detach(|| {
-                    let Shared(params) = &params;
-                    // SAFETY: all tables were made above with the sizes that the parameters state.
-                    unsafe { cpu::ragged(params) }
-                });
+                // SAFETY: all tables were made above with the sizes that the parameters state.
+                checked.on_cpu(py, || unsafe { cpu::ragged(&params) });
             }
         }
         let Sorted { histogram, offsets: slice_offsets, place_of_slot, slot_of_place } = sorted;
-        Ok((gate.0, histogram.0, slice_offsets.0, slot_of_place.0, place_of_slot.0, offsets.0, schedule.0))
+        let [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule] =
+            [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule].map(Borrowed::into_object);
+        Ok((gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule))
     })
 }

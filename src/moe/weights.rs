@@ -5,6 +5,7 @@ pub use super::layer::{Layer, LayerDesc, Matrix};
 use super::mxfp4_a8::is_e4m3;
 use super::numbers::Numbers;
 pub use super::options::{w13_layout, Options};
+use super::per_expert::NAMES;
 use super::per_expert::{Given, Scalar};
 use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4, nvfp4_gpu};
 use crate::contract;
@@ -12,7 +13,7 @@ use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
 use crate::quant::{self, Format};
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Owned, Place, Span, View};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -28,46 +29,47 @@ pub struct Arguments<'a, 'py> {
 
 /// The same, borrowed.
 pub struct Operands<'py> {
-    pub w13: TensorRef,
-    pub w2: TensorRef,
-    pub b13: Option<TensorRef>,
-    pub b2: Option<TensorRef>,
-    /// Of w13 and w2, with the objects that own them: E8M0 bytes that were made of fp32 scales are new tensors.
-    pub scales: Option<[(Bound<'py, PyAny>, TensorRef); 2]>,
+    pub w13: Borrowed<'py>,
+    pub w2: Borrowed<'py>,
+    pub b13: Option<Borrowed<'py>>,
+    pub b2: Option<Borrowed<'py>>,
+    /// Of w13 and w2: E8M0 bytes that were made of fp32 scales are new tensors.
+    pub scales: Option<[Borrowed<'py>; 2]>,
 }
 
 impl<'py> Operands<'py> {
-    /// `fp8`: block scales stay as they are; else they become E8M0.
-    pub fn borrow(arguments: &Arguments<'_, 'py>, fp8: bool) -> Result<Operands<'py>> {
-        let optional = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| TensorRef::borrow(name, b)).transpose();
+    /// `fp8`: block scales stay as they are; else they become E8M0. `in_place`: weights and scales are written, too.
+    pub fn borrow(
+        contract: &mut Contract<'_>,
+        arguments: &Arguments<'_, 'py>,
+        (fp8, in_place): (bool, bool),
+    ) -> Result<Operands<'py>> {
         let scales = match (arguments.w13_scale, arguments.w2_scale) {
             (None, None) => None,
             (Some(up), Some(down)) => {
-                let borrow = |name, scale: &Bound<'py, PyAny>| {
-                    if fp8 {
-                        Ok((scale.clone(), TensorRef::borrow(name, scale)?))
-                    } else {
-                        mxfp4::borrow_scale(name, scale)
-                    }
+                let mut borrow = |name, scale: &Bound<'py, PyAny>| match (fp8, in_place) {
+                    (true, _) => contract.input(name, scale),
+                    (false, _) => mxfp4::borrow_scale(name, scale, contract, in_place),
                 };
                 Some([borrow("w13_scale", up)?, borrow("w2_scale", down)?])
             }
             (None, _) => contract!("w13_scale: needed where w2_scale is given"),
             (_, None) => contract!("w2_scale: needed where w13_scale is given"),
         };
-        Ok(Operands {
-            w13: TensorRef::borrow("w13", arguments.w13)?,
-            w2: TensorRef::borrow("w2", arguments.w2)?,
-            b13: optional("b13", arguments.b13)?,
-            b2: optional("b2", arguments.b2)?,
-            scales,
-        })
+        let mut weights = |name, w: &Bound<'py, PyAny>| match in_place {
+            true => contract.output(name, w),
+            false => contract.input(name, w),
+        };
+        let (w13, w2) = (weights("w13", arguments.w13)?, weights("w2", arguments.w2)?);
+        let mut bias = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| contract.input(name, b)).transpose();
+        let (b13, b2) = (bias("b13", arguments.b13)?, bias("b2", arguments.b2)?);
+        Ok(Operands { w13, w2, b13, b2, scales })
     }
 }
 
 impl Layer {
     /// Checks the tensors and describes them.
-    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
+    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_>) -> Result<Layer> {
         let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
             Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
@@ -82,7 +84,7 @@ impl Layer {
     }
 
     /// `bias` tensors may be fp32 or of the weights' dtype.
-    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_>) -> Result<Layer> {
+    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_, '_>) -> Result<Layer> {
         let Operands { w13, w2, b13, b2, scales } = operands;
         let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
         let Some(dtype) = elem.dtype() else { contract!("w13: {elem} is no compute type") };
@@ -130,7 +132,7 @@ impl Layer {
 }
 
 /// Columns of GEMM1's output, from the rows of w13.
-pub fn intermediate_size(w13: &TensorRef, gated: bool) -> Result<i64> {
+pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
     let rows = w13.shape()[1];
     if gated && rows % 2 != 0 {
         contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
@@ -149,7 +151,7 @@ pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Di
 }
 
 /// What kernels can count, and no empty layer.
-pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
+pub fn check_sizes(w13: &View, hidden: i64) -> Result<()> {
     let (experts, rows, limit) = (w13.shape()[0], w13.shape()[1], i32::MAX as i64 / 2);
     if experts == 0 || rows == 0 || hidden == 0 {
         contract!("w13: no dimension may be 0, got shape {:?}", w13.shape());
@@ -161,12 +163,18 @@ pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
 }
 
 /// Codes, scales and expert_scales of packed weights.
-pub type PackedTensors = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
+pub type PackedTensors<'py> = [Extra<'py>; 3];
+/// The same as attributes.
+type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
-/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the tensors alive that it reads.
+/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the memory alive that it reads.
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
 pub struct ExpertWeights {
-    pub layer: Layer,
+    layer: Layer,
+    /// What calls read of the layer.
+    spans: Vec<Span>,
+    /// The tensors in which these spans lie.
+    owned: Vec<Owned>,
     #[pyo3(get)]
     w13: Option<Py<PyAny>>,
     #[pyo3(get)]
@@ -186,13 +194,9 @@ pub struct ExpertWeights {
     pub(super) a2_scale: Option<Py<PyAny>>,
     /// (codes, scales, expert_scales) where the weights were packed: then the four above are None.
     #[pyo3(get)]
-    w13_packed: Option<PackedTensors>,
+    w13_packed: Option<PackedObjects>,
     #[pyo3(get)]
-    w2_packed: Option<PackedTensors>,
-    /// Keep the DLPack borrows of tensors that are not torch's.
-    pub(super) _borrows: Vec<TensorRef>,
-    /// Keep tensors that are read and no attribute.
-    pub(super) _tensors: Vec<Py<PyAny>>,
+    w2_packed: Option<PackedObjects>,
     #[pyo3(get)]
     layout: String,
     #[pyo3(get)]
@@ -207,20 +211,39 @@ pub struct ExpertWeights {
     clamp: String,
 }
 
-// SAFETY: the borrows hold addresses and Python references only; the references are dropped under the GIL by pyo3.
-unsafe impl Send for ExpertWeights {}
-// SAFETY: immutable.
-unsafe impl Sync for ExpertWeights {}
+/// A tensor that a layer reads beside its weights, scales, biases and numbers of SwiGLU, with the operand's name.
+pub type Extra<'py> = (&'static str, Borrowed<'py>);
 
 impl ExpertWeights {
-    pub fn new(
-        arguments: &Arguments<'_, '_>,
+    /// The layer for a call, or an error where memory that it reads is no longer where it was.
+    pub fn layer(&self, py: Python<'_>) -> Result<&Layer> {
+        for owned in &self.owned {
+            owned.unchanged(py)?;
+        }
+        Ok(&self.layer)
+    }
+
+    /// What calls read of the layer.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// The layer's shape, which reads no memory.
+    pub fn desc(&self) -> &LayerDesc {
+        &self.layer.desc
+    }
+
+    pub fn new<'py>(
+        mut contract: Contract<'_>,
+        arguments: &Arguments<'_, 'py>,
         numbers: Numbers,
-        options: Options<'_>,
-        given: &Given<'_>,
+        options: Options<'_, 'py>,
+        given: &Given<'py>,
         in_place: bool,
+        extra: Vec<Extra<'py>>,
     ) -> Result<ExpertWeights> {
-        let operands = Operands::borrow(arguments, matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_)))?;
+        let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_));
+        let operands = Operands::borrow(&mut contract, arguments, (fp8, in_place))?;
         let mut layer = Layer::new(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
@@ -228,34 +251,48 @@ impl ExpertWeights {
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
             if layer.desc.format.is_packed() {
                 packed = Some(match layer.desc.format.is_nvfp4() {
-                    true => nvfp4_gpu::pack(&mut layer, arguments, &operands)?,
-                    false => mxfp4::pack(&mut layer, arguments, &operands, in_place)?,
+                    true => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
+                    false => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
                 });
             }
         } else if in_place {
             contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
-        let Operands { w13, w2, b13, b2, scales } = operands;
-        let mut borrows: Vec<TensorRef> = [b13, b2].into_iter().chain(options.swiglu.experts).flatten().collect();
         let (alpha, beta, limit) = given.objects(arguments.w13.py());
+        let Operands { w13, w2, b13, b2, scales } = operands;
+        let biases = [("b13", b13), ("b2", b2)].into_iter().chain(NAMES.into_iter().zip(options.swiglu.experts));
+        let mut read: Vec<Extra<'py>> = biases.filter_map(|(name, tensor)| Some((name, tensor?))).chain(extra).collect();
         // A layer that was packed keeps nothing that it does not read.
-        let kept = packed.is_none();
-        let [w13_scale, w2_scale] = match scales {
-            Some(scales) if kept => scales.map(|(object, borrowed)| {
-                borrows.push(borrowed);
-                Some(object.unbind())
+        let (mut weights, mut weight_scales) = ([None, None], [None, None]);
+        let [w13_packed, w2_packed] = match packed {
+            Some(pair) => pair.map(|tensors| {
+                let objects = tensors.each_ref().map(|(_, tensor)| tensor.object().clone().unbind());
+                read.extend(tensors);
+                Some(objects.into())
             }),
-            _ => [None, None],
+            None => {
+                weights = [&w13, &w2].map(|w| Some(w.object().clone().unbind()));
+                read.extend([("w13", w13), ("w2", w2)]);
+                if let Some(scales) = scales {
+                    weight_scales = scales.each_ref().map(|scale| Some(scale.object().clone().unbind()));
+                    read.extend(["w13_scale", "w2_scale"].into_iter().zip(scales));
+                }
+                [None, None]
+            }
         };
-        if kept {
-            borrows.extend([w13, w2]);
+        let owned = read.iter().map(|(name, tensor)| Owned::new(name, tensor)).collect::<Result<Vec<_>>>()?;
+        let spans = layer.spans();
+        if let Some(span) = spans.iter().find(|span| !owned.iter().any(|owned| owned.covers(span))) {
+            panic!("nothing keeps {} alive", span.operand);
         }
-        let [w13_packed, w2_packed] = packed.map_or([None, None], |pair| pair.map(Some));
+        let ([w13, w2], [w13_scale, w2_scale]) = (weights, weight_scales);
         Ok(ExpertWeights {
             layer,
-            w13: own(Some(arguments.w13).filter(|_| kept)),
-            w2: own(Some(arguments.w2).filter(|_| kept)),
+            spans,
+            owned,
+            w13,
+            w2,
             b13: own(arguments.b13),
             b2: own(arguments.b2),
             w13_scale,
@@ -264,8 +301,6 @@ impl ExpertWeights {
             a2_scale: None,
             w13_packed,
             w2_packed,
-            _borrows: borrows,
-            _tensors: Vec::new(),
             layout: options.layout.into(),
             activation: options.activation.into(),
             alpha,
@@ -303,8 +338,11 @@ macro_rules! constructors {
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
                     let given = Given { alpha, beta, limit };
                     guard(|| {
-                        let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                        ExpertWeights::new(&arguments, Numbers::Plain($elem), options, &given, false)
+                        let mut contract = Contract::new();
+                        let swiglu = given.borrow(&mut contract)?;
+                        let options = Options { layout, activation, gated, swiglu, clamp };
+                        let numbers = Numbers::Plain($elem);
+                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
                     })
                 }
             )*
@@ -341,9 +379,10 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
                     let numbers = Numbers::mxfp4(dtype, is_e4m3(activation_dtype)?, hidden_size)?;
-                    ExpertWeights::new(&arguments, numbers, options, &given, in_place)
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
                 })
             }
 
@@ -376,8 +415,10 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::Fp8(fp8::Activations::Groups.into()), options, &given, false)
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let numbers = Numbers::Fp8(fp8::Activations::Groups.into());
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
                 })
             }
 
@@ -412,14 +453,17 @@ macro_rules! constructors {
             ) -> PyResult<ExpertWeights> {
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    let scales = [Some(w13_scale), Some(w2_scale)];
-                    let tensor = fp8_tensor::prepare((w13, w2), scales, [a13_scale, a2_scale], per_token, options.gated())?;
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let (scales, of_x) = ([Some(w13_scale), Some(w2_scale)], [a13_scale, a2_scale]);
+                    let gated = options.gated();
+                    let tensor = fp8_tensor::prepare(&mut contract, (w13, w2), scales, of_x, per_token, gated)?;
                     let [w13_scale, w2_scale] = tensor.tables.each_ref().map(Some);
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
+                    let (numbers, extra) = (Numbers::Fp8(tensor.scaling()), tensor.tensors());
                     let mut made =
-                        ExpertWeights::new(&arguments, Numbers::Fp8(tensor.scaling()), options, &given, false)?;
-                    tensor.keep(&mut made);
+                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
+                    tensor.show(&mut made);
                     Ok(made)
                 })
             }
@@ -453,8 +497,10 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::Mxfp8 { hidden: hidden_size }, options, &given, in_place)
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let numbers = Numbers::Mxfp8 { hidden: hidden_size };
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
                 })
             }
 
