@@ -16,7 +16,9 @@ pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_
         if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
             contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
         }
-        Ok(plan::workspace(weights.get().desc(), num_tokens, top_k).bytes)
+        let layer = weights.get().desc();
+        super::require_countable("num_tokens", layer, num_tokens, top_k)?;
+        Ok(plan::workspace(layer, num_tokens, top_k).bytes)
     })
 }
 

@@ -6,7 +6,7 @@ use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::rounding::Rounding;
 use super::scratch::Scratch;
-use super::weights::{ExpertWeights, Layer};
+use super::weights::{ExpertWeights, Layer, LayerDesc};
 use super::{elem, fp8, nvfp4, routed};
 use crate::contract;
 use crate::cpu;
@@ -175,6 +175,18 @@ impl Stages {
     }
 }
 
+/// An error where kernels could not count the rows: rows in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
+fn require_countable(operand: &str, layer: &LayerDesc, rows: i64) -> Result<()> {
+    let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
+    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    if rows > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
+        return Err(Error::Unsupported(format!(
+            "{operand}: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"
+        )));
+    }
+    Ok(())
+}
+
 /// What both functions share: operands that their contracts have checked but for x_scale, out and workspace.
 struct Call<'a, 'py> {
     layer: &'a Layer,
@@ -203,13 +215,7 @@ impl<'py> Call<'_, 'py> {
                 contract.check("x_scale", scale, &dims(groups), &[Elem::F32])?;
             }
         }
-        let widest = layer.desc.hidden.max(layer.desc.intermediate);
-        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
-        if rows > i64::from(i32::MAX) / 2 || rows * widest / vector > i64::from(i32::MAX) {
-            return Err(Error::Unsupported(format!(
-                "x: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"
-            )));
-        }
+        require_countable("x", &layer.desc, rows)?;
         let out = match self.out {
             // GEMM1 has read a row of x before GEMM2 writes it.
             Some(object) => contract.output_over("out", object, &["x"])?,
@@ -359,6 +365,8 @@ pub fn masked_workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_rows: i64)
         if num_rows < 0 {
             contract!("num_rows: expected 0 or more, got {num_rows}");
         }
-        Ok(workspace(weights.get().desc(), num_rows).bytes)
+        let layer = weights.get().desc();
+        require_countable("num_rows", layer, num_rows)?;
+        Ok(workspace(layer, num_rows).bytes)
     })
 }

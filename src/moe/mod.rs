@@ -42,7 +42,7 @@ use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
-use weights::{Arguments, ExpertWeights, Layer, Operands};
+use weights::{Arguments, ExpertWeights, Layer, LayerDesc, Operands};
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -247,6 +247,21 @@ impl Stages {
 
 const MAX_TOP_K: i64 = 32;
 
+/// An error where kernels could not count a batch: slots in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
+fn require_countable(operand: &str, layer: &LayerDesc, tokens: i64, top_k: i64) -> Result<()> {
+    let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
+    let slots = tokens.saturating_mul(top_k);
+    // Rows may be rounded once for each of their slots.
+    let rows = if layer.format == Format::Nvfp4A4 { slots } else { tokens };
+    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    if slots > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
+        return Err(Error::Unsupported(format!(
+            "{operand}: {tokens} tokens x top-{top_k} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch"
+        )));
+    }
+    Ok(())
+}
+
 /// The layer on borrowed tensors.
 struct Call<'a, 'py> {
     layer: &'a Layer,
@@ -263,17 +278,7 @@ impl<'py> Call<'_, 'py> {
     fn run(self, mut contract: Contract<'_>) -> Result<Bound<'py, PyAny>> {
         let (x, layer, desc) = (&self.tokens.x, self.layer, &self.desc);
         let py = x.object().py();
-        // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
-        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
-        // Rows may be rounded once for each of their slots.
-        let rows = if layer.desc.format == Format::Nvfp4A4 { desc.tokens * desc.top_k } else { desc.tokens };
-        let elements = rows * layer.desc.hidden.max(layer.desc.intermediate);
-        if desc.tokens * desc.top_k > i32::MAX as i64 / 2 || elements / vector > i32::MAX as i64 {
-            return Err(Error::Unsupported(format!(
-                "x: {} tokens x top-{} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch",
-                desc.tokens, desc.top_k
-            )));
-        }
+        require_countable("x", &layer.desc, desc.tokens, desc.top_k)?;
         let out_elem = elem(layer.desc.dtype);
         let out = match self.out {
             // GEMM1 has read x before anything is written to out.

@@ -1,7 +1,7 @@
 //! The workspace of a call.
 
 use crate::contract;
-use crate::error::Result;
+use crate::error::{try_vec, Result};
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
@@ -22,7 +22,7 @@ impl<'py> Scratch<'py> {
     ) -> Result<Scratch<'py>> {
         let Some(object) = given else {
             if x.place == Place::Cpu {
-                let mut own = Vec::<u128>::with_capacity(bytes.div_ceil(16));
+                let mut own = try_vec::<u128>(bytes.div_ceil(16), "the workspace of this call")?;
                 return Ok(Scratch { base: own.as_mut_ptr().cast(), _own: own, _tensor: None });
             }
             // torch's caching allocator reuses the block in stream order: letting go of it after the launches is safe.
