@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import oxmoe
 
-E, K, H, INTER, T = 4, 2, 128, 128, 6
+E, K, H, INTER, T = 4, 2, 256, 128, 6
 E4M3 = torch.float8_e4m3fn
 
 
@@ -43,7 +43,7 @@ def operands(format: str, device: str, rng: torch.Generator) -> dict[str, Any]:
     if format.startswith("fp8"):
         weights = {name: randn(*size).to(E4M3) for name, size in both.items()} | biases | numbers
         if format == "fp8_block":
-            return weights | {"w13_scale": ones(E, 2 * INTER // 128, H // 128), "w2_scale": ones(E, H // 128, 1)}
+            return weights | {"w13_scale": ones(E, 2 * INTER // 128, H // 128), "w2_scale": ones(E, H // 128, INTER // 128)}
         if format == "fp8_tensor":
             return weights | {"w13_scale": ones(E), "w2_scale": ones(E), "a13_scale": ones(1), "a2_scale": ones(1)}
         return weights | {"w13_scale": ones(E, 2 * INTER), "w2_scale": ones(E, H)}
@@ -273,6 +273,7 @@ def moe_operands(format: str, logits: bool, rng: torch.Generator) -> dict[str, A
 def test_moe_writes_over_nothing(format: str, logits: bool, written: str, rng: torch.Generator) -> None:
     given, read, x = operands(format, "cpu", rng), moe_operands(format, logits, rng), x_of(format, "cpu", rng)
     options: dict[str, Any] = {"top_k": K, "scoring_func": "sigmoid"} if logits else {}
+    copied = COPIED + (("w13_scale", "w2_scale") if format == "fp8_tensor" else ())
     room = oxmoe.workspace_bytes(make(format, given), T, K)
     size = T * H * x.element_size() if written == "out" else room
 
@@ -293,10 +294,11 @@ def test_moe_writes_over_nothing(format: str, logits: bool, written: str, rng: t
             oxmoe.moe(own_x, weights, **tensors, **options, **{written: memory})
         finally:
             for key, tensor in (layer | tensors | {"x": own_x}).items():
+                if key in copied:  # the layer has its own numbers: the caller's memory is free to be written
+                    continue
                 assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
 
     run(None)
-    copied = COPIED + (("w13_scale", "w2_scale") if format == "fp8_tensor" else ())
     for name in (*given, *read, "x"):
         if name in copied:
             run(name)

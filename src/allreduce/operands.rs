@@ -76,8 +76,8 @@ pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
     Ok(())
 }
 
-/// Inputs that an output of rows may be itself: kernels read a row whole before they write it.
-const ROWS: &[&str] = &["input", "residual_in"];
+/// Inputs that an output of rows may be itself: kernels read a row whole before they write it. A rank's own message is its input.
+const ROWS: &[&str] = &["input", "residual_in", "messages"];
 
 fn input<'py>(
     name: &'static str,
