@@ -207,21 +207,8 @@ impl View {
     /// The first address that the tensor occupies and the first one behind it, gaps included. Equal where it has no elements.
     pub fn extent(&self) -> (usize, usize) {
         let start = self.data as usize;
-        if self.numel() == 0 {
-            return (start, start);
-        }
-        let (mut lowest, mut highest) = (0, 0);
-        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
-            let last = (size - 1) * stride;
-            if last < 0 {
-                lowest += last;
-            } else {
-                highest += last;
-            }
-        }
-        // Elements of less than a byte come in pairs: a byte each.
-        let bytes = self.elem.bytes().max(1) as i64;
-        (start.wrapping_add_signed((lowest * bytes) as isize), start.wrapping_add_signed(((highest + 1) * bytes) as isize))
+        let (below, above) = self.reach().unwrap_or_default();
+        (start.wrapping_sub(below as usize), start.wrapping_add(above as usize))
     }
 
     /// torch's current CUDA stream of this tensor's device, also while a graph is being captured.
@@ -296,24 +283,36 @@ impl View {
 
     /// Whether sizes are none negative and no product of them, and no address of an element, leaves the numbers that the crate counts with.
     fn is_addressable(&self) -> bool {
-        let limit = isize::MAX as u128 / 2;
+        self.reach().is_some()
+    }
+
+    /// Bytes before and behind `data` that the elements occupy, where they fit into an address space.
+    fn reach(&self) -> Option<(i64, i64)> {
+        let limit = i64::MAX / 4;
         // Sizes beside a 0 count too: shapes are multiplied before a tensor is known to be empty.
-        let (mut count, mut below, mut above) = (1u128, 0u128, 0u128);
+        let (mut count, mut below, mut above, mut empty) = (1i64, 0i64, 0i64, false);
         for (&size, &stride) in self.shape().iter().zip(self.strides()) {
-            let Ok(size) = u64::try_from(size) else { return false };
-            count = count.saturating_mul(u128::from(size.max(1)));
-            let reach = u128::from(size.saturating_sub(1)).saturating_mul(u128::from(stride.unsigned_abs()));
-            let side = if stride < 0 { &mut below } else { &mut above };
-            *side = side.saturating_add(reach);
+            if size < 0 {
+                return None;
+            }
+            empty |= size == 0;
+            count = count.checked_mul(size.max(1))?;
+            if size > 1 {
+                let reach = (size - 1).checked_mul(stride)?;
+                let side = if reach < 0 { &mut below } else { &mut above };
+                *side = side.checked_add(reach)?;
+            }
         }
-        if self.numel() == 0 {
-            return count <= limit;
+        let bytes = self.elem.bytes().max(1) as i64;
+        if count.checked_mul(bytes)? > limit {
+            return None;
         }
-        let bytes = self.elem.bytes().max(1) as u128;
-        let start = self.data as usize as u128;
-        count.saturating_mul(bytes) <= limit
-            && below.saturating_mul(bytes) <= start
-            && above.saturating_add(1).saturating_mul(bytes) <= limit
+        if empty {
+            return Some((0, 0));
+        }
+        let (below, above) = (below.checked_neg()?.checked_mul(bytes)?, above.checked_add(1)?.checked_mul(bytes)?);
+        let start = i64::try_from(self.data as usize).ok()?;
+        (below <= start && start.checked_add(above)? <= limit * 2).then_some((below, above))
     }
 }
 

@@ -60,14 +60,8 @@ struct Access {
     written_over: Option<&'static [&'static str]>,
 }
 
-const NOTHING: Access = Access {
-    span: Span { operand: "", place: Place::Cpu, start: 0, end: 0 },
-    elem: Elem::U8,
-    written_over: None,
-};
-
-/// Operands that a contract has room for without an allocation.
-const FEW: usize = 20;
+/// Operands that a contract has room for from the start: more than a call of the layer has.
+const ROOM: usize = 12;
 
 /// The proof that a call's outputs are apart from its other operands. Launches and CPU loops ask for it.
 #[derive(Debug)]
@@ -87,9 +81,7 @@ pub struct Contract<'a> {
     place: Option<(Place, &'static str)>,
     /// Whether the operands are torch tensors.
     torch: Option<(bool, &'static str)>,
-    accesses: [Access; FEW],
-    accessed: usize,
-    more: Vec<Access>,
+    accesses: Vec<Access>,
     /// What the call reads of a layer that was described before.
     layer: &'a [Span],
 }
@@ -101,9 +93,7 @@ impl Default for Contract<'_> {
             count: 0,
             place: None,
             torch: None,
-            accesses: [NOTHING; FEW],
-            accessed: 0,
-            more: Vec::new(),
+            accesses: Vec::with_capacity(ROOM),
             layer: &[],
         }
     }
@@ -173,23 +163,14 @@ impl<'a> Contract<'a> {
     }
 
     fn record(&mut self, operand: &'static str, view: &View, written_over: Option<&'static [&'static str]>) {
-        let access = Access { span: Span::of(operand, view), elem: view.elem, written_over };
-        match self.accesses.get_mut(self.accessed) {
-            Some(slot) => *slot = access,
-            None => self.more.push(access),
-        }
-        self.accessed += 1;
-    }
-
-    fn accesses(&self) -> impl Iterator<Item = &Access> + Clone {
-        self.accesses[..self.accessed.min(FEW)].iter().chain(&self.more)
+        self.accesses.push(Access { span: Span::of(operand, view), elem: view.elem, written_over });
     }
 
     /// Compares everything that the call writes with everything else that it reads or writes.
     pub fn finish(&self) -> Result<Checked> {
-        for (i, output) in self.accesses().enumerate() {
+        for (i, output) in self.accesses.iter().enumerate() {
             let Some(same) = output.written_over else { continue };
-            for (j, other) in self.accesses().enumerate() {
+            for (j, other) in self.accesses.iter().enumerate() {
                 // Of two outputs the later one is named.
                 if i == j || (other.written_over.is_some() && j > i) || !output.span.overlaps(&other.span) {
                     continue;
