@@ -6,6 +6,7 @@ use crate::device::gpu;
 use crate::error::Result;
 use crate::kernel::Stream;
 use crate::params::{PackNvfp4Params, W13Layout};
+use crate::python;
 use crate::quant::blocks::Blocks;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::quant::packed_ops::check_vectors;
@@ -21,7 +22,7 @@ pub fn numbers_on_device<'py>(
     parts: i64,
 ) -> Result<(Bound<'py, PyAny>, bool)> {
     if !object.hasattr("__dlpack__")? && !object.hasattr("__dlpack_c_exchange_api__")? {
-        let number: f32 = object.extract()?;
+        let number: f32 = python::extract(operand, object)?;
         let made = tensor::empty(like.0, like.1, &[experts, parts], Elem::F32)?;
         return Ok((made.call_method1("fill_", (number,))?, true));
     }
