@@ -222,7 +222,7 @@ def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
-        raise SystemExit("bench: --plot needs matplotlib (pip install oxmoe[bench])")
+        raise SystemExit("bench: --plot needs matplotlib (pip install matplotlib)")
     if args.table:
         print(report.markdown(report.read_json(args.table)))
         return 0
