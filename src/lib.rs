@@ -9,6 +9,7 @@ pub mod error;
 pub mod kernel;
 pub mod moe;
 pub mod params;
+pub mod python;
 pub mod quant;
 pub mod tensor;
 pub mod tma;
@@ -17,6 +18,7 @@ pub mod workspace;
 
 use pyo3::prelude::*;
 
+#[doc = crate::help!("_oxmoe")]
 #[pymodule]
 mod _oxmoe {
     #[pymodule_export]
@@ -61,11 +63,12 @@ mod _oxmoe {
     }
 }
 
-/// What this build and this machine are: a dict with version, nvcc, archs, formats, driver, gpus, cpu, threads.
-#[pyfunction]
+#[doc = crate::help!("device_info")]
+#[pyfunction(crate = "crate::python")]
 fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     let info = pyo3::types::PyDict::new(py);
     info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("commit", option_env!("OXMOE_BUILT_FROM"))?;
     info.set_item("nvcc", env!("OXMOE_NVCC_VERSION"))?;
     info.set_item("archs", kernel::compiled_archs())?;
     info.set_item("kernels", kernel::KERNELS.len())?;

@@ -17,10 +17,11 @@ import oxmoe
 import oxmoe.sglang
 import oxmoe.sglang.platform
 from oxmoe import __main__, doctor
-from oxmoe.bench import _without_paths, layers, report
+from oxmoe.bench import layers, report
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.flashinfer import sort_tokens, tactics
 from oxmoe.bench.flashinfer_cutlass import aligned, padded, up_gate
+from oxmoe.bench.machine import without_paths
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import assert_close_ulp
 
@@ -148,7 +149,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_records_its_command_without_paths() -> None:
     arguments = ["bench", "--json", "/some/where", "--tokens", "1", "--plot=/else/where", "--layers", "2"]
-    assert _without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
+    assert without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
 
 
 def test_flashinfer_tables_hold_every_slot_once() -> None:

@@ -136,7 +136,9 @@ def entry_points() -> Iterator[Finding]:
     """What keeps SGLang from calling oxmoe."""
     for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
         if not importlib.metadata.entry_points(group=group, name="oxmoe"):
-            reason = f"SGLang cannot find oxmoe: its entry point {group} is not installed (pip install oxmoe)"
+            reason = (
+                f"SGLang cannot find oxmoe: its entry point {group} is not installed (pip install its sources or wheel)"
+            )
             yield Finding("plugin", reason, broken=True)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:

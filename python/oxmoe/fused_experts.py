@@ -25,7 +25,7 @@ _SERVED = (
     "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
     "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale; "
     "with use_fp8_w8a8 float8_e4m3fn experts with w1_scale and w2_scale, of block_shape [128, 128], one number an "
-    "expert or (on CPU) one for each row of its weights, for bfloat16 tokens"
+    "expert or one for each row of its weights, for bfloat16 tokens"
 )
 
 

@@ -20,9 +20,8 @@ use protocol::{Layout, Shape, CHUNK_BYTES};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Checks the operands of one call of allreduce_fusion: (shape word, message). The message is what this rank contributes, [T, H]: the input
-/// itself, or for the MoE patterns the sum of its experts' rows.
-#[pyfunction]
+#[doc = crate::help!("allreduce_message")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
     guard(|| {
         let (checked, mut contract) = operands.check()?;
@@ -38,9 +37,8 @@ pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyRes
     })
 }
 
-/// Writes the outputs of one call from every rank's message, in rank order: tensors of [T, H], uint8 tensors or bytes. Returns norm_out, else
-/// quant_out, else residual_out, else output, whichever is the first the pattern writes.
-#[pyfunction]
+#[doc = crate::help!("allreduce_finish")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_finish<'py>(
     py: Python<'py>,
     operands: Operands<'py>,
@@ -103,8 +101,8 @@ impl<'py> Message<'py> {
     }
 }
 
-/// What a shape word says, for messages to people: "pattern kAllReduce of bfloat16 [6, 2880]".
-#[pyfunction]
+#[doc = crate::help!("allreduce_shape")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_shape(word: u64) -> String {
     let Shape { pattern, dtype, tokens, hidden } = Shape::from_word(word);
     let name = pattern::PATTERNS.get(pattern as usize).map_or("unknown", |p| p.name);
@@ -113,9 +111,8 @@ pub fn allreduce_shape(word: u64) -> String {
     format!("pattern {name} of {dtype} [{tokens}, {hidden}]")
 }
 
-/// Bytes of a workspace on each rank, exact, for messages of up to max_token_num x hidden_dim elements of `dtype` ("bfloat16", "float16" or
-/// "float32"): on "cpu" a receive buffer for each other rank, on "cuda" the slots of protocol.rs.
-#[pyfunction]
+#[doc = crate::help!("allreduce_bytes")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (world_size, max_token_num, hidden_dim, dtype, *, device="cpu", force_oneshot_support=false))]
 pub fn allreduce_bytes(
     world_size: i64,

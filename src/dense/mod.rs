@@ -15,11 +15,8 @@ use crate::quant::packed_ops::check_vectors;
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
-/// bf16, f16 or fp32 [m, n] of a float8_e4m3fn [m, k] and b float8_e4m3fn [k, n] with strides (1, k): the product, in fp32, rounded once.
-///
-/// a_descale: E8M0 uint8 [m, k / 32] of any strides, or flat in the 128x4 (`use_8x4_sf_layout`: 8x4) order; b_descale: [k / 32, n] of any
-/// strides, or flat in the 128x4 order of [n, k / 32]. Elements times their scales are exact wherever bf16 holds them.
-#[pyfunction]
+#[doc = crate::help!("mm_mxfp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (a, b, a_descale, b_descale, *, out=None, out_dtype=None, use_8x4_sf_layout=false))]
 pub fn mm_mxfp8<'py>(
     a: &Bound<'py, PyAny>,
@@ -67,7 +64,7 @@ pub fn mm_mxfp8<'py>(
         let b_tensor = contract.input("b_descale", b_descale)?;
         let a_scales = scales("a_descale", &a_tensor, &from_a, ("m", m), k, of_a, false)?;
         let b_scales = scales("b_descale", &b_tensor, &from_a, ("n", n), k, ScaleLayout::Swizzled128x4, true)?;
-        let elem = out_dtype.map_or(Ok(Elem::Bf16), float_dtype)?;
+        let elem = out_dtype.map_or(Ok(Elem::Bf16), |dtype| float_dtype("out_dtype", dtype))?;
         let to = match out {
             Some(out) => contract.output("out", out)?,
             None => contract.new_output("out", &from_a, &[m, n], elem)?,

@@ -9,8 +9,8 @@ use crate::error::guard;
 use crate::quant;
 use pyo3::prelude::*;
 
-/// Bytes of workspace that `moe` needs for up to num_tokens tokens with these weights: exact, never decreasing in num_tokens.
-#[pyfunction]
+#[doc = crate::help!("workspace_bytes")]
+#[pyfunction(crate = "crate::python")]
 pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
     guard(|| {
         if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
@@ -22,10 +22,8 @@ pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_
     })
 }
 
-/// The plan for a shape, as text: launches, tiles, warps, grids, shared memory, workspace and the roofline floor. Needs no GPU.
-///
-/// arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
-#[pyfunction]
+#[doc = crate::help!("explain")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
 pub fn explain(

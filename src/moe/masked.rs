@@ -287,10 +287,8 @@ fn expected_rows(given: Option<i64>, default: i64) -> Result<i64> {
     }
 }
 
-/// The experts on rows in expert order with gaps: out[e, i] = expert(e, x[e, i]) for i < masked_m[e]; other rows of out are not written.
-///
-/// x [El, m, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [El, m, H / 128]; masked_m int32 [El] on x's device.
-#[pyfunction]
+#[doc = crate::help!("moe_masked")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, masked_m, *, x_scale=None, expected_m=None, out=None, workspace=None))]
 pub fn moe_masked<'py>(
@@ -321,12 +319,8 @@ pub fn moe_masked<'py>(
     })
 }
 
-/// The experts on rows in expert order: the first counts[0] rows are expert 0's, those of the next expert begin at the next multiple of
-/// alignment, and so on. Rows of out that are nobody's are not written.
-///
-/// x [M, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [M, H / 128]; counts int32 [El] on x's device. Rows from M on do not
-/// count.
-#[pyfunction]
+#[doc = crate::help!("moe_contiguous")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, counts, *, alignment=1, x_scale=None, expected_m=None, out=None, workspace=None))]
 pub fn moe_contiguous<'py>(
@@ -358,8 +352,8 @@ pub fn moe_contiguous<'py>(
     })
 }
 
-/// Bytes of workspace that `moe_masked` needs for El x m rows, and `moe_contiguous` for M: exact, never decreasing in num_rows.
-#[pyfunction]
+#[doc = crate::help!("masked_workspace_bytes")]
+#[pyfunction(crate = "crate::python")]
 pub fn masked_workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_rows: i64) -> PyResult<usize> {
     guard(|| {
         if num_rows < 0 {

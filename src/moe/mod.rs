@@ -332,11 +332,8 @@ impl<'py> Call<'_, 'py> {
     }
 }
 
-/// The MoE layer: out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]).
-///
-/// x [T, H] of the weights' dtype; topk_weights fp32 [T, k] and topk_ids int32 or int64 [T, k] (-1: no expert), or router_logits
-/// [T, E] with top_k and the options of `topk`. Returns out [T, H] ([T, k, H] with no_combine). Deterministic.
-#[pyfunction]
+#[doc = crate::help!("moe")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, topk_weights=None, topk_ids=None, *, router_logits=None, top_k=0, scoring_func="softmax", renormalize=true,
     correction_bias=None, num_expert_group=0, topk_group=0, num_token_non_padded=None, routed_scaling_factor=1.0,
@@ -459,9 +456,8 @@ fn forward<'py>(
     Call { layer, tokens, routing, desc, options, out, workspace }.run(contract)
 }
 
-/// `moe` on bare weight tensors: SGLang's `fused_experts` after its arguments were read. Describes the weights at every call
-/// (about 1 us more than `moe`), so nothing can go stale when a caller swaps or moves weights.
-#[pyfunction]
+#[doc = crate::help!("moe_tensors")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None,
     alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None,

@@ -219,7 +219,7 @@ fn scales<'py>(
 }
 
 /// What ExpertWeights.nvfp4 is.
-#[pyfunction]
+#[pyfunction(crate = "crate::python", name = "nvfp4")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
 #[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
     scale_layout=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0),

@@ -6,6 +6,7 @@ use crate::device::gpu;
 use crate::error::Result;
 use crate::kernel::Stream;
 use crate::params::{PackNvfp4Params, W13Layout};
+use crate::python;
 use crate::quant::blocks::Blocks;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::quant::packed_ops::check_vectors;
@@ -22,7 +23,7 @@ pub fn numbers_on_device<'py>(
     parts: i64,
 ) -> Result<(Borrowed<'py>, bool)> {
     if !object.hasattr("__dlpack__")? && !object.hasattr("__dlpack_c_exchange_api__")? {
-        let number: f32 = object.extract()?;
+        let number: f32 = python::extract(operand, object)?;
         let made = contract.new_output(operand, like, &[experts, parts], Elem::F32)?;
         made.object().call_method1("fill_", (number,))?;
         return Ok((made, true));

@@ -182,11 +182,8 @@ fn output<'py>(
     Ok(borrowed)
 }
 
-/// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first (order="id": by id), ties to the lower id.
-///
-/// router_logits fp32, bf16 or f16 [T, E], E <= 512; top_k <= 32 includes num_fused_shared_experts, which take the last columns with
-/// ids E, E + 1, ... Semantics of SGLang's select_experts; see docs/architecture.md, "Top-k".
-#[pyfunction]
+#[doc = crate::help!("topk")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (router_logits, top_k, *, scoring_func="softmax", renormalize=true, correction_bias=None, num_expert_group=0, topk_group=0,
     group_score=None, num_fused_shared_experts=0, routed_scaling_factor=1.0, apply_routed_scaling_factor_on_output=false,
@@ -336,9 +333,8 @@ fn sort<'py>(
 
 type Tensors4<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
-/// Stable sort of the T k slots by expert: (histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32
-/// [T k]); -1 where there is none. Ids outside [first_expert, first_expert + num_experts) are skipped.
-#[pyfunction]
+#[doc = crate::help!("sort_by_expert")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (topk_ids, num_experts, *, first_expert=0))]
 pub fn sort_by_expert<'py>(
     topk_ids: &Bound<'py, PyAny>,
@@ -366,13 +362,8 @@ type Tensors7<'py> = (
     Bound<'py, PyAny>,
 );
 
-/// triton_kernels' tables of a routed batch: (gate_scal [T k] of dtype gate_dtype, expt_hist int32 [E], slice_offs int32 [E + 1],
-/// combine_indx int32 [T k], dispatch_indx int32 [T k], block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]).
-///
-/// combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1 where there is none. gate_scal:
-/// weight of each place's slot, 0 where there is none. Row i of the block tables is for blocks of 16 << i rows.
-/// N = T k if T k <= E, else E - 1 - floor((E - T k - 1) / 16).
-#[pyfunction]
+#[doc = crate::help!("routing_tables")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (topk_weights, topk_ids, num_experts, *, gate_dtype="float32"))]
 pub fn routing_tables<'py>(
     topk_weights: &Bound<'py, PyAny>,

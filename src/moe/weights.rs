@@ -167,7 +167,7 @@ pub type PackedTensors<'py> = [Extra<'py>; 3];
 /// The same as attributes.
 type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
-/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the memory alive that it reads.
+#[doc = crate::help!("ExpertWeights")]
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
 pub struct ExpertWeights {
     layer: Layer,
@@ -175,38 +175,52 @@ pub struct ExpertWeights {
     spans: Vec<Span>,
     /// The tensors in which these spans lie.
     owned: Vec<Owned>,
+    #[doc = crate::help!("ExpertWeights.w13")]
     #[pyo3(get)]
     w13: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w2")]
     #[pyo3(get)]
     w2: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.b13")]
     #[pyo3(get)]
     pub(super) b13: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.b2")]
     #[pyo3(get)]
     b2: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w13_scale")]
     #[pyo3(get)]
     pub(super) w13_scale: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w2_scale")]
     #[pyo3(get)]
     pub(super) w2_scale: Option<Py<PyAny>>,
-    /// Of fp8_tensor with scales of activations, else None.
+    #[doc = crate::help!("ExpertWeights.a13_scale")]
     #[pyo3(get)]
     pub(super) a13_scale: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.a2_scale")]
     #[pyo3(get)]
     pub(super) a2_scale: Option<Py<PyAny>>,
-    /// (codes, scales, expert_scales) where the weights were packed: then the four above are None.
+    #[doc = crate::help!("ExpertWeights.w13_packed")]
     #[pyo3(get)]
     w13_packed: Option<PackedObjects>,
+    #[doc = crate::help!("ExpertWeights.w2_packed")]
     #[pyo3(get)]
     w2_packed: Option<PackedObjects>,
+    #[doc = crate::help!("ExpertWeights.layout")]
     #[pyo3(get)]
     layout: String,
+    #[doc = crate::help!("ExpertWeights.activation")]
     #[pyo3(get)]
     activation: String,
+    #[doc = crate::help!("ExpertWeights.alpha")]
     #[pyo3(get)]
     alpha: Py<PyAny>,
+    #[doc = crate::help!("ExpertWeights.beta")]
     #[pyo3(get)]
     beta: Py<PyAny>,
+    #[doc = crate::help!("ExpertWeights.limit")]
     #[pyo3(get)]
     limit: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.clamp")]
     #[pyo3(get)]
     clamp: String,
 }
@@ -313,11 +327,12 @@ impl ExpertWeights {
 
 /// One constructor per plain format, which differ in the element type alone, and the others.
 macro_rules! constructors {
-    ($($(#[$doc:meta])* $name:ident = $elem:expr;)*) => {
+    ($($name:ident = $elem:expr;)*) => {
         #[pymethods]
+        #[pyo3(crate = "crate::python")]
         impl ExpertWeights {
             $(
-                $(#[$doc])*
+                #[doc = crate::help!("ExpertWeights.", $name)]
                 #[staticmethod]
                 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
                 #[pyo3(signature = (w13, w2, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
@@ -347,12 +362,7 @@ macro_rules! constructors {
                 }
             )*
 
-            /// MXFP4 experts: w13 uint8 [El, 2I, H / 2] and w2 uint8 [El, H, I / 2], two e2m1 codes a byte, the even column in the
-            /// low nibble; w13_scale [El, 2I, H / 32] and w2_scale [El, H, I / 32], E8M0 as uint8, or powers of two as fp32.
-            ///
-            /// The weights are e2m1 times scale in dtype ("bf16"; on CPU also "f16", "f32"), which x has too; the rest is as for bf16.
-            /// On CUDA they are packed once, into new tensors or (in_place) into those given. activation_dtype=torch.float8_e4m3fn: rows of x
-            /// and of GEMM1's output are quantised to e4m3 (on Hopper and CPU).
+            #[doc = crate::help!("ExpertWeights.mxfp4")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None),
@@ -386,13 +396,7 @@ macro_rules! constructors {
                 })
             }
 
-            /// fp8 experts with block scales, as DeepSeek's and Qwen's checkpoints have them: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I];
-            /// w13_scale fp32 [El, 2I / 128, H / 128] and w2_scale [El, H / 128, I / 128] multiply their 128 x 128 weights (SGLang's
-            /// w13_weight_scale_inv, w2_weight_scale_inv). H and I are multiples of 128.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with a scale for each 128 columns of a row
-            /// (`oxmoe.quantize.per_token_group_quant_fp8`); products of 128 columns are added to fp32 sums times both scales. The rest is as
-            /// for bf16, without layout="interleaved".
+            #[doc = crate::help!("ExpertWeights.fp8_block")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
@@ -422,13 +426,7 @@ macro_rules! constructors {
                 })
             }
 
-            /// fp8 experts with one scale for an expert's matrix: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I]; w13_scale fp32 [El], [El, 2]
-            /// (one for each half of w13's rows) or one for all, w2_scale [El] or one for all; or either a scale for each row, [El, 2I] and
-            /// [El, H]. H and I are multiples of 128.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with the scales a13_scale and a2_scale (fp32, one number; of [El]
-            /// the largest counts, as in SGLang), else with one scale for all of a call's numbers, or (per_token) one for each row. The rest
-            /// is as for fp8_block.
+            #[doc = crate::help!("ExpertWeights.fp8_tensor")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=false, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
@@ -468,11 +466,7 @@ macro_rules! constructors {
                 })
             }
 
-            /// MXFP8 experts: w13 e4m3 (float8_e4m3fn, or its bytes as uint8) [El, 2I, H] and w2 [El, H, I]; w13_scale [El, 2I, H / 32] and
-            /// w2_scale [El, H, I / 32], E8M0 as float8_e8m0fnu or uint8, or powers of two as fp32. H and I are multiples of 32.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, are rounded to MXFP8, 32 columns of a row a group: scale 2^ceil(log2(amax /
-            /// 448)), numbers to the nearest e4m3 times scale. Products are exact, sums fp32; the rest is as for mxfp4 (on Hopper and CPU).
+            #[doc = crate::help!("ExpertWeights.mxfp8")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", hidden_size=None, in_place=false),
@@ -504,7 +498,7 @@ macro_rules! constructors {
                 })
             }
 
-            /// NVFP4 experts: `nvfp4_experts`.
+            #[doc = crate::help!("ExpertWeights.nvfp4")]
             #[staticmethod]
             #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
             fn nvfp4<'py>(
@@ -514,41 +508,43 @@ macro_rules! constructors {
                 pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
             }
 
-            /// Experts held here.
+            #[doc = crate::help!("ExpertWeights.num_experts")]
             #[getter]
             fn num_experts(&self) -> i64 {
                 self.layer.desc.experts
             }
 
+            #[doc = crate::help!("ExpertWeights.hidden_size")]
             #[getter]
             fn hidden_size(&self) -> i64 {
                 self.layer.desc.hidden
             }
 
+            #[doc = crate::help!("ExpertWeights.intermediate_size")]
             #[getter]
             fn intermediate_size(&self) -> i64 {
                 self.layer.desc.intermediate
             }
 
+            #[doc = crate::help!("ExpertWeights.gated")]
             #[getter]
             fn gated(&self) -> bool {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", "fp8_block", "mxfp8", or "fp8_tensor", "fp8_tensor-token",
-            /// "fp8_tensor-static".
+            #[doc = crate::help!("ExpertWeights.format")]
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name
             }
 
-            /// Of activations: "bf16", "f16" or "f32".
+            #[doc = crate::help!("ExpertWeights.dtype")]
             #[getter]
             fn dtype(&self) -> &'static str {
                 quant::name(self.layer.desc.dtype)
             }
 
-            /// "cpu" or "cuda:0".
+            #[doc = crate::help!("ExpertWeights.device")]
             #[getter]
             fn device(&self) -> String {
                 self.layer.place.to_string()
@@ -574,14 +570,7 @@ macro_rules! constructors {
 }
 
 constructors! {
-    /// bf16 experts: w13 [El, 2I, H] ([El, I, H] when not gated), w2 [El, H, I], biases bf16 or fp32.
-    ///
-    /// silu with alpha, beta, limit: `silu'(g) * (u + beta)`, `silu'(g) = g sigmoid(alpha g)`, |u| <= limit, and g <= limit
-    /// (clamp="before") or silu'(g) <= limit (clamp="after"). Each of the three may be an fp32 tensor [El]: a number for each expert.
-    /// GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
     bf16 = Elem::Bf16;
-    /// fp16 experts, as bf16.
     f16 = Elem::F16;
-    /// fp32 experts on CPU, as bf16.
     f32 = Elem::F32;
 }

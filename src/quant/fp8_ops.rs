@@ -14,10 +14,8 @@ use pyo3::prelude::*;
 
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
 
-/// e4m3 of bf16, f16 or fp32 x [..., K] with a scale for each `group` columns of a row: (codes [..., K], scales). Scales are fp32
-/// [..., K / group]; `column_major` (2-D x alone): fp32 [K / group, rows], rows padded to `row_multiple`; `powers`: int32
-/// [ceil(K / group / 4), rows], four E8M0 bytes each, those beyond the last group zero.
-#[pyfunction]
+#[doc = crate::help!("quantize_fp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (x, group, eps, *, column_major=false, row_multiple=1, powers=false))]
 pub fn quantize_fp8<'py>(
     x: &Bound<'py, PyAny>,

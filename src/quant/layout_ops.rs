@@ -55,12 +55,8 @@ fn check_num_warps(num_warps: i64) -> Result<()> {
     Ok(())
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, G], G >= K / 32) as triton_kernels holds them on Hopper:
-/// (values uint8 [..., 4 ceil64(K / 2), R' / 4], scales uint8 [..., 32 ceil2(G), R'' / 32]), each contiguous in its last dimension but one.
-///
-/// On CPU or CUDA. HopperMXValueLayout (mma_version 3) and HopperMXScaleLayout along K. R' is R rounded up to row_multiple: 64 in triton_kernels 3.6
-/// (sglang-kernel 0.4.2), 256 in 3.8 (0.4.10); R'' is R rounded up to 32 num_warps. Padding is 0.
-#[pyfunction]
+#[doc = crate::help!("swizzle_hopper_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, num_warps=8, row_multiple=64))]
 pub fn swizzle_hopper_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -126,11 +122,8 @@ fn borrow_swizzled<'py>(
     Ok(tensor)
 }
 
-/// The inverse of swizzle_hopper_mxfp4, on CPU or CUDA: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the checkpoint's form.
-///
-/// values and scales are the `storage.data` of triton_kernels' weight and weight scale, with its strides; rows, columns (K) are the sizes
-/// of the weight without padding (the last and the last but one of its `shape`), num_warps that of the scale's layout. Any row_multiple.
-#[pyfunction]
+#[doc = crate::help!("unswizzle_hopper_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (values, scales, *, rows, columns, num_warps=8))]
 pub fn unswizzle_hopper_mxfp4<'py>(
     values: &Bound<'py, PyAny>,
@@ -211,13 +204,8 @@ fn check_sm90(codes: &View, lead: &[i64], release: Release) -> Result<(i64, i64)
     Ok((rows, bytes))
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]) as flashinfer's CUTLASS MoE for Hopper reads them:
-/// (codes uint8 [..., R, K / 2], scales), the results of interleave_moe_weights_for_sm90_mixed_gemm ("fp4") and
-/// interleave_moe_scales_for_sm90_mixed_gemm.
-///
-/// flashinfer "0.6": scales [..., K / 128, 4 R], R a multiple of 16; "0.7": scales [..., R / 64, K / 128, 16, 16], R a multiple of 64.
-/// On CPU or CUDA. K is a multiple of 128. Rows keep their order: flashinfer wants [up; gate].
-#[pyfunction]
+#[doc = crate::help!("interleave_sm90_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, flashinfer="0.7"))]
 pub fn interleave_sm90_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -251,11 +239,8 @@ pub fn interleave_sm90_mxfp4<'py>(
     })
 }
 
-/// The inverse of interleave_sm90_mxfp4, on CPU or CUDA: (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]), the checkpoint's form.
-///
-/// Which flashinfer is told by the scales' dimensions: as many as the codes have (0.6), or two more (0.7). Rows keep their order, [up; gate],
-/// and the padding that was added before stays.
-#[pyfunction]
+#[doc = crate::help!("deinterleave_sm90_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales))]
 pub fn deinterleave_sm90_mxfp4<'py>(codes: &Bound<'py, PyAny>, scales: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
     let py = codes.py();

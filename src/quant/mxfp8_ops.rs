@@ -25,10 +25,8 @@ fn layout_of(name: &str) -> Result<ScaleLayout> {
     }
 }
 
-/// MXFP8 of bf16, f16 or fp32 x [..., K], K a multiple of 32: (codes float8_e4m3fn [..., K rounded up to alignment], scales uint8 E8M0, flat, in `layout`).
-///
-/// A scale is the least power of two that clips nothing of its 32 elements; elements are rounded to nearest, ties to even.
-#[pyfunction]
+#[doc = crate::help!("quantize_mxfp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (x, *, layout="128x4", alignment=32))]
 pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) -> PyResult<Pair<'py>> {
     let py = x.py();
@@ -79,10 +77,8 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
     })
 }
 
-/// The dtype [..., K] of MXFP8 codes float8_e4m3fn or uint8 [..., K], K a multiple of 32, and their scales as `quantize_mxfp8` gives them.
-///
-/// Element times scale, rounded once. A scale byte b is 2^(b - 127), 0 included, and 255 makes its 32 elements NaN.
-#[pyfunction]
+#[doc = crate::help!("dequantize_mxfp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, dtype=None, *, layout="128x4"))]
 pub fn dequantize_mxfp8<'py>(
     codes: &Bound<'py, PyAny>,
@@ -95,7 +91,7 @@ pub fn dequantize_mxfp8<'py>(
         let layout = layout_of(layout)?;
         let mut contract = Contract::new();
         let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
-        let elem = dtype.map_or(Ok(Elem::F32), float_dtype)?;
+        let elem = dtype.map_or(Ok(Elem::F32), |dtype| float_dtype("dtype", dtype))?;
         if elem == Elem::Bf16 && from.origin == Origin::Other {
             contract!("dtype: expected float32 or float16 for numpy arrays, got bfloat16, which numpy does not have");
         }

@@ -14,13 +14,8 @@ use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{dense::Dense, Variant};
 use pyo3::prelude::*;
 
-/// e2m1 of bf16, f16 or fp32 x [B, M, K] with a scale for each `block` (16 or 32) columns of a row: (codes uint8 [B, M, K / 2], scales
-/// uint8 [B, M', G']).
-///
-/// global_scale: fp32 [1] or [B] that multiplies x (`inverse`: divides it), None: 1. scale_layout: "linear" (M' = M, G' = K / block),
-/// "128x4" or "8x4" (padded to whole tiles, zeros there). scale_dtype: "e4m3" or "e8m0". masked_m: int32 [B], the rows of each batch; the
-/// codes and scales of those beyond stay undefined.
-#[pyfunction]
+#[doc = crate::help!("quantize_nvfp4")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, global_scale=None, *, block=16, scale_dtype="e4m3", scale_layout="128x4", inverse=false, masked_m=None))]
 pub fn quantize_nvfp4<'py>(

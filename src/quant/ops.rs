@@ -77,14 +77,8 @@ pub(super) fn check_multiple(operand: &str, dimension: usize, name: &str, got: i
     Ok(())
 }
 
-/// MXFP4 of bf16, f16 or fp32 x [..., K], K a multiple of 32, on CPU or CUDA: (codes uint8 [..., K / 2], scales uint8 E8M0 [..., K / 32]).
-///
-/// Two e2m1 elements a byte, the low nibble first; one scale 2^(byte - 127) for 32 of them. Elements are rounded to nearest, ties to even,
-/// and saturate at 6 scales. rounding "up": 2^ceil(log2(amax / 6)), which clips nothing (triton_kernels' ROUND_UP, its default);
-/// "down": 2^(floor(log2(amax)) - 2), the rule of the OCP Microscaling Formats specification 1.0, section 6.3 (ROUND_DOWN).
-/// Bits are those of triton_kernels' downcast_to_mxfp_torch, also where x is not finite: then "down" marks the block with the scale 255
-/// (NaN), and so does "up" for infinity; for NaN, "up" gives the scale 0.
-#[pyfunction]
+#[doc = crate::help!("quantize_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (x, *, rounding="up"))]
 pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pair<'py>> {
     let py = x.py();
@@ -132,12 +126,8 @@ fn quantize<T: Float>(
     checked.on_cpu(py, || mxfp4::quantize(x, rounding, codes, scales));
 }
 
-/// The dtype [..., K] of MXFP4 codes uint8 [..., K / 2] and scales uint8 or float8_e8m0fnu [..., K / 32], on CPU or CUDA.
-///
-/// dtype: "float32", "float16" or "bfloat16", or the dtype itself. Element times scale, rounded once, saturated at the largest finite
-/// value of the dtype. A scale byte b is 2^(b - 127), 0 included, and 255 makes its 32 elements NaN (OCP Microscaling Formats 1.0).
-/// Bits are those of triton_kernels' upcast_from_mxfp_torch for the bytes 1 to 254; it reads 0 as 0.0, and 255 as infinity.
-#[pyfunction]
+#[doc = crate::help!("dequantize_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, dtype=None))]
 pub fn dequantize_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -148,7 +138,7 @@ pub fn dequantize_mxfp4<'py>(
     guard(|| {
         let mut contract = Contract::new();
         let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
-        let elem = dtype.map_or(Ok(Elem::F32), float_dtype)?;
+        let elem = dtype.map_or(Ok(Elem::F32), |dtype| float_dtype("dtype", dtype))?;
         if elem == Elem::Bf16 && from.origin == tensor::Origin::Other {
             contract!("dtype: expected float32 or float16 for numpy arrays, got bfloat16, which numpy does not have");
         }
@@ -211,7 +201,7 @@ fn launch(
 }
 
 /// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.
-pub fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
+pub fn float_dtype(operand: &str, dtype: &Bound<'_, PyAny>) -> Result<Elem> {
     let name = match dtype.getattr_opt("__name__")? {
         Some(name) => name.to_string(),
         None => dtype.to_string(),
@@ -220,6 +210,6 @@ pub fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
         "float32" => Ok(Elem::F32),
         "float16" => Ok(Elem::F16),
         "bfloat16" => Ok(Elem::Bf16),
-        other => contract!("dtype: expected float32, float16 or bfloat16, got {other}"),
+        other => contract!("{operand}: expected float32, float16 or bfloat16, got {other}"),
     }
 }

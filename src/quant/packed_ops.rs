@@ -45,13 +45,8 @@ pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
     Ok(())
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]) as oxmoe's GPU kernels read them: (codes uint8
-/// [..., ceil(R / 64), ceil(K / 64), 2048], scales uint8 [..., ceil(R / 64), ceil(K / 64), 128], expert_scales fp32 [...]).
-///
-/// The layout is that of csrc/common/mxfp4.cuh. gated: rows are gate and up rows in `layout` ("gate_up", "up_gate", "interleaved").
-/// expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest scale byte E (255, NaN, does not count) is above 128.
-/// activation_dtype=torch.float8_e4m3fn: the form of csrc/common/mxfp4_e4m3.cuh, whose expert_scales are 2^(max(E, 7) - 133).
-#[pyfunction]
+#[doc = crate::help!("pack_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, gated=false, layout="gate_up", activation_dtype=None))]
 pub fn pack_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -108,10 +103,8 @@ pub fn pack_mxfp4<'py>(
     })
 }
 
-/// The inverse of pack_mxfp4: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the checkpoint's form.
-///
-/// Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
-#[pyfunction]
+#[doc = crate::help!("unpack_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, expert_scales, *, rows, columns, gated=false, layout="gate_up"))]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 pub fn unpack_mxfp4<'py>(

@@ -14,11 +14,8 @@ use crate::variants::Variant;
 use half::bf16;
 use pyo3::prelude::*;
 
-/// bf16 x [..., K] in e4m3 with one scale a row: (codes uint8 [..., K], scales fp32 [...]); x is about codes times scales.
-///
-/// scale = amax / 448, or 1 where that is less than 2^-126; codes are those of x * (1 / scale), both products rounded to nearest even. A
-/// NaN makes its whole row NaN; of a row with an infinity, infinities become NaN and the rest 0.
-#[pyfunction]
+#[doc = crate::help!("quantize_rows_e4m3")]
+#[pyfunction(crate = "crate::python")]
 pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
     let py = x.py();
     guard(|| {

@@ -2,17 +2,14 @@
 
 On a GPU: one CUDA graph a backend that runs several layers with different weights, so none finds its weights in L2; the
 graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On CPU: median wall clock.
-Every backend is checked against oxmoe.reference in each cell before it is timed.
+Every backend is checked against oxmoe.reference in each cell before it is timed. A row also has the shortest and the
+longest time, the commit, the driver and the GPU's clocks.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import allreduce, allreduce_peers, distance, layers, masked, overhead, report
+from oxmoe.bench import allreduce, allreduce_peers, distance, layers, machine, masked, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.bench.timing import Protocol, times_us
@@ -125,33 +122,6 @@ def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Bac
         return f"does not start: {type(error).__name__}: {error}"
 
 
-def _without_paths(arguments: list[str]) -> list[str]:
-    """The command for the record, without the paths of this machine."""
-    kept: list[str] = []
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
-        if previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
-            kept.append(argument)
-    return kept
-
-
-def _environment(device: str) -> dict[str, Any]:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "cpu": oxmoe.device_info()["cpu"],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "oxmoe": oxmoe.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "oxmoe", *_without_paths(sys.argv[1:])]),
-        "portable": os.environ.get("OXMOE_PORTABLE") == "1",
-    }
-
-
 class _Bench:
     """One run: what is the same for all of its cells."""
 
@@ -246,20 +216,20 @@ def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
         *((f"{count} tokens a rank", functools.partial(masked.sent, tokens=count)) for count in tokens),
     ]
     of_formats = {name: FORMATS[name.removesuffix("-bf16")] for name in formats}
-    right = masked.run(names, of_formats, cases, peers, device, protocol, _environment(device), args.json)
+    right = masked.run(names, of_formats, cases, peers, device, protocol, machine.environment(device), args.json)
     return 0 if right else 1
 
 
 def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
-        raise SystemExit("bench: --plot needs matplotlib (pip install oxmoe[bench])")
+        raise SystemExit("bench: --plot needs matplotlib (pip install matplotlib)")
     if args.table:
         print(report.markdown(report.read_json(args.table)))
         return 0
     if args.allreduce is not None:
         known = allreduce_peers.PEERS
         peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(known), known)
-        environment = _environment("cuda" if torch.cuda.is_available() else "cpu")
+        environment = machine.environment("cuda" if torch.cuda.is_available() else "cpu")
         return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
@@ -272,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     for name, served in oxmoe.device_info()["formats"].items():
         if name.replace("_", "-") in formats and device not in served:
             raise SystemExit(f"bench: format {name} runs on {', '.join(served)}, not on {device}")
-    environment = _environment(device)
+    environment = machine.environment(device)
     if args.overhead:
         rows = overhead.measure(device)
         report.print_overhead(rows)

@@ -1,11 +1,9 @@
-"""What is timed: layer shapes of real models, their operands, routings, the roofline, the check and the clock."""
+"""What is timed: layer shapes of real models, their operands, routings, the roofline and the check."""
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -329,15 +327,3 @@ def peer_error(result: Tensor, truth: Tensor, most: float = 2e-2) -> str | None:
     """Peers round in more places: the same layer all the same, or not."""
     norm = relative_norm(result, truth)
     return None if norm < most else f"computes something else: relative norm {norm:.3g}"
-
-
-def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> float:
-    """Median microseconds of a call, repeated for about this long and at least five times after two warm-ups."""
-    call()
-    call()
-    times, end = [], time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)

@@ -16,7 +16,7 @@ from torch import Tensor
 import oxmoe
 from oxmoe.bench import deep_gemm, layers, report
 from oxmoe.bench.backend import Oxmoe
-from oxmoe.bench.timing import Protocol, times_us
+from oxmoe.bench.timing import Protocol, fields, times_us
 from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
 # Formats of weights as the other benches name them, tokens in bf16, but for fp8-block: those in e4m3, as DeepEP sends
@@ -364,7 +364,9 @@ class _Bench:
         for backend, us in times.items():
             excludes = PEERS[backend].excludes if backend in PEERS else None
             extra = {} if excludes is None else {"excludes": excludes}
-            lines.append({**common, "backend": backend, "us": us, **extra, **vars(self.protocol), **self.environment})
+            lines.append(
+                {**common, "backend": backend, **fields(us), **extra, **vars(self.protocol), **self.environment}
+            )
         report.append_json(self.json_path, lines)
 
 

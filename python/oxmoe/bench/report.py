@@ -10,11 +10,12 @@ from typing import Any
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.layers import SHAPES
 from oxmoe.bench.peers import PEERS
+from oxmoe.bench.timing import fields
 
 
 @dataclass
 class Cell:
-    """One layer at one token count: microseconds by backend."""
+    """One layer at one token count: microseconds by backend (`Times`)."""
 
     op: str
     shape: str
@@ -110,7 +111,7 @@ class Report:
         }
         rows = []
         for name, us in cell.times.items():
-            row = {**common, "backend": name, "us": us}
+            row = {**common, "backend": name, **fields(us)}
             if name in cell.details:
                 row["detail"] = cell.details[name]
             if name in PEERS and PEERS[name].excludes is not None:
@@ -129,7 +130,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of README and docs: one line a cell, the fastest in bold.
+    """The table of docs/performance.md: one line a cell, the fastest in bold. Rows with and without a spread are read.
 
     Where a cell was run twice the later run counts alone: only times of one process are compared.
     """
@@ -172,7 +173,24 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             slower.append(f"{' '.join(keys)} M={tokens} ({100 * (ours / best - 1):.1f} %)")
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     against = f"Slower than the best peer in {len(slower)} of {len(cells)} cells"
-    return f"{table}\n\n{against}{': ' if slower else ''}{', '.join(slower)}."
+    rows_shown = [row for cell in cells.values() for row in cell.values()]
+    return f"{table}\n\n{against}{': ' if slower else ''}{', '.join(slower)}.{_origin(rows_shown)}"
+
+
+def _origin(rows: Sequence[dict[str, Any]]) -> str:
+    """Where rows were measured and how far their times lie apart, as far as they say."""
+    rows = [row for row in rows if "us_min" in row]
+    if not rows:
+        return ""
+    builds = dict.fromkeys(
+        f"{row['gpu'] or row['cpu']}, driver {row['driver']}, torch {row['torch']}, commit {row['commit']}, "
+        f"{row['date'][:10]}"
+        for row in rows
+    )
+    widest = max(rows, key=lambda row: (row["us_max"] - row["us_min"]) / row["us"])
+    share = 100 * (widest["us_max"] - widest["us_min"]) / widest["us"]
+    where = f"{widest['backend']}, {widest['shape']} {widest['format']} M={widest['tokens']}"
+    return f" Times of one row lie within {share:.1f} % of its median ({where}). Measured on {'; '.join(builds)}."
 
 
 def print_overhead(rows: Sequence[dict[str, Any]]) -> None:
