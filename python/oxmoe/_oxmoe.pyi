@@ -582,13 +582,14 @@ def explain(
     *,
     format: str = "bf16",  # as ExpertWeights.format; "f32" has no kernels on GPUs
     gated: bool = True,
-    arch: str | None = None,  # "sm_80", "sm_90", "sm_100", "sm_120", "cpu"; default: this machine's
+    arch: str | None = None,  # "sm_80", "sm_90", "sm_103", ..., "cpu"; default: this machine's
 ) -> str:
     """The plan for a shape, as text: kernels, tiles, warps, stages, grids, shared memory, workspace, roofline floor."""
 
 def device_info() -> dict[str, Any]:
-    """What doctor prints: driver, GPUs (name, arch, SMs, memory), archs in the wheel, nvcc, weight formats with the
-    devices that run them, CPU instructions."""
+    """What doctor prints: version, kernels, nvcc, archs in the wheel, weight formats with the devices that run them,
+    driver (whether there is one), driver_cuda (the CUDA version that it speaks, or None), needed_cuda (the one that
+    this build needs), gpus (name, arch, multiprocessors, shared_bytes, kernels), CPU instructions and threads."""
 
 def allreduce_message(operands: Any) -> tuple[int, Tensor]:
     """(shape word, message) of one call: message [T, H] is what this rank contributes. Checks every operand.

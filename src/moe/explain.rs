@@ -22,7 +22,8 @@ pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_
 
 /// The plan for a shape, as text: launches, tiles, warps, grids, shared memory, workspace and the roofline floor. Needs no GPU.
 ///
-/// arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
+/// arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121" or "cpu"; default: this machine's
+/// first GPU, else the CPU.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
@@ -77,7 +78,7 @@ pub fn explain(
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
                 Some(arch) => Some(Device::typical(arch)),
-                None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
+                None => contract!("arch: expected \"cpu\" or one of {}, got {name:?}", Arch::known()),
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };
