@@ -12,6 +12,9 @@ pub enum Error {
     Unsupported(String),
     /// Missing driver, a GPU without kernels in this wheel, a failed CUDA call. → RuntimeError
     Cuda(String),
+    /// A launch whose CTAs wait for each other on a part of a GPU that cannot hold them at once. → RuntimeError; `moe` runs as separate
+    /// launches instead.
+    TooLarge(String),
     /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
     Python(PyErr),
 }
@@ -21,7 +24,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) => f.write_str(text),
+            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) | Error::TooLarge(text) => {
+                f.write_str(text)
+            }
             Error::Python(error) => error.fmt(f),
         }
     }
@@ -32,7 +37,7 @@ impl From<Error> for PyErr {
         match error {
             Error::Contract(text) => PyValueError::new_err(text),
             Error::Unsupported(text) => PyNotImplementedError::new_err(text),
-            Error::Cuda(text) => PyRuntimeError::new_err(text),
+            Error::Cuda(text) | Error::TooLarge(text) => PyRuntimeError::new_err(text),
             Error::Python(error) => error,
         }
     }
