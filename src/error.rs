@@ -14,6 +14,9 @@ pub enum Error {
     Cuda(String),
     /// The host has no memory for what a call needs. → MemoryError
     Memory(String),
+    /// A launch whose CTAs wait for each other on a part of a GPU that cannot hold them at once. → RuntimeError; `moe` runs as separate
+    /// launches instead.
+    TooLarge(String),
     /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
     Python(PyErr),
 }
@@ -23,9 +26,11 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) | Error::Memory(text) => {
-                f.write_str(text)
-            }
+            Error::Contract(text)
+            | Error::Unsupported(text)
+            | Error::Cuda(text)
+            | Error::Memory(text)
+            | Error::TooLarge(text) => f.write_str(text),
             Error::Python(error) => error.fmt(f),
         }
     }
@@ -36,7 +41,7 @@ impl From<Error> for PyErr {
         match error {
             Error::Contract(text) => PyValueError::new_err(text),
             Error::Unsupported(text) => PyNotImplementedError::new_err(text),
-            Error::Cuda(text) => PyRuntimeError::new_err(text),
+            Error::Cuda(text) | Error::TooLarge(text) => PyRuntimeError::new_err(text),
             Error::Memory(text) => PyMemoryError::new_err(text),
             Error::Python(error) => error,
         }

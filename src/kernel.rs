@@ -13,6 +13,7 @@ use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
 /// Aligned so that the driver may read the image as words.
@@ -237,6 +238,9 @@ static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; IMAGES.len()] }; MAX_DEVICES];
 
+/// Devices on which the driver has refused a launch whose CTAs wait for each other as too large: those of a process under an MPS limit.
+static PARTS: [AtomicBool; MAX_DEVICES] = [const { AtomicBool::new(false) }; MAX_DEVICES];
+
 fn position(variant: &Variant) -> Option<usize> {
     KERNELS.iter().position(|k| k.variant == *variant)
 }
@@ -326,6 +330,34 @@ impl<'a> Stream<'a> {
         &self.gpu.device
     }
 
+    /// Whether all CTAs of a launch whose CTAs wait for each other can run at once on this stream. Not known to be false before the driver has
+    /// refused one on this device, but of streams of green contexts, whose part of the GPU the driver tells.
+    pub fn holds(&self, launch: &Launch) -> bool {
+        let ctas = |multiprocessors: u32| multiprocessors * launch.variant.ctas_per_multiprocessor();
+        !PARTS[self.gpu.ordinal as usize].load(Ordering::Relaxed)
+            && self.green_multiprocessors().is_none_or(|part| launch.grid <= ctas(part))
+    }
+
+    /// Multiprocessors of the stream's green context, if it has one.
+    fn green_multiprocessors(&self) -> Option<u32> {
+        // The streams that CUDA names by a number are those of the primary context, which is current.
+        if self.raw as usize <= 2 {
+            return None;
+        }
+        let mut green = std::ptr::null_mut();
+        // SAFETY: torch's stream; writes one handle.
+        let asked = unsafe { sys::cuStreamGetGreenCtx(self.raw, &mut green) };
+        if asked != sys::CUresult::CUDA_SUCCESS || green.is_null() {
+            return None;
+        }
+        let mut resource = std::mem::MaybeUninit::<sys::CUdevResource>::zeroed();
+        let kind = sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
+        // SAFETY: the driver gave the handle and writes one struct.
+        let asked = unsafe { sys::cuGreenCtxGetDevResource(green, resource.as_mut_ptr(), kind) };
+        // SAFETY: zeroed, then written as a resource of this kind.
+        (asked == sys::CUresult::CUDA_SUCCESS).then(|| unsafe { resource.assume_init().__bindgen_anon_1.sm.smCount })
+    }
+
     /// Copies `bytes` of device memory, in stream order.
     ///
     /// # Safety
@@ -380,6 +412,19 @@ impl<'a> Stream<'a> {
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(|e| cuda_error(format_args!("{op}: launching {launch}"), e))
+            .map_err(|e| self.launch_error(op, launch, e))
+    }
+
+    fn launch_error(&self, op: &str, launch: &Launch, error: result::DriverError) -> Error {
+        if error.0 != sys::CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE {
+            return cuda_error(format_args!("{op}: launching {launch}"), error);
+        }
+        // Of a green context nothing is remembered: it is one stream's.
+        if self.green_multiprocessors().is_none() {
+            PARTS[self.gpu.ordinal as usize].store(true, Ordering::Relaxed);
+        }
+        Error::TooLarge(format!(
+            "{op}: launching {launch}: this stream has too few multiprocessors for all CTAs at once"
+        ))
     }
 }

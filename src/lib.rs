@@ -80,8 +80,11 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     info.set_item("cpu", cpu::instruction_set())?;
     info.set_item("threads", rayon::current_num_threads())?;
     info.set_item("driver", device::driver_present())?;
+    let version = if device::driver_present() { Some(error::guard(device::driver_version)?) } else { None };
+    info.set_item("driver_cuda", version.map(device::version_text))?;
+    info.set_item("needed_cuda", device::version_text(device::needed_version()))?;
     let gpus = pyo3::types::PyList::empty(py);
-    for ordinal in 0..error::guard(|| if device::driver_present() { device::count() } else { Ok(0) })? {
+    for ordinal in 0..error::guard(|| if device::driver_present() { device::visible() } else { Ok(0) })? {
         let entry = pyo3::types::PyDict::new(py);
         match error::guard(|| device::gpu(ordinal)) {
             Ok(gpu) => {
@@ -91,7 +94,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
                 entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
                 entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
             }
-            // Not a reason to say nothing of the others: a GPU before sm_80, say.
+            // Not a reason to say nothing of the others: a GPU before sm_80, say, or all of them under a driver that is too old.
             Err(error) => {
                 entry.set_item("name", error.value(py).to_string())?;
                 entry.set_item("arch", "not supported")?;

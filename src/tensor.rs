@@ -421,7 +421,8 @@ fn exchange(
     // SAFETY: the GIL is held, the object is of a type that publishes this table, the result is read only on success.
     unsafe {
         if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
-            let error = PyErr::take(py).map_or("its type's exchange table says no more".into(), |e| e.value(py).to_string());
+            let error =
+                PyErr::take(py).map_or("its type's exchange table says no more".into(), |e| e.value(py).to_string());
             contract!("{operand}: cannot be read: {}", error.lines().next().unwrap_or_default());
         }
         Ok(tensor.assume_init())

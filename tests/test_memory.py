@@ -43,7 +43,10 @@ def operands(format: str, device: str, rng: torch.Generator) -> dict[str, Any]:
     if format.startswith("fp8"):
         weights = {name: randn(*size).to(E4M3) for name, size in both.items()} | biases | numbers
         if format == "fp8_block":
-            return weights | {"w13_scale": ones(E, 2 * INTER // 128, H // 128), "w2_scale": ones(E, H // 128, INTER // 128)}
+            return weights | {
+                "w13_scale": ones(E, 2 * INTER // 128, H // 128),
+                "w2_scale": ones(E, H // 128, INTER // 128),
+            }
         if format == "fp8_tensor":
             return weights | {"w13_scale": ones(E), "w2_scale": ones(E), "a13_scale": ones(1), "a2_scale": ones(1)}
         return weights | {"w13_scale": ones(E, 2 * INTER), "w2_scale": ones(E, H)}
@@ -395,5 +398,5 @@ def test_options_that_a_call_does_not_read(rng: torch.Generator) -> None:
 def test_ranks_that_no_id_reaches(size: int, rank: int, rng: torch.Generator) -> None:
     weights, x = make("bf16", operands("bf16", "cpu", rng)), x_of("bf16", "cpu", rng)
     for read in (moe_operands("bf16", False, rng), moe_operands("bf16", True, rng) | {"top_k": K}):
-        with pytest.raises(ValueError, match="^ep_(size|rank): expected"):
+        with pytest.raises(ValueError, match=r"^ep_(size|rank): expected"):
             oxmoe.moe(x, weights, **read, ep_size=size, ep_rank=rank)

@@ -830,13 +830,16 @@ def explain(
     """The plan for a shape, as text: kernels, tiles, warps, stages, grids, shared memory, workspace, roofline floor.
 
     format: as ExpertWeights.format; "f32" has no kernels on GPUs.
-    arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
+    arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121" or "cpu";
+    default: this machine's first GPU, else the CPU.
     """
 
 def device_info() -> dict[str, Any]:
     """What this build and this machine are, as doctor prints it: version, commit (None where the build knew none; with
-    "-dirty" where files differed from it), nvcc, archs with kernels in the wheel, weight formats with the devices that
-    run them, CPU instructions, threads, whether there is a driver, and GPUs (name, arch, SMs, shared memory)."""
+    "-dirty" where files differed from it), kernels, nvcc, archs with kernels in the wheel, weight formats with the
+    devices that run them, driver (whether there is one), driver_cuda (the CUDA version that it speaks, or None),
+    needed_cuda (the one that this build needs), gpus (name, arch, multiprocessors, shared_bytes, kernels), CPU
+    instructions and threads."""
 
 def allreduce_message(operands: Any) -> tuple[int, Tensor]:
     """(shape word, message) of one call: message [T, H] is what this rank contributes. Checks every operand.

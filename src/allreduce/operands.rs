@@ -231,12 +231,7 @@ impl<'py> Operands<'py> {
     }
 
     /// input [rows, H], expanded_idx_to_permuted_idx int32 [T, k], expert_scale_factor [T, k].
-    fn finalize(
-        &self,
-        shared: Option<Borrowed<'py>>,
-        elem: Elem,
-        contract: &mut Contract<'_>,
-    ) -> Result<Experts<'py>> {
+    fn finalize(&self, shared: Option<Borrowed<'py>>, elem: Elem, contract: &mut Contract<'_>) -> Result<Experts<'py>> {
         let rows = contract.input("input", &self.input)?;
         contract.check("input", &rows, &[Dim::Named("rows"), Dim::Named("hidden")], &[elem])?;
         let name = "expanded_idx_to_permuted_idx";

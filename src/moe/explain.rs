@@ -77,7 +77,7 @@ pub fn explain(
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
                 Some(arch) => Some(Device::typical(arch)),
-                None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
+                None => contract!("arch: expected \"cpu\" or one of {}, got {name:?}", Arch::known()),
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };

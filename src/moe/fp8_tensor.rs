@@ -111,7 +111,12 @@ fn table<'py>(
         [e, r] | [e, r, 1] if e == experts && r == rows => {
             refuse_numpy(name, &scale)?;
             let dims = [Dim::Is("experts", experts), Dim::Is("rows of weights", rows), Dim::Is("one", 1)];
-            Contract::new().with("the weights", weights.place, &[]).check(name, &scale, &dims[..scale.shape().len()], &[Elem::F32])?;
+            Contract::new().with("the weights", weights.place, &[]).check(
+                name,
+                &scale,
+                &dims[..scale.shape().len()],
+                &[Elem::F32],
+            )?;
             let alignment = if weights.place == Place::Cpu { 4 } else { 16 };
             if !(scale.data as usize).is_multiple_of(alignment) {
                 contract!(

@@ -40,7 +40,8 @@ impl Layer {
         let on_host = |address: *const f32| numbers.iter().any(|held| held.as_ptr() == address);
         let PerExpert { alpha, beta, limit, limit_after: _ } = *per_expert;
         let of_experts = NAMES.into_iter().zip([alpha, beta, limit]);
-        let of_experts = of_experts.map(|(name, address)| (name, address.cast(), desc.experts as usize * size_of::<f32>()));
+        let of_experts =
+            of_experts.map(|(name, address)| (name, address.cast(), desc.experts as usize * size_of::<f32>()));
         let [up_names, down_names] = [
             ["w13", "w13_scale", "w13_scale of rows", "b13", "a13_scale"],
             ["w2", "w2_scale", "w2_scale of rows", "b2", "a2_scale"],
@@ -173,8 +174,19 @@ impl Matrix {
         on_host: impl Fn(*const f32) -> bool,
     ) -> [(&'static str, *const u8, usize); 5] {
         // Without `..`: a new field must be thought of here.
-        let Matrix { data, blocks, packed, block_scales, row_scales, bias, bias_dtype, x_scale, one_x_scale: _, rows, k } =
-            *self;
+        let Matrix {
+            data,
+            blocks,
+            packed,
+            block_scales,
+            row_scales,
+            bias,
+            bias_dtype,
+            x_scale,
+            one_x_scale: _,
+            rows,
+            k,
+        } = *self;
         let (rows, k, experts, number) = (rows as usize, k as usize, desc.experts as usize, size_of::<f32>());
         let all_rows = experts * rows;
         let bytes_of = |dtype| if dtype == Dtype::F32 { 4 } else { 2 };

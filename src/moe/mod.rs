@@ -177,6 +177,7 @@ impl Stages {
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+        routed::require(stream, &plan.experts)?;
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
             let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
             let stages = (gemms.0, gemms.1, self.combine);
@@ -323,9 +324,11 @@ impl<'py> Call<'_, 'py> {
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
-                let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
-                stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)?;
+                routed::whole_or_part(&stream, |device| {
+                    let (plan, slot) = routed::plan_call(desc, device, (ordinal, scratch.base as usize))?;
+                    stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)
+                })?;
             }
         }
         Ok(out.into_object())

@@ -9,7 +9,7 @@ use super::plan::sm90::ROUTED_WORKSPACES;
 use super::plan::{self, Counters, Experts, MoeDesc, MoePlan};
 use super::weights::Layer;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{Launch, Stream};
 use crate::params::{CombineParams, GroupedGemmParams, LayerParams, RouteParams, RoutedLayerParams, SelectParams};
 use std::sync::Mutex;
@@ -60,6 +60,26 @@ pub fn plan_masked(
     match of(ordinal, workspace) {
         Some(slot) => Ok((plan, slot)),
         None => Ok((MaskedPlan::new(&MaskedDesc { finds_tiles: false, ..*desc }, device)?, 0)),
+    }
+}
+
+/// Runs a call by its plan for the whole GPU and, where the stream has too small a part of it for a launch whose CTAs wait for each other,
+/// by the plan of launches apart, which has the same bits. `run` may have launched the routing by then, which is done anew in the same
+/// workspace.
+pub fn whole_or_part(stream: &Stream<'_>, run: impl Fn(&Device) -> Result<()>) -> Result<()> {
+    match run(stream.device()) {
+        Err(Error::TooLarge(_)) => run(&Device { whole: false, ..stream.device().clone() }),
+        done => done,
+    }
+}
+
+/// Before anything of a call is launched: an error where it is known that the stream cannot hold its plan's launch in one.
+pub fn require(stream: &Stream<'_>, experts: &Experts) -> Result<()> {
+    match experts {
+        Experts::Fused(launch) | Experts::Routed(launch) if !stream.holds(launch) => {
+            Err(Error::TooLarge("moe: this stream has too few multiprocessors for all CTAs of a launch at once".into()))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -416,7 +416,8 @@ pub fn routing_tables<'py>(
         }
         let Sorted { histogram, offsets: slice_offsets, place_of_slot, slot_of_place } = sorted;
         let [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule] =
-            [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule].map(Borrowed::into_object);
+            [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule]
+                .map(Borrowed::into_object);
         Ok((gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule))
     })
 }

@@ -276,7 +276,8 @@ impl ExpertWeights {
         let (alpha, beta, limit) = given.objects(arguments.w13.py());
         let Operands { w13, w2, b13, b2, scales } = operands;
         let biases = [("b13", b13), ("b2", b2)].into_iter().chain(NAMES.into_iter().zip(options.swiglu.experts));
-        let mut read: Vec<Extra<'py>> = biases.filter_map(|(name, tensor)| Some((name, tensor?))).chain(extra).collect();
+        let mut read: Vec<Extra<'py>> =
+            biases.filter_map(|(name, tensor)| Some((name, tensor?))).chain(extra).collect();
         // A layer that was packed keeps nothing that it does not read.
         let (mut weights, mut weight_scales) = ([None, None], [None, None]);
         let [w13_packed, w2_packed] = match packed {

@@ -170,11 +170,7 @@ pub fn dequantize_mxfp4<'py>(
     })
 }
 
-fn dequantize<T: Float>(
-    (py, checked): (Python<'_>, &Checked),
-    (codes, scales): (&[u8], &[u8]),
-    out: &mut [T],
-) {
+fn dequantize<T: Float>((py, checked): (Python<'_>, &Checked), (codes, scales): (&[u8], &[u8]), out: &mut [T]) {
     checked.on_cpu(py, || mxfp4::dequantize(codes, scales, out));
 }
 

@@ -58,7 +58,9 @@ fn vectors_are_no_elements() {
 #[test]
 fn spans_overlap_where_they_share_a_byte() {
     let span = |start: usize, bytes| Span::new("t", Place::Cpu, start as *const u8, bytes);
-    assert!(span(10, 5).overlaps(&span(14, 1)) && span(10, 5).overlaps(&span(0, 11)) && span(10, 5).overlaps(&span(11, 1)));
+    assert!(
+        span(10, 5).overlaps(&span(14, 1)) && span(10, 5).overlaps(&span(0, 11)) && span(10, 5).overlaps(&span(11, 1))
+    );
     assert!(!span(10, 5).overlaps(&span(15, 9)) && !span(10, 5).overlaps(&span(0, 10)));
     assert!(!span(10, 5).overlaps(&span(12, 0)) && !span(12, 0).overlaps(&span(10, 5)));
     let on_gpu = Span { place: Place::Cuda(0), ..span(10, 5) };

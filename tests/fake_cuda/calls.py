@@ -180,6 +180,11 @@ def refused(layer, tokens):
     }
 
 
+def oxmoe_device_info():
+    """Of the module without torch."""
+    return oxmoe.device_info()
+
+
 def make_packed(experts, hidden, intermediate, scale_dtype="uint8", columns=None, bias=None, **options):
     """MXFP4 experts with `columns` of w13 (hidden of them used), and their operands."""
     columns = columns or hidden

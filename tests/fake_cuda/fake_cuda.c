@@ -6,6 +6,9 @@
 // FAKE_SMS         multiprocessors (132)
 // FAKE_SHARED      most dynamic shared memory of a CTA, bytes (232448)
 // FAKE_DEVICES     GPUs (1)
+// FAKE_VERSION     CUDA version that the driver speaks (13000)
+// FAKE_TOO_LARGE   if 1: cooperative launches are too large, as under an MPS limit
+// FAKE_GREEN       if set: every stream is one of a green context with so many multiprocessors, of which each holds two CTAs
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
@@ -98,6 +101,13 @@ static CUresult refuse(const char* function, CUresult code, const char* rule) {
 CUresult cuInit(unsigned flags) {
     ENTER();
     REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int* version) {
+    ENTER();
+    *version = (int)number("FAKE_VERSION", 13000);
+    record("{\"call\": \"cuDriverGetVersion\"}");
     return CUDA_SUCCESS;
 }
 
@@ -431,6 +441,22 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     return CUDA_SUCCESS;
 }
 
+// The green context of a stream is its address and one.
+CUresult cuStreamGetGreenCtx(CUstream stream, CUgreenCtx* context) {
+    ENTER();
+    *context = number("FAKE_GREEN", 0) ? (CUgreenCtx)((uintptr_t)stream + 1) : NULL;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGreenCtxGetDevResource(CUgreenCtx context, CUdevResource* resource, CUdevResourceType type) {
+    ENTER();
+    REQUIRE((uintptr_t)context % 2 == 1 && type == CU_DEV_RESOURCE_TYPE_SM, CUDA_ERROR_INVALID_VALUE);
+    memset(resource, 0, sizeof *resource);
+    resource->type = type;
+    resource->sm.smCount = (unsigned)number("FAKE_GREEN", 0);
+    return CUDA_SUCCESS;
+}
+
 // Sizes of a kernel's parameters by FAKE_PARAMETERS; returns how many there are.
 static int parameter_sizes(const char* kernel, long sizes[4]) {
     const char* best = NULL;
@@ -488,6 +514,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     REQUIRE(config->gridDimX % cluster[0] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
     REQUIRE(config->gridDimY % cluster[1] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
     REQUIRE(config->gridDimZ % cluster[2] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
+
+    if (cooperative) {
+        const unsigned room = 2 * (unsigned)number("FAKE_GREEN", number("FAKE_SMS", 132));
+        REQUIRE(config->gridDimX <= room, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
+        if (number("FAKE_TOO_LARGE", 0)) {
+            record("{\"call\": \"too large\", \"kernel\": \"%s\"}", function->name);
+            return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
+        }
+    }
 
     char text[4096] = "";
     size_t used = 0;

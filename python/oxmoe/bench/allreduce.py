@@ -16,6 +16,7 @@ from oxmoe.bench import report
 from oxmoe.bench.allreduce_peers import PEERS, WITHOUT_MULTICAST, Call, Peer
 from oxmoe.bench.machine import clocks
 from oxmoe.bench.timing import Times, fields
+from oxmoe.command import UsageError
 
 # (tokens, hidden): decode and prefill of GPT-OSS and DeepSeek.
 SHAPES = (
@@ -153,13 +154,13 @@ def run(
     """Prints a table and appends JSON lines; tokens: only shapes with these. Of peers, those that start run too."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world not in (2, 4, 8) or there < world:
-        raise SystemExit(f"bench: --allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
+        raise UsageError(f"--allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shapes = [shape for shape in SHAPES if tokens is None or shape[0] in tokens]
     if not shapes:
-        raise SystemExit(f"bench: --tokens: none of {sorted({shape[0] for shape in SHAPES})}")
+        raise UsageError(f"--tokens: none of {sorted({shape[0] for shape in SHAPES})}")
     arguments = (world, port, shapes, peers, (json_path, environment))
     torch.multiprocessing.spawn(_rank, arguments, nprocs=world)  # type: ignore[no-untyped-call]
     return 0

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import oxmoe
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.layers import SHAPES
 from oxmoe.bench.peers import PEERS
 from oxmoe.bench.timing import fields
+from oxmoe.command import UsageError
 
 
 @dataclass
@@ -32,11 +34,43 @@ class Cell:
 
 
 def read_json(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of these files, formats in today's spelling (older rows have "fp8-block" for "fp8_block")."""
+    spelled = {name.replace("-", "_"): name for name in oxmoe.device_info()["formats"]}
     rows = []
     for path in paths:
-        with open(path, encoding="utf-8") as file:
-            rows += [json.loads(line) for line in file if line.strip()]
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = file.readlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UsageError(f"--table: cannot read {path}: {reason}") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            row = _row(line)
+            if row is None:
+                raise UsageError(
+                    f"--table: {path}, line {number}: expected a JSON object with the fields of a measurement"
+                )
+            name = row.get("format", "")
+            rows.append(row | {"format": spelled.get(name.replace("-", "_"), name)})
     return rows
+
+
+# What `markdown` reads of a row.
+_FIELDS = {"shape": str, "format": str, "tokens": int, "backend": str, "us": (int, float), "date": str}
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A line of a results file; None where it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("op"), str):
+        return None
+    whole = all(isinstance(row.get(field), kind) for field, kind in _FIELDS.items()) and "floor_us" in row
+    return row if whole or row["op"] != "moe" else None
 
 
 def append_json(path: str | None, rows: Sequence[dict[str, Any]]) -> None:
