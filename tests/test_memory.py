@@ -1,7 +1,7 @@
 """What outlives a call owns its memory, and what a call writes lies over nothing that it reads.
 
-Every format's ExpertWeights, every operand of it, every way in which torch gives a tensor other memory; every entry point, every operand of
-it, both outputs (out and workspace).
+Every format's ExpertWeights, every operand of it, every way in which torch gives a tensor other memory; every entry
+point, every operand of it, both outputs (out and workspace).
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ impl Owned {
         let py = object.py();
         let (start, end) = borrowed.extent();
         let span = Span { operand, place: borrowed.place, start, end };
-        if borrowed.origin == Origin::Other {
+        let storage = object.getattr_opt(intern!(py, "untyped_storage"))?;
+        let Some(storage) = storage.filter(|_| borrowed.origin != Origin::Other) else {
             let was = Memory { address: borrowed.data as usize, bytes: borrowed.bytes() };
             let source = Source::Array {
                 object: object.clone().unbind(),
@@ -51,8 +52,8 @@ impl Owned {
                 was,
             };
             return Ok(Owned { span, source });
-        }
-        let storage = object.call_method0(intern!(py, "untyped_storage"))?;
+        };
+        let storage = storage.call0()?;
         let was = memory_of(&storage)?;
         // Another thread may have come between the borrow and this.
         if !span.is_empty() && !(was.address <= start && end <= was.address + was.bytes) {
