@@ -1,6 +1,6 @@
 //! One error type for the whole crate and its one conversion to Python exceptions.
 
-use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::PyErr;
 use std::fmt;
 
@@ -12,6 +12,8 @@ pub enum Error {
     Unsupported(String),
     /// Missing driver, a GPU without kernels in this wheel, a failed CUDA call. → RuntimeError
     Cuda(String),
+    /// The host has no memory for what a call needs. → MemoryError
+    Memory(String),
     /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
     Python(PyErr),
 }
@@ -21,7 +23,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) => f.write_str(text),
+            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) | Error::Memory(text) => {
+                f.write_str(text)
+            }
             Error::Python(error) => error.fmt(f),
         }
     }
@@ -33,6 +37,7 @@ impl From<Error> for PyErr {
             Error::Contract(text) => PyValueError::new_err(text),
             Error::Unsupported(text) => PyNotImplementedError::new_err(text),
             Error::Cuda(text) => PyRuntimeError::new_err(text),
+            Error::Memory(text) => PyMemoryError::new_err(text),
             Error::Python(error) => error,
         }
     }
@@ -58,6 +63,24 @@ pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> pyo3::PyResult<T> {
             Err(PyRuntimeError::new_err(format!("oxmoe: internal error, please report it: {text}")))
         }
     }
+}
+
+/// An empty vector with room for `count` elements. Where the host has no memory for them this is an error, while `Vec::with_capacity`
+/// ends the process: memory whose size follows from a call's operands is taken here.
+pub fn try_vec<T>(count: usize, what: &str) -> Result<Vec<T>> {
+    let mut room = Vec::new();
+    room.try_reserve_exact(count).map_err(|_| {
+        let bytes = count.saturating_mul(size_of::<T>());
+        Error::Memory(format!("out of host memory: {what} needs {bytes} bytes"))
+    })?;
+    Ok(room)
+}
+
+/// `count` elements with the value `T::default()`, taken as by [`try_vec`].
+pub fn try_filled<T: Clone + Default>(count: usize, what: &str) -> Result<Vec<T>> {
+    let mut room = try_vec(count, what)?;
+    room.resize(count, T::default());
+    Ok(room)
 }
 
 /// `return Err(Error::Contract(format!(...)))`

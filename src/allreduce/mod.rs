@@ -12,7 +12,7 @@ pub mod protocol;
 
 use crate::contract;
 use crate::cpu;
-use crate::error::{guard, Result};
+use crate::error::{guard, try_filled, Result};
 use crate::params::Dtype;
 use crate::tensor::{Elem, Place, TensorRef};
 use operands::Operands;
@@ -87,22 +87,25 @@ enum Message {
 impl Message {
     fn read(object: &Bound<'_, PyAny>, bytes: usize) -> Result<Message> {
         let copy = |from: *const u8| {
-            let mut copy = vec![0u64; bytes.div_ceil(8)];
+            let mut copy: Vec<u64> = try_filled(bytes.div_ceil(8), "an aligned copy of a message")?;
             // SAFETY: `bytes` bytes, checked below before this is called.
             unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr().cast::<u8>(), bytes) };
-            Message::Copy(copy)
+            Ok(Message::Copy(copy))
         };
         if let Ok(raw) = object.cast::<PyBytes>() {
             if raw.as_bytes().len() != bytes {
                 contract!("messages: expected {bytes} bytes of each rank, got {}", raw.as_bytes().len());
             }
-            return Ok(copy(raw.as_bytes().as_ptr()));
+            return copy(raw.as_bytes().as_ptr());
         }
         let tensor = TensorRef::borrow("messages", object)?;
         if tensor.bytes() != bytes || tensor.place != Place::Cpu {
             contract!("messages: expected {bytes} bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
         }
-        Ok(if tensor.data.align_offset(8) == 0 { Message::Tensor(tensor) } else { copy(tensor.data) })
+        if tensor.data.align_offset(8) == 0 {
+            return Ok(Message::Tensor(tensor));
+        }
+        copy(tensor.data)
     }
 
     fn data(&self) -> *const u8 {

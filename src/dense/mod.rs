@@ -110,7 +110,7 @@ pub fn mm_mxfp8<'py>(
                     contract!("out: expected data aligned to {} bytes, got {:p}", elem.bytes(), to.data);
                 }
                 // SAFETY: shapes, dtypes and extents were checked, and out overlaps nothing.
-                py.detach(|| unsafe { cpu::mm_mxfp8(&params) });
+                py.detach(|| unsafe { cpu::mm_mxfp8(&params) })?;
             }
             Place::Cuda(ordinal) => {
                 for (operand, tensor) in [("a", &from_a), ("b", &columns), ("out", &to)] {
