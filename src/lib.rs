@@ -10,6 +10,7 @@ pub mod kernel;
 pub mod moe;
 pub mod params;
 pub mod quant;
+mod sizes;
 pub mod tensor;
 pub mod tma;
 pub mod variants;
