@@ -11,6 +11,7 @@ pub mod moe;
 pub mod params;
 pub mod python;
 pub mod quant;
+mod sizes;
 pub mod tensor;
 pub mod tma;
 pub mod variants;

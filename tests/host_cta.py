@@ -101,7 +101,10 @@ static float2 __half22float2(__half2 x) { return {from_f16(x.bits & 0xFFFF), fro
 static float __uint_as_float(uint32_t bits) { return float_of(bits); }
 static uint32_t __float_as_uint(float x) { return bits_of(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
-static float __fadd_rn(float a, float b) { return a + b; }
+static float __fadd_rn(float a, float b) {
+    const float sum = a + b;
+    return sum != sum ? float_of(0x7FFFFFFF) : sum;  // GPUs have one NaN
+}
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1 / a; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
@@ -439,21 +442,35 @@ def without_asm(text: str) -> str:
 
 
 class HostCtas:
-    """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80)."""
+    """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80).
 
-    def __init__(self, folder: Path, headers: list[str], kernels: dict[str, tuple[str, str]], arch: int) -> None:
+    `replaced`: (text, other text) where a GPU's operator does what the host's does not."""
+
+    def __init__(
+        self,
+        folder: Path,
+        headers: list[str],
+        kernels: dict[str, tuple[str, str]],
+        arch: int,
+        replaced: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         compiler = shutil.which("c++") or shutil.which("g++")
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
         for name in ("cuda_bf16.h", "cuda_fp16.h"):
             (folder / name).write_text("")
+        found: set[str] = set()
         for path in (ROOT / "csrc").glob("*/*.cuh"):
             copy = folder / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             # Threads take turns, CTAs too: what a CTA shares is of the process.
             text = re.sub(r"(?<!extern )__shared__", "static", without_asm(path.read_text()))
+            for old, new in replaced:
+                found.update([old] if old in text else [])
+                text = text.replace(old, new)
             copy.write_text(text)
+        assert found == {old for old, _ in replaced}, "csrc has other text"
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)

@@ -48,6 +48,33 @@ call(*many, out=out)
 assert (out == {k} / 4096).all()
 """
 
+ALLREDUCE = """
+from types import SimpleNamespace
+from oxmoe import _oxmoe
+
+ABSENT = (
+    "quant_out scale_out residual_out norm_out residual_in rms_gamma scale_factor layout_code"
+    " moe_reduction_device_num_experts moe_reduction_scale_input moe_reduction_active_experts_token_input"
+    " moe_reduction_token_input expanded_idx_to_permuted_idx expert_scale_factor shared_expert_output"
+    " block_quant_group_size"
+).split()
+
+def finish(tokens):
+    rows = np.ones((tokens, 1024), np.float32)
+    out = np.full_like(rows, -7)
+    given = dict(input=rows, pattern=0, output=out, rms_eps=1e-6, weight_bias=0.0, **dict.fromkeys(ABSENT))
+    messages = [rows.tobytes()] * 2
+    return out, lambda: _oxmoe.allreduce_finish(SimpleNamespace(**given), messages)
+
+out, call = finish(2)
+call()
+assert (out == 2).all()
+out, call = finish(1 << 14)
+limit(96 << 20)
+must_raise(call, "an aligned copy of a message needs 67108864 bytes")
+assert (out == -7).all()
+"""
+
 
 def run(body: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT.format(body=body)], capture_output=True, text=True)
@@ -63,3 +90,7 @@ def run(body: str) -> None:
 )
 def test_mm_mxfp8_without_memory(m, n, k, text):
     run(MM_MXFP8.format(m=m, n=n, k=k, text=text))
+
+
+def test_allreduce_without_memory():
+    run(ALLREDUCE)

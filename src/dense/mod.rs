@@ -12,6 +12,7 @@ use crate::quant::mxfp8::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::ops::float_dtype;
 use crate::quant::packed_ops::check_vectors;
+use crate::sizes::int;
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
@@ -78,9 +79,9 @@ pub fn mm_mxfp8<'py>(
             b_scales,
             out: to.data,
             out_dtype: elem.dtype().unwrap_or(Dtype::F32),
-            m: m as i32,
-            n: n as i32,
-            k: k as i32,
+            m: int("m", m)?,
+            n: int("n", n)?,
+            k: int("k", k)?,
             splits: 1,
             shared_tiles: 0,
             tokens: std::ptr::null_mut(),

@@ -9,6 +9,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
+use crate::sizes::int;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
@@ -51,6 +52,9 @@ impl<'py> Operands<'py> {
 }
 
 const MAX_EXPERTS: i64 = 512;
+const MAX_GROUPS: i64 = 32;
+/// Kernels add a share of the tokens to their number in 32 bits.
+const MAX_TOKENS: i64 = 1 << 30;
 const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
 impl Selection<'_> {
@@ -72,7 +76,7 @@ impl Selection<'_> {
             &[Dim::Named("tokens"), Dim::Named("experts")],
             &[Elem::F32, Elem::Bf16, Elem::F16],
         )?;
-        let experts = logits.shape()[1];
+        let (tokens, experts) = (logits.shape()[0], logits.shape()[1]);
         if let Some(bias) = correction_bias {
             contract.check("correction_bias", bias, &[Dim::Named("experts")], &[Elem::F32])?;
         }
@@ -80,20 +84,7 @@ impl Selection<'_> {
             let dims: &[Dim] = if n.shape().is_empty() { &[] } else { &[Dim::Is("one", 1)] };
             contract.check("num_token_non_padded", n, dims, &[Elem::I32])?;
         }
-        if !(1..=MAX_EXPERTS).contains(&experts) {
-            return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
-        }
-        if self.top_k > MAX_TOP_K {
-            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
-        }
-        let routed = self.top_k - self.num_fused_shared_experts;
-        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
-            contract!(
-                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
-                self.top_k,
-                self.num_fused_shared_experts
-            );
-        }
+        let routed = self.routed(tokens, experts)?;
         let scoring = match self.scoring_func {
             "softmax" => Scoring::Softmax,
             "sigmoid" => Scoring::Sigmoid,
@@ -107,42 +98,21 @@ impl Selection<'_> {
             "id" => true,
             other => contract!("order: expected \"weight\" or \"id\", got {other:?}"),
         };
-        let groups = self.num_expert_group;
-        let group_score = if groups <= 1 {
-            GroupScore::None
-        } else {
-            if experts % groups != 0 || groups > 32 {
-                contract!("num_expert_group: expected a divisor of {experts} experts up to 32, got {groups}");
-            }
-            if self.topk_group < 1 || self.topk_group > groups {
-                contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
-            }
-            if routed > experts / groups * self.topk_group {
-                contract!("top_k: {routed} experts do not fit in {} groups of {}", self.topk_group, experts / groups);
-            }
-            match self.group_score.unwrap_or(if correction_bias.is_some() { "top2" } else { "max" }) {
-                "max" => GroupScore::Max,
-                "top2" if experts / groups < 2 => {
-                    contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts")
-                }
-                "top2" => GroupScore::Top2,
-                other => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
-            }
-        };
+        let group_score = self.grouping(experts, routed, correction_bias.is_some())?;
         Ok(SelectParams {
             logits: logits.data,
             logits_dtype: logits.elem.dtype().unwrap_or(Dtype::F32),
-            tokens: logits.shape()[0] as i32,
-            experts: experts as i32,
-            top_k: self.top_k as i32,
+            tokens: int("router_logits: dimension 0 \"tokens\"", tokens)?,
+            experts: int("router_logits: dimension 1 \"experts\"", experts)?,
+            top_k: int("top_k", self.top_k)?,
             correction_bias: correction_bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast::<f32>().cast_const()),
             scoring,
             renormalize: self.renormalize,
             scale: self.scale,
             group_score,
-            groups: groups as i32,
-            topk_group: self.topk_group as i32,
-            shared_experts: self.num_fused_shared_experts as i32,
+            groups: int("num_expert_group", self.num_expert_group)?,
+            topk_group: int("topk_group", self.topk_group)?,
+            shared_experts: int("num_fused_shared_experts", self.num_fused_shared_experts)?,
             shared_weight: self.shared_weight,
             order_by_id,
             num_token_non_padded: num_token_non_padded
@@ -152,6 +122,75 @@ impl Selection<'_> {
             weights: std::ptr::null_mut(),
         })
     }
+
+    /// Routed experts a token, of a shape that kernels take.
+    fn routed(&self, tokens: i64, experts: i64) -> Result<i64> {
+        if tokens > MAX_TOKENS {
+            return Err(Error::Unsupported(format!("router_logits: {tokens} tokens; supported: up to {MAX_TOKENS}")));
+        }
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
+        }
+        if self.top_k > MAX_TOP_K {
+            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
+        }
+        let routed = self.top_k.saturating_sub(self.num_fused_shared_experts);
+        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
+            contract!(
+                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
+                self.top_k,
+                self.num_fused_shared_experts
+            );
+        }
+        Ok(routed)
+    }
+
+    /// How groups are scored. Every option of groups is checked, and those that need groups are refused without them.
+    fn grouping(&self, experts: i64, routed: i64, biased: bool) -> Result<GroupScore> {
+        let group_score = match self.group_score {
+            None if biased => GroupScore::Top2,
+            None | Some("max") => GroupScore::Max,
+            Some("top2") => GroupScore::Top2,
+            Some(other) => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
+        };
+        let groups = self.num_expert_group;
+        if groups == 0 {
+            if self.topk_group != 0 {
+                contract!("topk_group: expected 0 without num_expert_group, got {}", self.topk_group);
+            }
+            if let Some(given) = self.group_score {
+                contract!("group_score: needs num_expert_group, got {given:?} without it");
+            }
+            return Ok(GroupScore::None);
+        }
+        if !(1..=MAX_GROUPS).contains(&groups) || experts % groups != 0 {
+            contract!(
+                "num_expert_group: expected 0 or a divisor of {experts} experts up to {MAX_GROUPS}, got {groups}"
+            );
+        }
+        if !(1..=groups).contains(&self.topk_group) {
+            contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
+        }
+        let size = experts / groups;
+        if routed > size * self.topk_group {
+            contract!("top_k: {routed} experts do not fit in {} groups of {size}", self.topk_group);
+        }
+        if groups == 1 {
+            return Ok(GroupScore::None);
+        }
+        if group_score == GroupScore::Top2 && size < 2 {
+            contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts");
+        }
+        Ok(group_score)
+    }
+}
+
+/// What multiplies the routed weights, and a shared expert's weight. The factor is checked where a call does not read it, too.
+fn scaling(factor: f32, on_output: bool) -> Result<(f32, f32)> {
+    if !(factor.is_finite() && factor > 0.0 && (1.0 / factor).is_finite()) {
+        contract!("routed_scaling_factor: expected a finite number above 0 whose inverse is finite, got {factor:?}");
+    }
+    Ok(if on_output { (factor, 1.0) } else { (1.0, 1.0 / factor) })
 }
 
 /// Whether a layer may route inside its launch.
@@ -207,6 +246,7 @@ pub fn topk<'py>(
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let py = router_logits.py();
     guard(|| {
+        let (scale, shared_weight) = scaling(routed_scaling_factor, apply_routed_scaling_factor_on_output)?;
         let selection = Selection {
             top_k,
             scoring_func,
@@ -215,8 +255,8 @@ pub fn topk<'py>(
             topk_group,
             group_score,
             num_fused_shared_experts,
-            scale: if apply_routed_scaling_factor_on_output { routed_scaling_factor } else { 1.0 },
-            shared_weight: if apply_routed_scaling_factor_on_output { 1.0 } else { 1.0 / routed_scaling_factor },
+            scale,
+            shared_weight,
             order,
         };
         let mut contract = Contract::new();
@@ -275,29 +315,29 @@ fn sort<'py>(
         );
     }
     if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
-        contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}", ids.shape());
+        contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and fewer than 2^30 slots, got shape {:?}", ids.shape());
     }
-    let mut int = |operand, size| output(operand, None, ids, &[("length", size)], Elem::I32, contract);
+    let mut table = |operand, size| output(operand, None, ids, &[("length", size)], Elem::I32, contract);
     let sorted = Sorted {
-        histogram: int("histogram", num_experts)?,
-        offsets: int("offsets", num_experts + 1)?,
-        place_of_slot: int("place_of_slot", tokens * top_k)?,
-        slot_of_place: int("slot_of_place", tokens * top_k)?,
+        histogram: table("histogram", num_experts)?,
+        offsets: table("offsets", num_experts + 1)?,
+        place_of_slot: table("place_of_slot", tokens * top_k)?,
+        slot_of_place: table("slot_of_place", tokens * top_k)?,
     };
     // One tile an expert, in scratch memory: the schedule itself is not asked for.
     let tile_tokens = 1 << 30;
     let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_tokens);
-    let tiles = int("tiles", max_tiles as i64 * 4)?;
-    let count = int("tile_count", 1)?;
+    let tiles = table("tiles", max_tiles as i64 * 4)?;
+    let count = table("tile_count", 1)?;
     let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
-    let block_histogram = int("block_histogram", blocks)?;
+    let block_histogram = table("block_histogram", blocks)?;
     let route = RouteParams {
         ids: ids.data,
         ids_are_i64: ids.elem == Elem::I64,
-        tokens: tokens as i32,
-        top_k: top_k as i32,
-        experts: num_experts as i32,
-        first_expert: first_expert as i32,
+        tokens: int("topk_ids: dimension 0 \"tokens\"", tokens)?,
+        top_k: int("topk_ids: dimension 1 \"top_k\"", top_k)?,
+        experts: int("num_experts", num_experts)?,
+        first_expert: int("first_expert", first_expert)?,
         tile_tokens,
         tile_step: 16,
         max_tiles,
@@ -397,11 +437,11 @@ pub fn routing_tables<'py>(
             slot_weights: weights.data.cast(),
             gate: gate.data,
             gate_dtype: gate_elem.dtype().unwrap_or(Dtype::F32),
-            experts: num_experts as i32,
-            slots: slots as i32,
+            experts: int("num_experts", num_experts)?,
+            slots: int("topk_ids: slots", slots)?,
             block_offsets: offsets.data.cast(),
             block_schedule: schedule.data.cast(),
-            max_blocks: max_blocks as i32,
+            max_blocks: int("block_schedule_data: dimension 1 \"blocks\"", max_blocks)?,
         };
         let checked = contract.finish()?;
         match ids.place {
@@ -420,4 +460,84 @@ pub fn routing_tables<'py>(
                 .map(Borrowed::into_object);
         Ok((gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn selection(top_k: i64, shared: i64) -> Selection<'static> {
+        Selection {
+            top_k,
+            scoring_func: "softmax",
+            renormalize: true,
+            num_expert_group: 0,
+            topk_group: 0,
+            group_score: None,
+            num_fused_shared_experts: shared,
+            scale: 1.0,
+            shared_weight: 1.0,
+            order: "weight",
+        }
+    }
+
+    fn text<T: std::fmt::Debug>(result: Result<T>) -> String {
+        result.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn sizes_that_would_wrap_are_refused() {
+        assert_eq!(selection(2, 0).routed(MAX_TOKENS, 8).unwrap(), 2);
+        for tokens in [MAX_TOKENS + 1, 1 << 31, 1 << 32, i64::MAX] {
+            assert!(text(selection(2, 0).routed(tokens, 8)).starts_with(&format!("router_logits: {tokens} tokens")));
+        }
+        for experts in [0, 513, (1 << 32) + 8] {
+            assert!(text(selection(2, 0).routed(1, experts)).contains(&format!("{experts} experts")));
+        }
+        for top_k in [33, (1 << 32) + 2, i64::MAX] {
+            assert!(text(selection(top_k, 0).routed(1, 8)).starts_with(&format!("top_k: {top_k}")));
+        }
+        for (top_k, shared) in [(0, 0), (i64::MIN, 1), (2, i64::MIN), (2, -1), (2, 2), (2, (1 << 32) + 1)] {
+            assert!(text(selection(top_k, shared).routed(1, 8)).starts_with("top_k: expected"), "{top_k} {shared}");
+        }
+    }
+
+    #[test]
+    fn options_of_groups_are_always_checked() {
+        let check = |groups, kept, score, biased| {
+            let selection =
+                Selection { num_expert_group: groups, topk_group: kept, group_score: score, ..selection(2, 0) };
+            selection.grouping(16, 2, biased)
+        };
+        assert_eq!(check(0, 0, None, true).unwrap(), GroupScore::None);
+        assert_eq!(check(1, 1, Some("top2"), false).unwrap(), GroupScore::None);
+        assert_eq!(check(4, 2, None, true).unwrap(), GroupScore::Top2);
+        assert_eq!(check(4, 2, None, false).unwrap(), GroupScore::Max);
+        for (groups, kept, score, message) in [
+            (0, 0, Some("mean"), "group_score: expected"),
+            (0, 0, Some("max"), "group_score: needs num_expert_group"),
+            (0, 1, None, "topk_group: expected 0 without num_expert_group, got 1"),
+            (1, 0, None, "topk_group: expected 1 to 1"),
+            (1, 2, None, "topk_group: expected 1 to 1"),
+            (-4, 1, None, "num_expert_group: expected 0 or a divisor of 16 experts up to 32, got -4"),
+            (i64::MIN, 1, None, "num_expert_group: "),
+            (5, 1, None, "num_expert_group: "),
+            (4, (1 << 32) + 1, None, "topk_group: expected 1 to 4"),
+            (16, 1, None, "top_k: 2 experts do not fit"),
+            (16, 2, Some("top2"), "num_expert_group: group_score \"top2\" needs groups of 2"),
+        ] {
+            assert!(text(check(groups, kept, score, false)).starts_with(message), "{groups} {kept} {score:?}");
+        }
+    }
+
+    #[test]
+    fn a_scaling_factor_has_an_inverse() {
+        assert_eq!(scaling(2.5, true).unwrap(), (2.5, 1.0));
+        assert_eq!(scaling(2.5, false).unwrap(), (1.0, 0.4));
+        for factor in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, 1e-45] {
+            for on_output in [true, false] {
+                assert!(text(scaling(factor, on_output)).starts_with("routed_scaling_factor: expected"), "{factor}");
+            }
+        }
+    }
 }

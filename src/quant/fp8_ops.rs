@@ -8,6 +8,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
+use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{fp8::Fp8, Variant};
 use pyo3::prelude::*;
@@ -39,7 +40,7 @@ pub fn quantize_fp8<'py>(
         let columns = from.shape()[lead.len()];
         contract.check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
         check_multiple("x", lead.len(), "K", columns, group)?;
-        let (rows, groups): (i64, i64) = (lead.iter().product(), columns / group);
+        let (rows, groups) = (product("x", lead)?, columns / group);
         if columns > i64::from(i32::MAX) || from.numel() / 8 > i64::from(i32::MAX) {
             return Err(Error::Unsupported(format!(
                 "x: {rows} rows of {columns} numbers; supported: up to 2^34 numbers"
@@ -66,8 +67,8 @@ pub fn quantize_fp8<'py>(
             scales: scales.data,
             rows,
             row_count: std::ptr::null(),
-            columns: columns as i32,
-            group: group as i32,
+            columns: int("x: K", columns)?,
+            group: int("group_size", group)?,
             row_stride,
             group_stride,
             eps,

@@ -10,6 +10,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, QuantizeMxfp8Params};
+use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use crate::variants::{dense::Dense, Variant};
 use pyo3::prelude::*;
@@ -45,7 +46,7 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
             contract!("alignment: expected a multiple of 32 up to 2^20, got {alignment}");
         }
         let padded = (columns + alignment - 1) / alignment * alignment;
-        let rows: i64 = lead.iter().product();
+        let rows = product("x", lead)?;
         check_extent("x", rows, padded)?;
         let codes = contract.new_output("codes", &from, &shape(lead, &[padded]), Elem::E4M3)?;
         let bytes = layout.bytes(rows as usize, (padded / BLOCK) as usize) as i64;
@@ -57,8 +58,8 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
             scales: scales.data,
             tile_rows: layout.tile_rows(),
             rows,
-            columns: columns as i32,
-            padded_columns: padded as i32,
+            columns: int("x: K", columns)?,
+            padded_columns: int("x: padded K", padded)?,
         };
         let checked = contract.finish()?;
         if bytes == 0 {
@@ -99,7 +100,7 @@ pub fn dequantize_mxfp8<'py>(
         let columns = from.shape()[lead.len()];
         contract.check("codes", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::E4M3, Elem::U8])?;
         check_multiple("codes", lead.len(), "K", columns, BLOCK)?;
-        let rows: i64 = lead.iter().product();
+        let rows = product("codes", lead)?;
         check_extent("codes", rows, columns)?;
         let bytes = layout.bytes(rows as usize, (columns / BLOCK) as usize) as i64;
         contract.check("scales", &from_scales, &[Dim::Is("scales", bytes)], &E8M0)?;
@@ -111,8 +112,8 @@ pub fn dequantize_mxfp8<'py>(
             scales: from_scales.data,
             tile_rows: layout.tile_rows(),
             rows,
-            columns: columns as i32,
-            padded_columns: columns as i32,
+            columns: int("codes: K", columns)?,
+            padded_columns: int("codes: K", columns)?,
         };
         let checked = contract.finish()?;
         if from.numel() == 0 {

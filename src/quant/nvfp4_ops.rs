@@ -10,6 +10,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, QuantizeNvfp4Params};
+use crate::sizes::int;
 use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{dense::Dense, Variant};
 use pyo3::prelude::*;
@@ -76,10 +77,10 @@ pub fn quantize_nvfp4<'py>(
             codes: codes.data,
             scales: scales.data,
             tile_rows: layout.tile_rows(),
-            batches: batches as i32,
-            rows: rows as i32,
-            columns: columns as i32,
-            block: block as i32,
+            batches: int("x: batches", batches)?,
+            rows: int("x: M", rows)?,
+            columns: int("x: K", columns)?,
+            block: int("block", block)?,
             powers,
             global_scale: given.as_ref().map_or(std::ptr::null(), |s| s.data.cast::<f32>().cast_const()),
             of_batch: given.as_ref().is_some_and(|s| s.numel() > 1),

@@ -10,6 +10,7 @@ use crate::kernel::Stream;
 use crate::moe::mxfp4_a8::is_e4m3;
 use crate::moe::weights::w13_layout;
 use crate::params::PackMxfp4Params;
+use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
@@ -27,11 +28,7 @@ fn check_rows(operand: &str, rows: i64, columns: i64, gated: bool) -> Result<()>
 }
 
 fn count(leading: &[i64]) -> Result<i32> {
-    let count: i64 = leading.iter().product();
-    match i32::try_from(count) {
-        Ok(count) => Ok(count),
-        Err(_) => contract!("codes: expected up to 2^31 matrices, got {count}"),
-    }
+    int("codes: matrices", product("codes", leading)?)
 }
 
 /// Kernels read and write vectors of 16 bytes.
@@ -78,11 +75,11 @@ pub fn pack_mxfp4<'py>(
         let params = PackMxfp4Params {
             codes: from.data,
             scales: from_scales.data,
-            row_blocks: groups as i32,
-            experts: extent.experts as i32,
-            rows: rows as i32,
-            used_rows: rows as i32,
-            k: extent.k as i32,
+            row_blocks: int("codes: K / 32", groups)?,
+            experts: int("codes: matrices", extent.experts)?,
+            rows: int("codes: rows", rows)?,
+            used_rows: int("codes: rows", rows)?,
+            k: int("codes: K", extent.k)?,
             gated,
             layout,
             packed_codes: to.data,
@@ -155,11 +152,11 @@ pub fn unpack_mxfp4<'py>(
         let params = PackMxfp4Params {
             codes: to.data,
             scales: to_scales.data,
-            row_blocks: (columns / BLOCK) as i32,
-            experts: extent.experts as i32,
-            rows: rows as i32,
-            used_rows: rows as i32,
-            k: columns as i32,
+            row_blocks: int("columns / 32", columns / BLOCK)?,
+            experts: int("codes: matrices", extent.experts)?,
+            rows: int("rows", rows)?,
+            used_rows: int("rows", rows)?,
+            k: int("columns", columns)?,
             gated,
             layout,
             packed_codes: from.data,

@@ -9,6 +9,7 @@ use crate::device::{gpu, Arch};
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::QuantizeRowsParams;
+use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::Variant;
 use half::bf16;
@@ -24,7 +25,7 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
         let lead = leading("x", &from, 1, "K")?;
         let k = from.shape()[lead.len()];
         contract.check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16])?;
-        let rows: i64 = lead.iter().product();
+        let rows = product("x", lead)?;
         if rows.max(k) > i64::from(i32::MAX) / 2 {
             contract!("x: expected up to 2^30 rows and columns, got {rows} and {k}");
         }
@@ -35,9 +36,9 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
             x: from.data,
             out: codes.data,
             scales: scales.data.cast(),
-            rows: rows as i32,
-            columns: k as i32,
-            out_columns: k as i32,
+            rows: int("x: rows", rows)?,
+            columns: int("x: K", k)?,
+            out_columns: int("x: K", k)?,
             tiles: std::ptr::null(),
             tile_count: std::ptr::null(),
             x_is_older: false,
