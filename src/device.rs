@@ -1,6 +1,7 @@
 //! What the plan and the launch need to know of a GPU. `Device` can be made without one, for plans of any architecture.
 
 use crate::error::{Error, Result};
+use crate::fork;
 use cudarc::driver::{result, sys};
 use std::sync::OnceLock;
 
@@ -95,6 +96,8 @@ pub struct Gpu {
     pub ordinal: i32,
     pub device: Device,
     context: usize,
+    /// `fork::generation()` of the process that the context belongs to.
+    generation: u32,
 }
 
 /// All GPUs, or why there are none.
@@ -105,7 +108,11 @@ pub fn count() -> Result<i32> {
                 .into(),
         ));
     }
-    result::init().map_err(|e| cuda_error("cuInit", e))?;
+    result::init().map_err(|e| match (e.0, fork::generation()) {
+        // What the driver says in a child of a process that had used it.
+        (sys::CUresult::CUDA_ERROR_NOT_INITIALIZED, 1..) => fork::cuda_error("cuInit"),
+        _ => cuda_error("cuInit", e),
+    })?;
     result::device::get_count().map_err(|e| cuda_error("cuDeviceGetCount", e))
 }
 
@@ -116,6 +123,9 @@ pub fn gpu(ordinal: i32) -> Result<&'static Gpu> {
         return Err(Error::Cuda(format!("device ordinal {ordinal} is out of range")));
     };
     if let Some(gpu) = slot.get() {
+        if gpu.generation != fork::generation() {
+            return Err(fork::cuda_error(&format!("cuda:{ordinal}")));
+        }
         return Ok(gpu);
     }
     let gpu = open(ordinal)?;
@@ -152,7 +162,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
         shared_bytes: ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         ..typical
     };
-    Ok(Gpu { ordinal, device, context: context as usize })
+    Ok(Gpu { ordinal, device, context: context as usize, generation: fork::generation() })
 }
 
 /// Makes a GPU's primary context current for as long as it lives; costs one driver call when it already is.

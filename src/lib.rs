@@ -6,8 +6,10 @@ pub mod dense;
 pub mod device;
 mod dlpack;
 pub mod error;
+mod fork;
 pub mod kernel;
 pub mod moe;
+mod parallel;
 pub mod params;
 pub mod quant;
 pub mod tensor;
@@ -57,6 +59,7 @@ mod _oxmoe {
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::fork::watch();
         m.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }
@@ -75,7 +78,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     }
     info.set_item("formats", formats)?;
     info.set_item("cpu", cpu::instruction_set())?;
-    info.set_item("threads", rayon::current_num_threads())?;
+    info.set_item("threads", parallel::threads())?;
     info.set_item("driver", device::driver_present())?;
     let gpus = pyo3::types::PyList::empty(py);
     for ordinal in 0..error::guard(|| if device::driver_present() { device::count() } else { Ok(0) })? {
