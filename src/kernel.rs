@@ -344,6 +344,29 @@ impl<'a> Stream<'a> {
                 attributes[1].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
                 attributes[1].value.clusterDim.x = launch.cluster;
                 attributes[1].value.clusterDim.y = 1;
+    /// Copies `bytes` of device memory to the host, and waits for them.
+    ///
+    /// # Safety
+    /// Both are ranges that the caller may read and write.
+    pub unsafe fn read(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        let to = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
+        // SAFETY: as above; `to` outlives the copy, which is waited for.
+        unsafe { result::memcpy_dtoh_async(to, from as u64, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: reading {bytes} bytes"), e))?;
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::synchronize(self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: waiting for its stream"), e))
+    }
+
+    /// Whether launches go into a CUDA graph.
+    pub fn is_capturing(&self) -> Result<bool> {
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::is_capturing(self.raw) }
+            .map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+            .map_err(|e| cuda_error("cuStreamIsCapturing", e))
+    }
+
                 attributes[1].value.clusterDim.z = 1;
                 count = 2;
             }

@@ -270,7 +270,7 @@ def moe(
     x: Tensor,  # [T, hidden_size] in weights.dtype, or codes with x_scale
     weights: ExpertWeights,
     topk_weights: Tensor | None = None,  # fp32 [T, k]
-    topk_ids: Tensor | None = None,  # int32 or int64 [T, k]; -1: no expert
+    topk_ids: Tensor | None = None,  # int32 or int64 [T, k]; -1: no expert, else 0 to ep_size El - 1
     *,
     router_logits: Tensor | None = None,  # fp32, bf16 or f16 [T, E], instead of topk_weights and topk_ids
     top_k: int = 0,  # with router_logits
@@ -297,6 +297,9 @@ def moe(
     expert(e, x) = w2[e] act(w13[e] x + b13[e]) + b2[e].
 
     Sums in fp32; rounded to the dtype after the activation, after the second GEMM (b2 included) and at the end.
+    An id that is neither -1 nor an expert's is a ValueError on CPU, and on GPUs with OXMOE_CHECK_IDS=1 in the
+    environment, but not while a CUDA graph is captured; else its slot adds nothing.
+
     Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor's one scale for a call. Scales
     of quantised tokens that are not fp32 [T, H / 128] row by row are brought into that order by a small kernel.
     """
@@ -358,11 +361,12 @@ def sort_by_expert(
     topk_ids: Tensor,  # int32 or int64 [T, k]
     num_experts: int,
     *,
-    first_expert: int = 0,
+    first_expert: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32 [T k]).
 
-    -1 where there is none.
+    -1 where there is none. With first_expert these are experts first_expert to first_expert + num_experts - 1, and ids
+    of others, which other ranks hold, are skipped. Without it ids are -1 or 0 to num_experts - 1.
     """
 
 def routing_tables(

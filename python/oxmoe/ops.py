@@ -76,7 +76,9 @@ SCHEMAS = {
     "topk.out": (
         f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()"
     ),
-    "sort_by_expert": "(Tensor topk_ids, int num_experts, *, int first_expert=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    "sort_by_expert": (
+        "(Tensor topk_ids, int num_experts, *, int? first_expert=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     "routing_tables": (
         '(Tensor topk_weights, Tensor topk_ids, int num_experts, *, str gate_dtype="float32") '
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -338,7 +340,9 @@ def _traced_topk(
     return weights, ids
 
 
-def _traced_sort(topk_ids: Tensor, num_experts: int, *, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _traced_sort(
+    topk_ids: Tensor, num_experts: int, *, first_expert: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.oxmoe.sort_by_expert.default(topk_ids, num_experts, first_expert=first_expert)
 
 

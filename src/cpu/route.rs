@@ -90,7 +90,7 @@ fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usiz
 
 /// # Safety
 /// `data` must be valid for reads of `len` values; it may be anything for none.
-unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
+pub(super) unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
     if len == 0 {
         return &[];
     }
@@ -100,7 +100,7 @@ unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
 
 /// # Safety
 /// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
-unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
+pub(super) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
     if len == 0 {
         return &mut [];
     }

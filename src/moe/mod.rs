@@ -4,6 +4,7 @@ pub mod explain;
 mod fp8;
 mod fp8_tensor;
 pub mod grouped_gemm;
+mod ids;
 mod layer;
 pub mod masked;
 mod mxfp4;
@@ -51,6 +52,7 @@ struct CallOptions {
     apply_router_weight_on_input: bool,
     no_combine: bool,
     keep_router_weight: bool,
+    ep_size: i64,
     first_expert: i64,
 }
 
@@ -379,14 +381,15 @@ pub fn moe<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
         let layer = &weights.get().layer;
-        let experts = layer.desc.experts * ep_size;
         let options = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
+            ep_size,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
+        let experts = layer.desc.experts * ep_size;
         if let Some(logits) = router_logits {
             if topk_weights.is_some() || topk_ids.is_some() {
                 contract!("router_logits: give either router_logits or topk_weights and topk_ids, not both");
@@ -451,6 +454,7 @@ fn forward<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
+    ids::check(topk_ids.py(), &ids, layer.desc.experts * options.ep_size)?;
     let desc = MoeDesc {
         layer: layer.desc,
         tokens: tokens.x.shape()[0],
@@ -552,6 +556,7 @@ pub fn moe_tensors<'py>(
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
+            ep_size,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
         forward(&layer, (x, x_scale), (topk_weights, topk_ids), call, out, workspace)
@@ -563,5 +568,9 @@ fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
     if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
         contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
     }
-    Ok(ep_rank * experts)
+    // Kernels take ids of all ranks as i32.
+    match experts.checked_mul(ep_size) {
+        Some(all) if all <= i32::MAX as i64 => Ok(ep_rank * experts),
+        _ => contract!("ep_size: {ep_size} ranks of {experts} experts each are beyond 2^31 - 1 experts"),
+    }
 }

@@ -14,6 +14,7 @@ sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as t
 from allreduce_calls import failure, pair  # noqa: E402, F401
 from fork_calls import cuda_after_fork, failed_start  # noqa: E402, F401
 from fp8_calls import fp8_calls, fp8_quantized, fp8_tensor_calls, fp8_tokens, refused_fp8  # noqa: E402, F401
+from id_calls import ids_on_a_gpu  # noqa: E402, F401
 from recording import attempt, layer_calls, records  # noqa: E402
 from tensors import Tensor, install_torch  # noqa: E402
 

@@ -7,6 +7,7 @@
 // FAKE_SHARED      most dynamic shared memory of a CTA, bytes (232448)
 // FAKE_DEVICES     GPUs (1)
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
+// FAKE_CAPTURING   1: streams are being captured into a graph (0)
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
 #define _GNU_SOURCE
@@ -247,6 +248,32 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
     REQUIRE(to + bytes <= from || from + bytes <= to, CUDA_ERROR_INVALID_VALUE);
     record("{\"call\": \"cuMemcpyDtoDAsync\", \"to\": %llu, \"from\": %llu, \"bytes\": %zu, \"stream\": %llu}", to, from, bytes,
            (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    memcpy(to, (const void*)from, bytes);
+    record("{\"call\": \"cuMemcpyDtoHAsync\", \"from\": %llu, \"bytes\": %zu, \"stream\": %llu}", from, bytes,
+           (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    *status = number("FAKE_CAPTURING", 0) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    record("{\"call\": \"cuStreamIsCapturing\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    record("{\"call\": \"cuStreamSynchronize\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
     return CUDA_SUCCESS;
 }
 
