@@ -88,7 +88,7 @@ pub fn cuda_error(doing: impl std::fmt::Display, error: result::DriverError) -> 
     Error::Cuda(format!("{doing}: CUDA error {:?}", error.0))
 }
 
-const MAX_DEVICES: usize = 64;
+pub const MAX_DEVICES: usize = 64;
 
 /// A device with its primary context, which is the one torch uses.
 #[derive(Debug)]

@@ -1,6 +1,7 @@
 //! Kernels: loaded once per device, launched here and nowhere else.
 
-use crate::device::{cuda_error, Current, Device, Gpu};
+use crate::counters;
+use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
@@ -222,7 +223,6 @@ unsafe impl Sync for Module {}
 /// No shared memory beside the L1 cache that a kernel does not ask for.
 const MOST_L1: i32 = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_L1 as i32;
 
-const MAX_DEVICES: usize = 64;
 static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; KERNELS.len()] }; MAX_DEVICES];
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
@@ -297,6 +297,9 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     for variant in variants {
         load(gpu, variant)?;
     }
+    if variants.iter().any(Variant::counts) {
+        counters::prepare(gpu)?;
+    }
     Ok(())
 }
 
@@ -317,6 +320,20 @@ impl<'a> Stream<'a> {
         &self.gpu.device
     }
 
+    pub fn gpu(&self) -> &Gpu {
+        self.gpu
+    }
+
+    /// Writes `count` zeros, in stream order.
+    ///
+    /// # Safety
+    /// This device's memory, which the caller may write.
+    pub unsafe fn zero(&self, op: &str, to: *mut i32, count: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { result::memset_d8_async(to as u64, 0, 4 * count, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: zeroing {count} counters"), e))
+    }
+
     /// Copies `bytes` of device memory, in stream order.
     ///
     /// # Safety
@@ -327,23 +344,6 @@ impl<'a> Stream<'a> {
             .map_err(|e| cuda_error(format_args!("{op}: copying {bytes} bytes"), e))
     }
 
-    /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
-    /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
-    pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
-        debug_assert!(args.fits(&launch.variant), "{op}: wrong parameters for {:?}", launch.variant);
-        let function = load(self.gpu, &launch.variant)?;
-        let mut attributes = [sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        }; 2];
-        let mut count = 0;
-        if self.gpu.device.arch >= crate::device::Arch::SM90 {
-            count = 1;
-            if launch.cluster > 1 {
-                attributes[1].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-                attributes[1].value.clusterDim.x = launch.cluster;
-                attributes[1].value.clusterDim.y = 1;
     /// Copies `bytes` of device memory to the host, and waits for them.
     ///
     /// # Safety
@@ -367,6 +367,23 @@ impl<'a> Stream<'a> {
             .map_err(|e| cuda_error("cuStreamIsCapturing", e))
     }
 
+    /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
+    /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
+    pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
+        debug_assert!(args.fits(&launch.variant), "{op}: wrong parameters for {:?}", launch.variant);
+        let function = load(self.gpu, &launch.variant)?;
+        let mut attributes = [sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        }; 2];
+        let mut count = 0;
+        if self.gpu.device.arch >= crate::device::Arch::SM90 {
+            count = 1;
+            if launch.cluster > 1 {
+                attributes[1].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+                attributes[1].value.clusterDim.x = launch.cluster;
+                attributes[1].value.clusterDim.y = 1;
                 attributes[1].value.clusterDim.z = 1;
                 count = 2;
             }

@@ -1,6 +1,7 @@
 //! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
 
 pub mod allreduce;
+mod counters;
 pub mod cpu;
 pub mod dense;
 pub mod device;

@@ -169,11 +169,11 @@ impl Stages {
         Stages { select, route, down_schedule, rounding, fp8, up, down, combine }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
             let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
             let stages = (gemms.0, gemms.1, self.combine);
-            return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
+            return routed::launch(stream, launch, layer, &select, &self.route, stages, workspace);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
@@ -327,7 +327,7 @@ impl<'py> Call<'_, 'py> {
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
-                let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
+                let plan = MoePlan::new(desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
                 stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)?;
             }

@@ -363,6 +363,32 @@ def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=F
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
 
 
+def many_workspaces(format, layer, tokens, top_k, count):
+    """A call on each of many workspaces in turn, then on the first, the last and the first again: launches and memsets.
+    tokens 0: rows in expert order."""
+    experts, hidden, _ = layer
+    weights, _ = expert_order_weights(format, *layer)
+    (array,) = [record for record in records() if record["call"] == "cuMemAlloc"]
+    zeros = not any(ctypes.string_at(array["address"], array["bytes"]))
+    m = 8
+    lead = (tokens,) if tokens else (experts, m)
+    x, out = Tensor((*lead, hidden)), Tensor((*lead, hidden))
+    logits, counts = Tensor((max(tokens, 1), experts), "float32"), Tensor((experts,), "int32")
+    size = (
+        oxmoe.workspace_bytes(weights, tokens, top_k) if tokens else oxmoe.masked_workspace_bytes(weights, experts * m)
+    )
+    spaces = [Tensor((size,), "uint8") for _ in range(count)]
+    calls = []
+    for space in [*spaces, spaces[0], spaces[-1], spaces[0]]:
+        if tokens:
+            oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=space)
+        else:
+            oxmoe.moe_masked(x, weights, counts, out=out, workspace=space)
+        made = [record for record in records() if record["call"] in ("cuLaunchKernelEx", "cuMemsetD8Async")]
+        calls.append({"workspace": space.address, "records": made})
+    return {"array": array, "zeros": zeros, "size": size, "calls": calls}
+
+
 def refused_expert_order(formats):
     """What moe_masked raises on a GPU: formats by name, and operands of a right one."""
     errors, counts = {}, Tensor((4,), "int32")

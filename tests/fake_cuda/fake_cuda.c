@@ -382,6 +382,24 @@ CUresult cuMemFreeHost(void* address) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    *address = (CUdeviceptr)aligned_alloc(256, (bytes + 255) / 256 * 256);
+    memset((void*)*address, 0xA5, bytes);
+    record("{\"call\": \"cuMemAlloc\", \"address\": %llu, \"bytes\": %zu}", *address, bytes);
+    return CUDA_SUCCESS;
+}
+
+// In stream order, so what is there is recorded alone.
+CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    record("{\"call\": \"cuMemsetD8Async\", \"address\": %llu, \"value\": %d, \"bytes\": %zu, \"stream\": %llu}", address, value,
+           bytes, (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t bytes) {
     ENTER();
     REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
