@@ -135,7 +135,7 @@ class ExpertWeights:
         *,
         a13_scale: Tensor | None = None,  # fp32, one number or [El], of which the largest counts
         a2_scale: Tensor | None = None,  # the same, of GEMM1's output; both or none
-        per_token: bool = False,  # without them: a scale for each row instead of one for all rows
+        per_token: bool | None = None,  # without them: a scale for each row (the default), or False: one for all rows
         b13: Tensor | None = None,  # [El, 2I] bf16 or fp32
         b2: Tensor | None = None,  # [El, H] bf16 or fp32
         layout: Literal["gate_up", "up_gate"] = "gate_up",
@@ -147,16 +147,16 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
     ) -> ExpertWeights:
         """fp8 experts with one scale for an expert's matrix, as SGLang's Fp8MoEMethod holds them: a weight is its code
-        times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them
-        (per_token goes with it). H and I are multiples of 128: NotImplementedError for others and for
-        layout="interleaved".
+        times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them.
+        H and I are multiples of 128: NotImplementedError for others and for layout="interleaved".
 
         x is bf16. Its rows, and GEMM1's activated output rounded to bf16, become e4m3: x times the rounded reciprocal
         of the scale, to nearest, ties to even, at most 448. Scales that are not given are amax / 448, amax at least
-        1e-10: that of all rows of x (of all placed rows of GEMM1's output), or with per_token that of a row. With one
-        scale for all rows a row's bits depend on the batch around it. Sums are fp8_block's: the products of 128 columns
-        are added to fp32 sums times both scales; a scale of a row of weights multiplies the sum of all. SGLang's Triton
-        kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
+        1e-10: that of a row, so that a token's result does not depend on the batch around it; or with per_token=False
+        that of all rows of x (of all placed rows of GEMM1's output), as in SGLang's own kernels, which makes rows
+        depend on each other: another token can move one by several percent. Sums are fp8_block's: the products of 128
+        columns are added to fp32 sums times both scales; a scale of a row of weights multiplies the sum of all.
+        SGLang's Triton kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
 
         w13_scale and w2_scale of the result are tables as fp8_block takes them, made of those given; a change of the
         scales given has no effect. Those of rows are the tensors given.
@@ -256,7 +256,7 @@ class ExpertWeights:
     clamp: str
 
     # "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block", "mxfp8", "nvfp4",
-    # "nvfp4-a4" (on CUDA, with an input_global_scale), "fp8_tensor", "fp8_tensor-token" (with per_token),
+    # "nvfp4-a4" (on CUDA, with an input_global_scale), "fp8_tensor" (with per_token=False), "fp8_tensor-token",
     # "fp8_tensor-static" (with a13_scale and a2_scale)
     format: str
     dtype: str  # of x and the output: "bf16", "f16", "f32"
@@ -300,7 +300,7 @@ def moe(
     An id that is neither -1 nor an expert's is a ValueError on CPU, and on GPUs with OXMOE_CHECK_IDS=1 in the
     environment, but not while a CUDA graph is captured; else its slot adds nothing.
 
-    Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor's one scale for a call. Scales
+    Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor(per_token=False). Scales
     of quantised tokens that are not fp32 [T, H / 128] row by row are brought into that order by a small kernel.
     """
 

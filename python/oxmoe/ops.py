@@ -55,7 +55,7 @@ _FUSED_OPTIONS = (
     "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
     "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
     "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, "
-    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=False"
+    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=True"
 )
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '

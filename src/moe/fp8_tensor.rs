@@ -45,12 +45,12 @@ impl Fp8Tensor<'_> {
     }
 }
 
-/// `given`: scales of activations, both or none.
+/// `given`: scales of activations, both or none; without them, `per_token`, by default a scale for each row, else one for all of a call.
 pub fn prepare<'py>(
     (w13, w2): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
     scales: [Option<&Bound<'py, PyAny>>; 2],
     given: [Option<&Bound<'py, PyAny>>; 2],
-    per_token: bool,
+    per_token: Option<bool>,
     gated: bool,
 ) -> Result<Fp8Tensor<'py>> {
     let [Some(w13_scale), Some(w2_scale)] = scales else {
@@ -60,9 +60,9 @@ pub fn prepare<'py>(
     let (w13_table, w13_rows) = table("w13_scale", w13_scale, &w13_ref, if gated { 2 } else { 1 })?;
     let (w2_table, w2_rows) = table("w2_scale", w2_scale, &TensorRef::borrow("w2", w2)?, 1)?;
     let (activations, scales) = match given {
-        [None, None] if per_token => (Activations::Token, None),
+        [None, None] if per_token.unwrap_or(true) => (Activations::Token, None),
         [None, None] => (Activations::Tensor, None),
-        [Some(_), Some(_)] if per_token => {
+        [Some(_), Some(_)] if per_token == Some(true) => {
             contract!("per_token: excludes a13_scale and a2_scale");
         }
         [Some(x), Some(hidden)] => {

@@ -329,7 +329,7 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let plan = MoePlan::new(desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)?;
+                stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)?;
             }
         }
         Ok(out_object)
@@ -535,7 +535,7 @@ pub fn moe_tensors<'py>(
                 }
                 let per_token = format == Format::Fp8TensorToken;
                 let (scales, given) = ([w13_scale, w2_scale], [a13_scale, a2_scale]);
-                Some(fp8_tensor::prepare((w13, w2), scales, given, per_token, options.gated())?)
+                Some(fp8_tensor::prepare((w13, w2), scales, given, Some(per_token), options.gated())?)
             }
             None if a13_scale.is_some() || a2_scale.is_some() => {
                 contract!("a13_scale and a2_scale: only for format \"fp8_tensor\", got them with {format:?}")

@@ -386,12 +386,12 @@ macro_rules! constructors {
             /// [El, H]. H and I are multiples of 128.
             ///
             /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with the scales a13_scale and a2_scale (fp32, one number; of [El]
-            /// the largest counts, as in SGLang), else with one scale for all of a call's numbers, or (per_token) one for each row. The rest
-            /// is as for fp8_block.
+            /// the largest counts, as in SGLang), else with a scale for each row, or with per_token=False one for all of a call's rows, whose bits
+            /// then depend on each other. The rest is as for fp8_block.
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=false, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=False, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
             fn fp8_tensor(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -399,7 +399,7 @@ macro_rules! constructors {
                 w2_scale: &Bound<'_, PyAny>,
                 a13_scale: Option<&Bound<'_, PyAny>>,
                 a2_scale: Option<&Bound<'_, PyAny>>,
-                per_token: bool,
+                per_token: Option<bool>,
                 b13: Option<&Bound<'_, PyAny>>,
                 b2: Option<&Bound<'_, PyAny>>,
                 layout: &str,
@@ -489,8 +489,8 @@ macro_rules! constructors {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", "fp8_block", "mxfp8", or "fp8_tensor", "fp8_tensor-token",
-            /// "fp8_tensor-static".
+            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", "fp8_block", "mxfp8", or "fp8_tensor-token", "fp8_tensor"
+            /// (with per_token=False), "fp8_tensor-static".
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name
@@ -513,7 +513,7 @@ macro_rules! constructors {
                 let dtype = match d.format {
                     Format::Mxfp4 => format!(", dtype={:?}", self.dtype()),
                     Format::Mxfp4A8 => ", activation_dtype=float8_e4m3fn".into(),
-                    Format::Fp8TensorToken => ", per_token=True".into(),
+                    Format::Fp8Tensor => ", per_token=False".into(),
                     Format::Fp8TensorStatic => ", a13_scale, a2_scale".into(),
                     _ => String::new(),
                 };

@@ -329,7 +329,7 @@ def expert_order_weights(format, experts, hidden, intermediate):
         kind = "uint8" if format == "mxfp8" else "float32"
         tensors[f"{name}_scale"] = Tensor((experts, *(() if format.startswith("fp8_tensor") else scale)), kind)
     name, _, mode = format.partition("-")
-    options = {"per_token": True} if mode == "token" else {}
+    options = {"per_token": mode == "token"} if name == "fp8_tensor" and mode != "static" else {}
     if mode == "static":
         tensors |= {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")}
     return getattr(oxmoe.ExpertWeights, name)(**tensors, **options), tensors
