@@ -1,6 +1,7 @@
 //! What the plan and the launch need to know of a GPU. `Device` can be made without one, for plans of any architecture.
 
 use crate::error::{Error, Result};
+use crate::fork;
 use cudarc::driver::{result, sys};
 use std::sync::OnceLock;
 
@@ -107,7 +108,7 @@ pub fn cuda_error(doing: impl std::fmt::Display, error: result::DriverError) -> 
     Error::Cuda(format!("{doing}: CUDA error {:?}", error.0))
 }
 
-const MAX_DEVICES: usize = 64;
+pub const MAX_DEVICES: usize = 64;
 
 /// A device with its primary context, which is the one torch uses.
 #[derive(Debug)]
@@ -115,6 +116,8 @@ pub struct Gpu {
     pub ordinal: i32,
     pub device: Device,
     context: usize,
+    /// `fork::generation()` of the process that the context belongs to.
+    generation: u32,
 }
 
 /// The CUDA version that the driver speaks, as CUDA numbers versions: 13000 is 13.0. It is asked once.
@@ -160,7 +163,11 @@ fn require_version(version: i32, needed: i32) -> Result<()> {
 }
 
 fn initialised(done: std::result::Result<(), result::DriverError>) -> Result<i32> {
-    done.map_err(|e| cuda_error("cuInit", e))?;
+    done.map_err(|e| match (e.0, fork::generation()) {
+        // What the driver says in a child of a process that had used it.
+        (sys::CUresult::CUDA_ERROR_NOT_INITIALIZED, 1..) => fork::cuda_error("cuInit"),
+        _ => cuda_error("cuInit", e),
+    })?;
     result::device::get_count().map_err(|e| cuda_error("cuDeviceGetCount", e))
 }
 
@@ -186,6 +193,9 @@ pub fn gpu(ordinal: i32) -> Result<&'static Gpu> {
         return Err(Error::Cuda(format!("device ordinal {ordinal} is out of range")));
     };
     if let Some(gpu) = slot.get() {
+        if gpu.generation != fork::generation() {
+            return Err(fork::cuda_error(&format!("cuda:{ordinal}")));
+        }
         return Ok(gpu);
     }
     let gpu = open(ordinal)?;
@@ -222,7 +232,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
         shared_bytes: ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         ..typical
     };
-    Ok(Gpu { ordinal, device, context: context as usize })
+    Ok(Gpu { ordinal, device, context: context as usize, generation: fork::generation() })
 }
 
 /// Makes a GPU's primary context current for as long as it lives; costs one driver call when it already is.

@@ -1,6 +1,7 @@
 //! Kernels: loaded once per device, launched here and nowhere else.
 
-use crate::device::{cuda_error, Current, Device, Gpu};
+use crate::counters;
+use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
@@ -232,7 +233,6 @@ unsafe impl Sync for Module {}
 /// No shared memory beside the L1 cache that a kernel does not ask for.
 const MOST_L1: i32 = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_L1 as i32;
 
-const MAX_DEVICES: usize = 64;
 static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; KERNELS.len()] }; MAX_DEVICES];
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
@@ -310,6 +310,9 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     for variant in variants {
         load(gpu, variant)?;
     }
+    if variants.iter().any(Variant::counts) {
+        counters::prepare(gpu)?;
+    }
     Ok(())
 }
 
@@ -358,6 +361,20 @@ impl<'a> Stream<'a> {
         (asked == sys::CUresult::CUDA_SUCCESS).then(|| unsafe { resource.assume_init().__bindgen_anon_1.sm.smCount })
     }
 
+    pub fn gpu(&self) -> &Gpu {
+        self.gpu
+    }
+
+    /// Writes `count` zeros, in stream order.
+    ///
+    /// # Safety
+    /// This device's memory, which the caller may write.
+    pub unsafe fn zero(&self, op: &str, to: *mut i32, count: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { result::memset_d8_async(to as u64, 0, 4 * count, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: zeroing {count} counters"), e))
+    }
+
     /// Copies `bytes` of device memory, in stream order.
     ///
     /// # Safety
@@ -366,6 +383,29 @@ impl<'a> Stream<'a> {
         // SAFETY: the caller's contract.
         unsafe { result::memcpy_dtod_async(to as u64, from as u64, bytes, self.raw) }
             .map_err(|e| cuda_error(format_args!("{op}: copying {bytes} bytes"), e))
+    }
+
+    /// Copies `bytes` of device memory to the host, and waits for them.
+    ///
+    /// # Safety
+    /// Both are ranges that the caller may read and write.
+    pub unsafe fn read(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        let to = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
+        // SAFETY: as above; `to` outlives the copy, which is waited for.
+        unsafe { result::memcpy_dtoh_async(to, from as u64, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: reading {bytes} bytes"), e))?;
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::synchronize(self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: waiting for its stream"), e))
+    }
+
+    /// Whether launches go into a CUDA graph.
+    pub fn is_capturing(&self) -> Result<bool> {
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::is_capturing(self.raw) }
+            .map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+            .map_err(|e| cuda_error("cuStreamIsCapturing", e))
     }
 
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device

@@ -1,13 +1,16 @@
 //! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
 
 pub mod allreduce;
+mod counters;
 pub mod cpu;
 pub mod dense;
 pub mod device;
 mod dlpack;
 pub mod error;
+mod fork;
 pub mod kernel;
 pub mod moe;
+mod parallel;
 pub mod params;
 pub mod python;
 pub mod quant;
@@ -60,6 +63,7 @@ mod _oxmoe {
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::fork::watch();
         m.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }
@@ -79,7 +83,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     }
     info.set_item("formats", formats)?;
     info.set_item("cpu", cpu::instruction_set())?;
-    info.set_item("threads", rayon::current_num_threads())?;
+    info.set_item("threads", parallel::threads())?;
     info.set_item("driver", device::driver_present())?;
     let version = if device::driver_present() { Some(error::guard(device::driver_version)?) } else { None };
     info.set_item("driver_cuda", version.map(device::version_text))?;

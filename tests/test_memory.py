@@ -398,5 +398,5 @@ def test_options_that_a_call_does_not_read(rng: torch.Generator) -> None:
 def test_ranks_that_no_id_reaches(size: int, rank: int, rng: torch.Generator) -> None:
     weights, x = make("bf16", operands("bf16", "cpu", rng)), x_of("bf16", "cpu", rng)
     for read in (moe_operands("bf16", False, rng), moe_operands("bf16", True, rng) | {"top_k": K}):
-        with pytest.raises(ValueError, match=r"^ep_(size|rank): expected"):
+        with pytest.raises(ValueError, match=r"^ep_(size|rank): "):
             oxmoe.moe(x, weights, **read, ep_size=size, ep_rank=rank)

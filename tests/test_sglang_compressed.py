@@ -76,8 +76,8 @@ W4A4 = checkpoint(NVFP4, {**NVFP4, "dynamic": "local"})
 W4A16 = checkpoint(NVFP4, None)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
-MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "tensor"), "static": (STATIC, "static")}
-MODES |= {"fp8": (FP8, "tensor"), "fp8-static": (FP8_STATIC, "static")}
+MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "token"), "static": (STATIC, "static")}
+MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 
 
 def empty_layer(shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, **options: Any) -> FusedMoE:

@@ -165,7 +165,7 @@ class ExpertWeights:
         *,
         a13_scale: Tensor | None = None,
         a2_scale: Tensor | None = None,
-        per_token: bool = False,
+        per_token: bool | None = None,
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate"] = "gate_up",
@@ -177,16 +177,16 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
     ) -> ExpertWeights:
         """fp8 experts with one scale for an expert's matrix, as SGLang's Fp8MoEMethod holds them: a weight is its code
-        times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them
-        (per_token goes with it). H and I are multiples of 128: NotImplementedError for others and for
-        layout="interleaved".
+        times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them.
+        H and I are multiples of 128: NotImplementedError for others and for layout="interleaved".
 
         x is bf16. Its rows, and GEMM1's activated output rounded to bf16, become e4m3: x times the rounded reciprocal
         of the scale, to nearest, ties to even, at most 448. Scales that are not given are amax / 448, amax at least
-        1e-10: that of all rows of x (of all placed rows of GEMM1's output), or with per_token that of a row. With one
-        scale for all rows a row's bits depend on the batch around it. Sums are fp8_block's: the products of 128 columns
-        are added to fp32 sums times both scales; a scale of a row of weights multiplies the sum of all. SGLang's Triton
-        kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
+        1e-10: that of a row, so that a token's result does not depend on the batch around it; or with per_token=False
+        that of all rows of x (of all placed rows of GEMM1's output), as in SGLang's own kernels, which makes rows
+        depend on each other: another token can move one by several percent. Sums are fp8_block's: the products of 128
+        columns are added to fp32 sums times both scales; a scale of a row of weights multiplies the sum of all.
+        SGLang's Triton kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
 
         w13_scale and w2_scale of the result are tables as fp8_block takes them, made of those given; a change of the
         scales given has no effect. Those of rows are the tensors given.
@@ -197,7 +197,8 @@ class ExpertWeights:
         w2_scale: fp32 [El], one number, or [El, H]; of rows both may have a last dimension of 1.
         a13_scale: of x: fp32, one number or [El], of which the largest counts.
         a2_scale: the same, of GEMM1's output; both are given, or neither.
-        per_token: where activations have no given scales: one scale for each row instead of one for all rows.
+        per_token: where activations have no given scales: one scale for each row (the default), or with False one for all
+            rows of a call.
         b13: [El, 2I] bf16 or fp32.
         b2: [El, H] bf16 or fp32.
         layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
@@ -370,7 +371,7 @@ class ExpertWeights:
     @property
     def format(self) -> str:
         """One of "bf16", "f16", "f32", "mxfp4", "mxfp4-a8" (with an activation_dtype), "fp8_block", "mxfp8", "nvfp4",
-        "nvfp4-a4" (on CUDA, with an input_global_scale), "fp8_tensor", "fp8_tensor-token" (with per_token) and
+        "nvfp4-a4" (on CUDA, with an input_global_scale), "fp8_tensor" (with per_token=False), "fp8_tensor-token" and
         "fp8_tensor-static" (with a13_scale and a2_scale).
         """
 
@@ -426,12 +427,15 @@ def moe(
     expert(e, x) = w2[e] act(w13[e] x + b13[e]) + b2[e].
 
     Sums in fp32; rounded to the dtype after the activation, after the second GEMM (b2 included) and at the end.
-    Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor's one scale for a call. Scales
+    An id that is neither -1 nor an expert's is a ValueError on CPU, and on GPUs with OXMOE_CHECK_IDS=1 in the
+    environment, but not while a CUDA graph is captured; else its slot adds nothing.
+
+    Deterministic; a row's bits do not depend on the batch around it, but with fp8_tensor(per_token=False). Scales
     of quantised tokens that are not fp32 [T, H / 128] row by row are brought into that order by a small kernel.
 
     x: [T, hidden_size] in weights.dtype, or codes with x_scale.
     topk_weights: fp32 [T, k].
-    topk_ids: int32 or int64 [T, k]; -1: no expert.
+    topk_ids: int32 or int64 [T, k]; -1: no expert, else 0 to ep_size El - 1.
     router_logits: fp32, bf16 or f16 [T, E], instead of topk_weights and topk_ids.
     top_k: experts a token, with router_logits.
     scoring_func to topk_group: with router_logits, as for `topk`.
@@ -537,12 +541,13 @@ def sort_by_expert(
     topk_ids: Tensor,
     num_experts: int,
     *,
-    first_expert: int = 0,
+    first_expert: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Stable sort of the T k slots by expert: (histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k],
     slot_of_place int32 [T k]); -1 where there is none.
 
-    Slots of ids outside [first_expert, first_expert + num_experts) have no place.
+    With first_expert these are experts first_expert to first_expert + num_experts - 1, and ids of others, which other
+    ranks hold, are skipped. Without it ids are -1 or 0 to num_experts - 1.
 
     topk_ids: int32 or int64 [T, k].
     """

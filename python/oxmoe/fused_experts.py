@@ -47,8 +47,8 @@ def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **opti
         return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
     if format == "mxfp8":
         options.pop("dtype", None)  # bf16: there is no other
-    if format == "fp8_tensor-token":
-        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=True, **options)
+    if format in ("fp8_tensor", "fp8_tensor-token"):
+        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=format.endswith("token"), **options)
     if format == "fp8_tensor-static":
         format = "fp8_tensor"
     build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
@@ -115,7 +115,7 @@ def run(
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
     per_tensor: bool = False,
-    per_token: bool = False,
+    per_token: bool = True,
     out: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
@@ -181,9 +181,9 @@ def fused_experts(
     use_fp8_w8a8 with block_shape [128, 128]: w1 and w2 of float8_e4m3fn, w1_scale and w2_scale as
     ExpertWeights.fp8_block has them; hidden_states of bfloat16 are quantised by token and 128 columns. Without a
     block_shape w1_scale and w2_scale are one number an expert, and activations are quantised with a1_scale and a2_scale
-    or, where those are None, with one scale for a call, or with per_channel_quant one for each token, as
-    ExpertWeights.fp8_tensor has it. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale [E, H, 1] are
-    one number for each row of weights.
+    or, where those are None, with one scale for each token, as ExpertWeights.fp8_tensor has it by default; SGLang has
+    one for a call there, unless per_channel_quant. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale
+    [E, H, 1] are one number for each row of weights.
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
@@ -243,7 +243,6 @@ def fused_experts(
         "a1_scale": a1_scale,
         "a2_scale": a2_scale,
         "per_tensor": use_fp8_w8a8 and not blocks,
-        "per_token": per_channel_quant,
     }
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
     operands = (hidden_states, w1, w2, topk_output[0], topk_output[1], b1, b2)

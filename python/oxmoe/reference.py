@@ -487,10 +487,10 @@ def topk(
 
 
 def sort_by_expert(
-    topk_ids: Tensor, num_experts: int, *, first_expert: int = 0
+    topk_ids: Tensor, num_experts: int, *, first_expert: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`oxmoe.sort_by_expert`: (histogram, offsets, place_of_slot, slot_of_place), int32, stable in the slot number."""
-    ids = topk_ids.reshape(-1).long() - first_expert
+    ids = topk_ids.reshape(-1).long() - (first_expert or 0)
     local = (ids >= 0) & (ids < num_experts)
     histogram = torch.bincount(ids[local], minlength=num_experts)
     offsets = F.pad(histogram.cumsum(0), (1, 0))

@@ -3,7 +3,7 @@
 //! Contributions are added in rank order in fp32 and rounded once, so every rank gets the same bits. The order of additions in the norm
 //! depends on the hidden size and dtype alone.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::narrow::e4m3;
 use super::{for_dtype, Element, Shared};

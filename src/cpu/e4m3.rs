@@ -2,9 +2,9 @@
 
 use super::narrow::{e4m3, e4m3_value};
 use super::{schedule, Shared};
+use crate::parallel::*;
 use crate::params::QuantizeRowsParams;
 use half::bf16;
-use rayon::prelude::*;
 use std::sync::LazyLock;
 
 /// The value of every code; exact.

@@ -1,6 +1,6 @@
 //! The dense MXFP8 GEMM of csrc/gemm on host memory: elements times scales in fp32, products summed in fp32, rounded once.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element, Shared};
 use crate::cpu::narrow::e4m3_value;

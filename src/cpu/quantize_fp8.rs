@@ -1,6 +1,6 @@
 //! The kernels of csrc/quant/quantize_fp8.cuh, quantize_fp8_rows.cuh and expand_scales.cuh on host memory.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, schedule, Element, Shared};
 use crate::params::{ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
@@ -32,9 +32,8 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
     let number = |i: usize| listed.as_ref().map_or(i, |rows| rows[i]);
     let given = match p.scaling {
         Fp8Scaling::Peak => {
-            let of_rows =
-                (0..count).into_par_iter().with_min_len(tasks_each).map(|i| peak(row_of(shared.get(), number(i)), 0.0));
-            let amax = of_rows.reduce(|| 0.0, f32::max);
+            let rows = (0..count).into_par_iter();
+            let amax = rows.largest(tasks_each, |i| peak(row_of(shared.get(), number(i)), 0.0));
             // SAFETY: one number, by the caller's contract.
             unsafe { *p.given = amax };
             scale_of(amax, p.eps)
@@ -43,7 +42,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
         Fp8Scaling::Given => unsafe { *p.given },
         _ => 0.0,
     };
-    (0..count).into_par_iter().with_min_len(tasks_each).for_each(|i| {
+    (0..count).into_par_iter().for_each_least(tasks_each, |i| {
         let row = number(i);
         let p = shared.get();
         let x = row_of(p, row);

@@ -1,6 +1,6 @@
 //! Top-k: router logits to expert ids and weights, one token at a time.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element};
 use crate::params::{GroupScore, Scoring, SelectParams};
@@ -72,7 +72,7 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
         order_by_id: p.order_by_id,
     };
     let rows = ids.par_chunks_mut(top_k).zip(weights.par_chunks_mut(top_k)).enumerate();
-    rows.with_min_len(TOKENS_PER_TASK).for_each(|(token, (ids, weights))| {
+    rows.for_each_least(TOKENS_PER_TASK, |(token, (ids, weights))| {
         if token >= valid {
             ids.fill(-1);
             weights.fill(0.0);

@@ -50,13 +50,13 @@ impl<'py> Fp8Tensor<'py> {
     }
 }
 
-/// `given`: scales of activations, both or none.
+/// `given`: scales of activations, both or none; without them, `per_token`, by default a scale for each row, else one for all of a call.
 pub fn prepare<'py>(
     contract: &mut Contract<'_>,
     (w13, w2): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
     scales: [Option<&Bound<'py, PyAny>>; 2],
     given: [Option<&Bound<'py, PyAny>>; 2],
-    per_token: bool,
+    per_token: Option<bool>,
     gated: bool,
 ) -> Result<Fp8Tensor<'py>> {
     let [Some(w13_scale), Some(w2_scale)] = scales else {
@@ -66,9 +66,9 @@ pub fn prepare<'py>(
     let (w13_table, w13_rows) = table(contract, "w13_scale", w13_scale, &w13, if gated { 2 } else { 1 })?;
     let (w2_table, w2_rows) = table(contract, "w2_scale", w2_scale, &w2, 1)?;
     let (activations, scales) = match given {
-        [None, None] if per_token => (Activations::Token, None),
+        [None, None] if per_token.unwrap_or(true) => (Activations::Token, None),
         [None, None] => (Activations::Tensor, None),
-        [Some(_), Some(_)] if per_token => {
+        [Some(_), Some(_)] if per_token == Some(true) => {
             contract!("per_token: excludes a13_scale and a2_scale");
         }
         [Some(x), Some(hidden)] => {

@@ -7,7 +7,7 @@ use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::rounding::Rounding;
 use super::scratch::Scratch;
 use super::weights::{ExpertWeights, Layer, LayerDesc};
-use super::{elem, fp8, nvfp4, routed};
+use super::{elem, fp8, nvfp4};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -129,10 +129,10 @@ impl Stages {
         Stages { schedule, rounding, fp8, up, down }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         let Some(schedule) = plan.schedule else {
             let (op, gemms) = ("moe_masked: GEMM1 and GEMM2", (&self.up, &self.down));
-            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, counter_slot);
+            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, workspace);
         };
         stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
         let [of_x, of_hidden] = plan.quantize;
@@ -253,9 +253,9 @@ impl<'py> Call<'_, 'py> {
                 let quantizes_x = x_scale.is_none();
                 let finds_tiles = self.division.rows_each > 0;
                 let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
-                let (plan, slot) = routed::plan_masked(&desc, &gpu.device, (ordinal, scratch.base as usize))?;
+                let plan = MaskedPlan::new(&desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
-                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, slot)?;
+                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, scratch.base)?;
             }
         }
         Ok(out.into_object())

@@ -4,6 +4,7 @@ pub mod explain;
 mod fp8;
 mod fp8_tensor;
 pub mod grouped_gemm;
+mod ids;
 mod layer;
 pub mod masked;
 mod mxfp4;
@@ -51,6 +52,7 @@ struct CallOptions {
     apply_router_weight_on_input: bool,
     no_combine: bool,
     keep_router_weight: bool,
+    ep_size: i64,
     first_expert: i64,
 }
 
@@ -176,12 +178,12 @@ impl Stages {
         Stages { select, route, down_schedule, rounding, fp8, up, down, combine }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         routed::require(stream, &plan.experts)?;
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
             let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
             let stages = (gemms.0, gemms.1, self.combine);
-            return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
+            return routed::launch(stream, launch, layer, &select, &self.route, stages, workspace);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
@@ -326,8 +328,8 @@ impl<'py> Call<'_, 'py> {
                 let gpu = gpu(ordinal)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
                 routed::whole_or_part(&stream, |device| {
-                    let (plan, slot) = routed::plan_call(desc, device, (ordinal, scratch.base as usize))?;
-                    stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)
+                    let plan = MoePlan::new(desc, device)?;
+                    stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)
                 })?;
             }
         }
@@ -367,13 +369,13 @@ pub fn moe<'py>(
     guard(|| {
         let (layer, spans) = (weights.get().layer(x.py())?, weights.get().spans());
         let contract = Contract::new().reads_layer(spans);
-        let first_expert = first_expert(layer.desc.experts, ep_size, ep_rank)?;
         let options = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
-            first_expert,
+            ep_size,
+            first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
         options.check()?;
         if let Some(logits) = router_logits {
@@ -447,6 +449,7 @@ fn forward<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
+    ids::check(topk_ids.py(), &contract, &ids, layer.desc.experts * options.ep_size)?;
     let desc = MoeDesc {
         layer: layer.desc,
         tokens: tokens.x.shape()[0],
@@ -519,7 +522,7 @@ pub fn moe_tensors<'py>(
                 }
                 let per_token = format == Format::Fp8TensorToken;
                 let (scales, given) = ([w13_scale, w2_scale], [a13_scale, a2_scale]);
-                Some(fp8_tensor::prepare(&mut contract, (w13, w2), scales, given, per_token, options.gated())?)
+                Some(fp8_tensor::prepare(&mut contract, (w13, w2), scales, given, Some(per_token), options.gated())?)
             }
             None if a13_scale.is_some() || a2_scale.is_some() => {
                 contract!("a13_scale and a2_scale: only for format \"fp8_tensor\", got them with {format:?}")
@@ -541,6 +544,7 @@ pub fn moe_tensors<'py>(
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
+            ep_size,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
         call.check()?;
@@ -550,13 +554,12 @@ pub fn moe_tensors<'py>(
 
 /// The global id of a rank's first expert.
 fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
-    // Kernels count global ids in 32 bits.
-    let largest = i64::from(i32::MAX) / experts;
-    if !(1..=largest).contains(&ep_size) {
-        contract!("ep_size: expected 1 to {largest} ranks of {experts} experts each, got {ep_size}");
-    }
-    if !(0..ep_size).contains(&ep_rank) {
+    if ep_size < 1 || !(0..ep_size).contains(&ep_rank) {
         contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
     }
-    Ok(ep_rank * experts)
+    // Kernels take ids of all ranks as i32.
+    match experts.checked_mul(ep_size) {
+        Some(all) if all <= i32::MAX as i64 => Ok(ep_rank * experts),
+        _ => contract!("ep_size: {ep_size} ranks of {experts} experts each are beyond 2^31 - 1 experts"),
+    }
 }

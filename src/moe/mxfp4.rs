@@ -8,6 +8,7 @@ use crate::contract;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::kernel::Stream;
+use crate::parallel::*;
 use crate::params::{Dtype, PackMxfp4Params, ScaleBytesParams};
 use crate::quant::blocks::{e8m0, Blocks};
 use crate::quant::mxfp4::BLOCK;
@@ -16,7 +17,6 @@ use crate::quant::packed_ops::check_vectors;
 use crate::quant::{self, Format};
 use crate::tensor::{self, Borrowed, Checked, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
-use rayon::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
 pub const SCALES: [Elem; 3] = [Elem::U8, Elem::E8M0, Elem::F32];

@@ -572,7 +572,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
         }
     } else {
         let _ =
-            writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), rayon::current_num_threads());
+            writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), crate::parallel::threads());
     }
     let workspace = workspace(layer, desc.tokens, desc.top_k);
     let _ = writeln!(text, "workspace: {} bytes", workspace.bytes);

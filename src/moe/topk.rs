@@ -2,7 +2,7 @@
 
 use super::plan;
 use super::plan::routing::{block_histogram_bytes, ragged, select_alone, Logits};
-use super::{routing, MAX_TOP_K};
+use super::{ids, routing, MAX_TOP_K};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -299,16 +299,19 @@ struct Sorted<'py> {
     slot_of_place: Borrowed<'py>,
 }
 
-/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns.
+/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns. `first_expert`: ids of other experts than
+/// those that are sorted are allowed.
 fn sort<'py>(
     ids: &Borrowed<'py>,
     num_experts: i64,
-    first_expert: i64,
+    first_expert: Option<i64>,
     contract: &mut Contract<'_>,
 ) -> Result<Sorted<'py>> {
     let py = ids.object().py();
     contract.check("topk_ids", ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
     let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
+    let all_experts = first_expert.map_or(num_experts, |_| i64::MAX);
+    let first_expert = first_expert.unwrap_or(0);
     if !(1..=MAX_EXPERTS).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
         contract!(
             "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
@@ -317,6 +320,7 @@ fn sort<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
         contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and fewer than 2^30 slots, got shape {:?}", ids.shape());
     }
+    ids::check(py, contract, ids, all_experts)?;
     let mut table = |operand, size| output(operand, None, ids, &[("length", size)], Elem::I32, contract);
     let sorted = Sorted {
         histogram: table("histogram", num_experts)?,
@@ -375,11 +379,11 @@ type Tensors4<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, B
 
 #[doc = crate::help!("sort_by_expert")]
 #[pyfunction(crate = "crate::python")]
-#[pyo3(signature = (topk_ids, num_experts, *, first_expert=0))]
+#[pyo3(signature = (topk_ids, num_experts, *, first_expert=None))]
 pub fn sort_by_expert<'py>(
     topk_ids: &Bound<'py, PyAny>,
     num_experts: i64,
-    first_expert: i64,
+    first_expert: Option<i64>,
 ) -> PyResult<Tensors4<'py>> {
     guard(|| {
         let mut contract = Contract::new();
@@ -422,7 +426,7 @@ pub fn routing_tables<'py>(
         let mut contract = Contract::new();
         let (ids, weights) = (contract.input("topk_ids", topk_ids)?, contract.input("topk_weights", topk_weights)?);
         contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
-        let sorted = sort(&ids, num_experts, 0, &mut contract)?;
+        let sorted = sort(&ids, num_experts, None, &mut contract)?;
         let slots = ids.numel();
         let max_blocks =
             if slots <= num_experts { slots } else { num_experts - 1 - (num_experts - slots - 1).div_euclid(16) };

@@ -430,8 +430,8 @@ macro_rules! constructors {
             #[doc = crate::help!("ExpertWeights.fp8_tensor")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=false, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=False, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
             fn fp8_tensor(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -439,7 +439,7 @@ macro_rules! constructors {
                 w2_scale: &Bound<'_, PyAny>,
                 a13_scale: Option<&Bound<'_, PyAny>>,
                 a2_scale: Option<&Bound<'_, PyAny>>,
-                per_token: bool,
+                per_token: Option<bool>,
                 b13: Option<&Bound<'_, PyAny>>,
                 b2: Option<&Bound<'_, PyAny>>,
                 layout: &str,
@@ -556,7 +556,7 @@ macro_rules! constructors {
                 let dtype = match d.format {
                     Format::Mxfp4 => format!(", dtype={:?}", self.dtype()),
                     Format::Mxfp4A8 => ", activation_dtype=float8_e4m3fn".into(),
-                    Format::Fp8TensorToken => ", per_token=True".into(),
+                    Format::Fp8Tensor => ", per_token=False".into(),
                     Format::Fp8TensorStatic => ", a13_scale, a2_scale".into(),
                     _ => String::new(),
                 };

@@ -51,7 +51,7 @@ pub struct QuantSpec {
     pub format: Format,
     /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `nvfp4-a4`: nvfp4 with an
     /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
-    /// with per_token or with scales), and on the command line.
+    /// as it is by default or with scales; `fp8_tensor`: with per_token=False), and on the command line.
     pub name: &'static str,
     /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,

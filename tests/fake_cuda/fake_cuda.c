@@ -10,6 +10,7 @@
 // FAKE_TOO_LARGE   if 1: cooperative launches are too large, as under an MPS limit
 // FAKE_GREEN       if set: every stream is one of a green context with so many multiprocessors, of which each holds two CTAs
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
+// FAKE_CAPTURING   1: streams are being captured into a graph (0)
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
 #define _GNU_SOURCE
@@ -260,6 +261,32 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    memcpy(to, (const void*)from, bytes);
+    record("{\"call\": \"cuMemcpyDtoHAsync\", \"from\": %llu, \"bytes\": %zu, \"stream\": %llu}", from, bytes,
+           (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    *status = number("FAKE_CAPTURING", 0) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    record("{\"call\": \"cuStreamIsCapturing\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    record("{\"call\": \"cuStreamSynchronize\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
 // Memory that processes share: a handle is a memfd + 1, a mapping is a mapping. Sizes must be whole units.
 enum { kUnit = 2 << 20 };
 
@@ -362,6 +389,24 @@ CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned flags) {
 CUresult cuMemFreeHost(void* address) {
     ENTER();
     free(address);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    *address = (CUdeviceptr)aligned_alloc(256, (bytes + 255) / 256 * 256);
+    memset((void*)*address, 0xA5, bytes);
+    record("{\"call\": \"cuMemAlloc\", \"address\": %llu, \"bytes\": %zu}", *address, bytes);
+    return CUDA_SUCCESS;
+}
+
+// In stream order, so what is there is recorded alone.
+CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    record("{\"call\": \"cuMemsetD8Async\", \"address\": %llu, \"value\": %d, \"bytes\": %zu, \"stream\": %llu}", address, value,
+           bytes, (unsigned long long)(uintptr_t)stream);
     return CUDA_SUCCESS;
 }
 

@@ -80,7 +80,7 @@ class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
             return ExpertWeights.fp8_block(*weights, **options)
         if self.scheme.static_input_scales:
             options |= {"a13_scale": layer.w13_input_scale.data, "a2_scale": layer.w2_input_scale.data}
-        return ExpertWeights.fp8_tensor(*weights, per_token=self.scheme.weight_quant.strategy == "channel", **options)
+        return ExpertWeights.fp8_tensor(*weights, **options)
 
 
 class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
