@@ -161,6 +161,9 @@ impl fmt::Debug for dlpack::ExchangeApi {
 
 const MAX_DIMS: usize = 6;
 
+/// Addresses below this are few programs' heaps and no GPU's memory: a tensor there is looked at again.
+const LOW_ADDRESS: usize = 1 << 36;
+
 /// What a tensor is: its address, element type, place and shape. Plain data that keeps nothing alive.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -358,10 +361,25 @@ impl<'py> Borrowed<'py> {
                 let tensor = exchange(operand, object, api)?;
                 Self::refuse_lazy_state(operand, object)?;
                 let view = View::from_dlpack(operand, &tensor, Origin::Torch(api), false)?;
+                if view.numel() > 0 && (view.data as usize) < LOW_ADDRESS {
+                    Self::refuse_no_storage(operand, object)?;
+                }
                 Ok(Borrowed { view, object: object.clone(), _capsule: None })
             }
             origin => Self::borrow_capsule(operand, object, origin),
         }
+    }
+
+    /// A fake or meta tensor that begins behind its storage's beginning has the offset for an address.
+    fn refuse_no_storage(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
+        let py = object.py();
+        let storage = object.call_method0(intern!(py, "untyped_storage"))?;
+        // What has no memory raises or says 0.
+        let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|address| address.extract::<usize>());
+        if !matches!(address, Ok(1..)) {
+            contract!("{operand}: has no data (a fake or meta tensor, or one whose storage was freed)");
+        }
+        Ok(())
     }
 
     /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.

@@ -400,3 +400,21 @@ def test_ranks_that_no_id_reaches(size: int, rank: int, rng: torch.Generator) ->
     for read in (moe_operands("bf16", False, rng), moe_operands("bf16", True, rng) | {"top_k": K}):
         with pytest.raises(ValueError, match=r"^ep_(size|rank): "):
             oxmoe.moe(x, weights, **read, ep_size=size, ep_rank=rank)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "workspace"])
+def test_tensors_without_memory(name: str, rng: torch.Generator) -> None:
+    """A view of a meta or fake tensor behind its storage's beginning has an address all the same."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    weights = make("bf16", operands("bf16", "cpu", rng))
+    read: dict[str, Any] = {"x": x_of("bf16", "cpu", rng), **moe_operands("bf16", False, rng)}
+    read["workspace"] = torch.zeros(oxmoe.workspace_bytes(weights, T, K) + 256, dtype=torch.uint8)
+    for view in (
+        torch.zeros(read[name].numel() + 99, dtype=read[name].dtype, device="meta")[99:].view(read[name].shape),
+        FakeTensorMode()
+        .from_tensor(torch.zeros(read[name].numel() + 99, dtype=read[name].dtype))[99:]
+        .view(read[name].shape),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: (has no data|is on DLPack device)"):
+            oxmoe._oxmoe.moe(weights=weights, **(read | {name: view}))

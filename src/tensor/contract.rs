@@ -151,7 +151,8 @@ impl<'a> Contract<'a> {
         Ok(tensor)
     }
 
-    /// A new uninitialised tensor of `like`'s package beside it, which the call writes.
+    /// A new uninitialised tensor of `like`'s package beside it, which the call writes. It is not recorded: memory that was allocated now is
+    /// apart from every operand, and a part of a call may free it before the next part allocates.
     pub fn new_output<'py>(
         &mut self,
         operand: &'static str,
@@ -159,7 +160,7 @@ impl<'a> Contract<'a> {
         shape: &[i64],
         elem: Elem,
     ) -> Result<Borrowed<'py>> {
-        self.output(operand, &empty(like, shape, elem)?)
+        Borrowed::borrow(operand, &empty(like, shape, elem)?)
     }
 
     fn record(&mut self, operand: &'static str, view: &View, written_over: Option<&'static [&'static str]>) {
