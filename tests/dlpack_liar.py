@@ -1,7 +1,7 @@
 """Objects whose DLPack capsules, or exchange tables, say what is not so. Run as a program it hands each to oxmoe.
 
-`python dlpack_liar.py USE ROUTE [LIE]` prints one JSON line a lie: before the call its name, after it what came of it. A
-crash so shows as a name with nothing behind it. `USES` says what the object is used for, `ROUTES` how it is handed over.
+`python dlpack_liar.py USE ROUTE [LIE...]` prints JSON lines: a lie's name before the call, and behind it what came of
+it. A crash so shows as a name with nothing behind it. `USES` says what for, and `ROUTES` how, an object is handed over.
 """
 
 from __future__ import annotations
