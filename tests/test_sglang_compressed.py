@@ -281,8 +281,15 @@ INT4 = changed(CHANNEL, type="int", num_bits=4, strategy="group", group_size=128
         (INT4, None, None),
         ({**CHANNEL, "config_groups": {}}, None, None),
         ({**CHANNEL, "config_groups": {**CHANNEL["config_groups"], "1": INT4["config_groups"]["group_0"]}}, None, None),
+        # Forms that a config's numbers and names should not have.
+        ({**CHANNEL, "config_groups": [CHANNEL["config_groups"]["group_0"]]}, None, None),
+        ({**CHANNEL, "config_groups": {"0": "weights"}}, None, None),
+        ({**CHANNEL, "config_groups": {"0": {"weights": [8, "float"]}}}, None, None),
     ],
-    ids=["channel", "asked", "other", "tensor", "block", "nvfp4", "fp8", "static", "64", "int4", "none", "mixed"],
+    ids=[
+        *("channel", "asked", "other", "tensor", "block", "nvfp4", "fp8", "static", "64", "int4", "none", "mixed"),
+        *("a list", "no group", "no weights"),
+    ],
 )
 def test_checkpoints_that_are_ours(config: dict[str, Any], asked: str | None, answer: str | None) -> None:
     assert QUANTIZATION_METHODS["oxmoe"].override_quantization_method(config, asked) == answer

@@ -15,7 +15,7 @@ use crate::tensor::Place;
 use crate::variants::{allreduce, Element, Variant};
 use cudarc::driver::result;
 use pyo3::prelude::*;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 /// Bit of the header's word in which the pattern's number has room: ranks that chose different algorithms disagree too.
@@ -197,13 +197,20 @@ impl AllReduceMemory {
             }
             py.detach(|| {
                 self.with(|maps| {
+                    let Some(exported) = &maps.descriptor else {
+                        contract!("workspace: peers' memory was opened before");
+                    };
                     for (peer, &number) in descriptors.iter().enumerate().filter(|&(peer, _)| peer != self.rank) {
-                        // SAFETY: the caller's open descriptor, borrowed for the call.
+                        if number < 0 {
+                            contract!("descriptors: rank {peer}'s is missing");
+                        }
+                        // SAFETY: not -1; what is not open is found when it is duplicated.
                         let theirs = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
                         let Ok(theirs) = theirs.try_clone_to_owned() else {
                             contract!("descriptors: rank {peer}'s ({number}) is not open");
                         };
-                        maps.peers[peer] = Some(memory::open(self.gpu, &theirs, &maps.own, peer)?);
+                        let theirs = memory::open(self.gpu, theirs.as_fd(), (&maps.own, exported), peer)?;
+                        maps.peers[peer] = Some(theirs);
                     }
                     maps.descriptor = None;
                     Ok(())

@@ -11,6 +11,7 @@
 // FAKE_GREEN       if set: every stream is one of a green context with so many multiprocessors, of which each holds two CTAs
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
 // FAKE_CAPTURING   1: streams are being captured into a graph (0)
+// FAKE_LOCATION    kind of memory that imported handles say they are (1: a device's)
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
 #define _GNU_SOURCE
@@ -23,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { kMaxFunctions = 64, kDefaultShared = 48 * 1024, kFatbinMagic = 0xBA55ED50u };
@@ -331,6 +333,16 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop, CUmemGenericAllocationHandle handle) {
+    ENTER();
+    REQUIRE(handle, CUDA_ERROR_INVALID_HANDLE);
+    memset(prop, 0, sizeof *prop);
+    prop->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop->requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    prop->location.type = (CUmemLocationType)number("FAKE_LOCATION", CU_MEM_LOCATION_TYPE_DEVICE);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
     ENTER();
     REQUIRE(bytes && bytes % kUnit == 0 && !alignment && !wanted && !flags, CUDA_ERROR_INVALID_VALUE);
@@ -344,6 +356,8 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGeneric
                   unsigned long long flags) {
     ENTER();
     REQUIRE(handle && bytes % kUnit == 0 && !offset && !flags, CUDA_ERROR_INVALID_VALUE);
+    struct stat memory;
+    REQUIRE(!fstat((int)handle - 1, &memory) && (off_t)bytes <= memory.st_size, CUDA_ERROR_INVALID_VALUE);
     void* at = mmap((void*)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle - 1, 0);
     REQUIRE(at == (void*)address, CUDA_ERROR_INVALID_VALUE);
     return CUDA_SUCCESS;

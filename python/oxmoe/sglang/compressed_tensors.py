@@ -27,9 +27,9 @@ SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" +
 )
 
 
-def kind(weights: dict[str, Any] | None) -> str | None:
-    """A config_group's weights as "fp8" or "nvfp4"; None for others."""
-    given = weights or {}
+def kind(weights: Any) -> str | None:
+    """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
+    given = weights if isinstance(weights, dict) else {}
     if given.get("type") != "float":
         return None
     strategy = given.get("strategy")
@@ -49,8 +49,9 @@ def nvfp4_runs() -> bool:
 
 def served(checkpoint: dict[str, Any]) -> bool:
     """Whether all layers of a checkpoint's quantization_config are of formats that experts on oxmoe can have."""
-    groups = checkpoint.get("config_groups") or {}
-    kinds = {kind(group.get("weights")) for group in groups.values()}
+    groups = checkpoint.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    kinds = {kind(group.get("weights") if isinstance(group, dict) else None) for group in listed}
     return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4_runs())
 
 
