@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 from host_kernels import ROOT, write_parameter_headers
 
 # What both kinds of hosts start with: numbers and their formats.
@@ -442,7 +441,7 @@ class HostCtas:
     """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80)."""
 
     def __init__(self, folder: Path, headers: list[str], kernels: dict[str, tuple[str, str]], arch: int) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
+        compiler = cxx()
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
@@ -454,15 +453,15 @@ class HostCtas:
             # Threads take turns, CTAs too: what a CTA shares is of the process.
             text = re.sub(r"(?<!extern )__shared__", "static", without_asm(path.read_text()))
             copy.write_text(text)
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        source = folder / "kernels.cpp"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)
             for name, (kernel, parameters) in kernels.items()
         ]
         includes = [f'#include "{folder / "csrc" / header}"' for header in headers]
         source.write_text("\n".join([NUMBERS, PRELUDE, *includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-DARCH={arch}"]
-        subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", f"-DARCH={arch}", f"-I{folder}"]
+        library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, seed: int, **parameters: Any) -> None:
