@@ -363,7 +363,7 @@ def main() -> None:
         ended, wrong = judge(call)
         print(f"{ended}: {wrong or 'nothing is wrong'}")
         raise SystemExit(wrong is not None)
-    options = {"first": given.first, "most_failures": given.failures, "without": without, "aloud": True}
+    options = {"first": given.first, "most_failures": given.failures, "without": without, "aloud": True, "batch": 2000}
     run = fuzz(given.seed, given.calls, given.seconds, **options)
     print(f"seed {given.seed}: {run.calls} calls, {len(run.failures)} failures; {dict(run.outcomes)}")
     raise SystemExit(bool(run.failures))
