@@ -44,7 +44,8 @@ ERRORS = (ValueError, TypeError, NotImplementedError, MemoryError)
 NAMED = re.compile(
     r"RuntimeError: .*(not enough memory|can't allocate memory|bad_alloc)"
     r"|OverflowError: (Python int too large to convert|can't convert negative int)"
-    r"|Boolean value of Tensor|DataDependentOutputException|Please convert all Tensors to FakeTensors"
+    r"|Boolean value of Tensor|cannot be called on meta tensors|its data is not allocated yet"
+    r"|DataDependentOutputException|Please convert all Tensors to FakeTensors"
 )
 # What functions written in torch say of numpy's arrays.
 TORCH_ALONE = re.compile(r"expected a torch tensor|numpy does not have")
@@ -303,9 +304,7 @@ def _batch(seed: int, first: int, count: int, run: Run, until: float, without: f
             last = line[0]
         elif kind == "failure":
             number, wrong, described = line
-            run.failures.append(
-                f"call {number} of seed {seed}: {wrong}\n    {described}\n{_again(seed, number, without)}"
-            )
+            run.add(f"call {number} of seed {seed}: {wrong}\n    {described}\n{_again(seed, number, without)}")
         else:
             run.outcomes[line[0]] += 1
     run.calls += last - first + 1
@@ -316,9 +315,7 @@ def _batch(seed: int, first: int, count: int, run: Run, until: float, without: f
         described = describe(draw(seed, last, without)) if last >= first else ""
         tail = "\n".join("      " + line for line in text.strip().splitlines()[-25:])
         again = _again(seed, last, without)
-        run.failures.append(
-            f"call {last} of seed {seed}: ended the process ({ended})\n    {described}\n{again}\n{tail}"
-        )
+        run.add(f"call {last} of seed {seed}: ended the process ({ended})\n    {described}\n{again}\n{tail}")
     return last + 1 if process.returncode != 0 else first + count
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oxmoe
-from oxmoe import quantize
+from oxmoe import nvfp4, quantize
 
 
 def test_routing_of_no_tokens() -> None:
@@ -44,3 +44,8 @@ def test_bias_of_another_dtype(dtype: torch.dtype) -> None:
         oxmoe.mxfp8_linear(torch.zeros((3, 32)), weight, scale, bias=torch.zeros(8).to(dtype))
     with pytest.raises(ValueError, match=r"^bias: expected device cpu \(from input\), got meta"):
         oxmoe.mxfp8_linear(torch.zeros((3, 32)), weight, scale, bias=torch.zeros(8, device="meta"))
+
+
+def test_complex_global_scale() -> None:
+    with pytest.raises(ValueError, match=r"^global_scale: expected a real number, got complex64"):
+        nvfp4.fp4_quantize(torch.zeros((2, 16)), torch.ones(1, dtype=torch.complex64))
