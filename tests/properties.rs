@@ -23,7 +23,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-/// Of one property; in release builds a run has as many cases as it can in this time.
+/// How long one property is tried.
 const BOX: Duration = Duration::from_millis(1500);
 
 /// Holds `property` against random values until the time is over.
@@ -169,7 +169,11 @@ fn every_dense_plan_fits_its_device() {
         let plan = MmPlan::new(m, n, 32 * k, &device);
         let say = || format!("{m} x {n} x {}: {plan:?}", 32 * k);
         for l in plan.launches() {
-            assert!(l.grid >= 1 && l.grid % l.cluster == 0 && l.block % 32 == 0 && l.block <= 1024, "{}", say());
+            assert!(
+                l.grid >= 1 && l.grid.is_multiple_of(l.cluster) && l.block.is_multiple_of(32) && l.block <= 1024,
+                "{}",
+                say()
+            );
             assert!(l.shared_bytes <= device.shared_bytes, "{}", say());
         }
         assert!(plan.partial_bytes >= 0 && plan.launches().count() >= 1, "{}", say());
@@ -321,7 +325,8 @@ fn numbers(count: usize) -> impl Strategy<Value = Vec<f32>> {
 
 #[test]
 fn narrow_numbers_are_the_nearest() {
-    let grids: [(fn(f32) -> f32, Vec<f32>, f32); 2] = [
+    type Grid = (fn(f32) -> f32, Vec<f32>, f32);
+    let grids: [Grid; 2] = [
         (|x| e4m3_value(e4m3(x)), (0..=0x7E).map(e4m3_value).collect(), 448.0),
         (
             |x| [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(e2m1(x) & 7)],

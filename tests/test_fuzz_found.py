@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import oxmoe
+from fuzz_dlpack import Foreign
 from oxmoe import nvfp4, quantize
 
 
@@ -49,3 +51,12 @@ def test_bias_of_another_dtype(dtype: torch.dtype) -> None:
 def test_complex_global_scale() -> None:
     with pytest.raises(ValueError, match=r"^global_scale: expected a real number, got complex64"):
         nvfp4.fp4_quantize(torch.zeros((2, 16)), torch.ones(1, dtype=torch.complex64))
+
+
+def test_column_major_scales_of_another_package() -> None:
+    """An array that has `__dlpack__` and no shape."""
+    x = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    options = {"column_major_scales": True, "scale_tma_aligned": True}
+    results = [quantize.per_token_group_quant_fp8(given, 32, **options) for given in (x, Foreign(x))]
+    for of_numpy, of_foreign in zip(*results, strict=True):
+        assert of_foreign.shape == of_numpy.shape and np.array_equal(of_foreign, of_numpy)

@@ -9,8 +9,8 @@ use _oxmoe::workspace::{Range, ALIGNMENT};
 /// The device can run it. `say` tells whose launch it is.
 pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
     assert!(l.variant.runs_on(device.arch.image()), "{}", say());
-    assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid % l.cluster == 0, "{}", say());
-    assert!((32..=1024).contains(&l.block) && l.block % 32 == 0, "{}", say());
+    assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid.is_multiple_of(l.cluster), "{}", say());
+    assert!((32..=1024).contains(&l.block) && l.block.is_multiple_of(32), "{}", say());
     assert!(l.block <= l.variant.threads(), "{}", say());
     match l.variant.shared_bytes() {
         Some(bytes) => {
@@ -60,7 +60,7 @@ pub fn assert_workspace(w: &MoeWorkspace, say: &dyn Fn() -> String) {
     ranges.sort_unstable_by_key(|range| (range.offset, range.bytes));
     let mut end = 0;
     for range in ranges.iter().filter(|range| range.bytes > 0) {
-        assert!(range.offset % ALIGNMENT == 0 && range.offset >= end, "{range:?}: {w:?} {}", say());
+        assert!(range.offset.is_multiple_of(ALIGNMENT) && range.offset >= end, "{range:?}: {w:?} {}", say());
         end = range.offset + range.bytes;
     }
     assert!(end <= w.bytes, "{w:?} {}", say());
