@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 from host_kernels import ROOT, write_parameter_headers
 
 # What both kinds of hosts start with: numbers and their formats.
@@ -454,7 +453,7 @@ class HostCtas:
         arch: int,
         replaced: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
+        compiler = cxx()
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
@@ -471,15 +470,15 @@ class HostCtas:
                 text = text.replace(old, new)
             copy.write_text(text)
         assert found == {old for old, _ in replaced}, "csrc has other text"
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        source = folder / "kernels.cpp"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)
             for name, (kernel, parameters) in kernels.items()
         ]
         includes = [f'#include "{folder / "csrc" / header}"' for header in headers]
         source.write_text("\n".join([NUMBERS, PRELUDE, *includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-DARCH={arch}"]
-        subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", f"-DARCH={arch}", f"-I{folder}"]
+        library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, seed: int, **parameters: Any) -> None:

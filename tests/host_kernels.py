@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "quant", "dense", "tiles")
@@ -161,21 +160,21 @@ class HostKernels:
     """`kernels`: name -> (struct with `run`, its parameters)."""
 
     def __init__(self, folder: Path, header: str, kernels: dict[str, tuple[str, str]]) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
+        compiler = cxx()
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
         for name, text in HEADERS.items():
             (folder / name).write_text(text)
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        source = folder / "kernels.cpp"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)
             for name, (kernel, parameters) in kernels.items()
         ]
         source.write_text("\n".join([PRELUDE, f'#include "{ROOT / "csrc" / header}"', *entries]))
         # NOTE: products and sums are rounded one by one here; a kernel must not leave the choice to its compiler.
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-        subprocess.run([compiler, *flags, "-pthread", f"-I{folder}", "-o", library, source], check=True)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-pthread", f"-I{folder}"]
+        library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, together: bool = False, **parameters: Any) -> None:

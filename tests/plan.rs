@@ -1,5 +1,7 @@
 //! Plans against the kernel table and against brute force: no GPU, no Python.
 
+mod legal;
+
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
@@ -249,21 +251,7 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
                 for l in plan_of(&desc, &device).launches() {
                     let say = || format!("{desc:?} on {device:?}: {l:?}");
                     assert!(loaded.contains(&l.variant), "{}", say());
-                    assert!(l.variant.runs_on(device.arch.image()), "{}", say());
-                    assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid % l.cluster == 0, "{}", say());
-                    assert!((32..=1024).contains(&l.block) && l.block % 32 == 0, "{}", say());
-                    assert!(l.block <= l.variant.threads(), "{}", say());
-                    match l.variant.shared_bytes() {
-                        Some(bytes) => {
-                            assert_eq!((l.shared_bytes, l.block), (bytes, l.variant.threads()), "{}", say());
-                            assert!(bytes <= device.shared_bytes, "{}", say());
-                        }
-                        None => {
-                            let most = device.shared_bytes - variants::ROUTING_STATIC_SHARED;
-                            assert!(l.shared_bytes <= most, "{}", say());
-                        }
-                    }
-                    assert!(l.cluster == 1 || device.arch >= Arch::SM90, "{}", say());
+                    legal::assert_launch(&l, &device, &say);
                 }
             }
         }

@@ -45,6 +45,26 @@ mod tests;
 
 use half::{bf16, f16};
 
+/// # Safety
+/// `data` must be valid for reads of `len` values; it may be anything for none.
+pub(crate) unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts(data, len) }
+}
+
+/// # Safety
+/// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
+pub(crate) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
+    if len == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts_mut(data, len) }
+}
+
 /// An element type that the CPU kernels read and write.
 pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;

@@ -1,6 +1,6 @@
 //! triton_kernels' tables of a sorted batch; the twin of csrc/moe/ragged.cuh.
 
-use super::route::{slice, slice_mut};
+use super::{slice, slice_mut};
 use crate::params::{Dtype, RaggedParams};
 use half::{bf16, f16};
 
