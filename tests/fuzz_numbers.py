@@ -327,6 +327,8 @@ def draw_packed_topk(rng: random.Random, generator: torch.Generator) -> Call:
     }
 
     def check(before: Operands, result: Any) -> None:
+        if result.device.type == "meta":
+            return  # of meta tensors
         contract(before, topk_weights="T k", topk_ids="T k")
         weights, ids = oxmoe.unpack_topk(result)
         same(weights, before["topk_weights"].to(torch.bfloat16).float(), "weights")
