@@ -175,16 +175,17 @@ def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
             assert operands[f"experts.{name}"].shape == (sizes["E"],), f"{name}: one number an expert"
 
 
+def fp32(name: str, value: Any) -> Any:
+    """A number as calls take it: integers too, where the operand is a real number."""
+    real = name.rpartition(".")[2].removeprefix("config_") in ("alpha", "beta", "limit", "routed_scaling_factor")
+    if type(value) is float or (real and type(value) is int):
+        return float(np.float32(float(value)))
+    return value
+
+
 def expected_moe(format: str, operands: Operands) -> Tensor:
     """The reference's result of a call of `moe`."""
-    # Numbers of the calls are fp32.
-    single = {
-        name: float(np.float32(float(v)))
-        if type(v) is float or (name[8:] in ("alpha", "beta", "limit") and type(v) is int)
-        else v
-        for name, v in operands.items()
-        if v is not None
-    }
+    single = {name: fp32(name, value) for name, value in operands.items() if value is not None}
     experts, call = parts(single)
     for name in ("weights", "out", "workspace", "format"):
         call.pop(name, None)
@@ -397,7 +398,7 @@ def draw_fused(rng: random.Random, generator: torch.Generator) -> Call:
         contract(before, hidden_states="T H", w1="E W H", w2="E H I", topk_weights="T k", topk_ids="T k")
         contract(before, w1="E W H", b1="E W", b2="E H")
         no_combine = before.get("config_no_combine", False)
-        factor = before.get("config_routed_scaling_factor")
+        factor = fp32("routed_scaling_factor", before.get("config_routed_scaling_factor"))
         expected = reference.moe(
             before["hidden_states"],
             before["w1"],

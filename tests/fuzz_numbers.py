@@ -214,6 +214,8 @@ def draw_pack(rng: random.Random, generator: torch.Generator) -> Call:
         if name == "pack_mxfp4":
             chosen = {key: before[key] for key in ("gated", "layout") if key in before}
             back = _oxmoe.unpack_mxfp4(*given, **sizes, **chosen)
+            # Packing drops the codes of NaN blocks.
+            codes = codes.masked_fill((scales == 255).repeat_interleave(16, -1), 0)
         elif name == "swizzle_hopper_mxfp4":
             back = _oxmoe.unswizzle_hopper_mxfp4(*given, **sizes, num_warps=before.get("num_warps", 8))
         else:
@@ -325,6 +327,8 @@ def draw_packed_topk(rng: random.Random, generator: torch.Generator) -> Call:
     }
 
     def check(before: Operands, result: Any) -> None:
+        if result.device.type == "meta":
+            return  # of meta tensors
         contract(before, topk_weights="T k", topk_ids="T k")
         weights, ids = oxmoe.unpack_topk(result)
         same(weights, before["topk_weights"].to(torch.bfloat16).float(), "weights")

@@ -108,20 +108,26 @@ static __half2 __floats2half2_rn(float low, float high) { return {half_bits(low)
 KERNEL = """
 extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool together) {{
     constexpr uint32_t threads = oxmoe::{kernel}::kThreads;
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
-        if (!together) {{
+    if (!together) {{
+        for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
             for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) oxmoe::{kernel}::run(*p);
-            continue;
-        }}
-        for (uint32_t first = 0; first < threads; first += 32) {{
-            pthread_barrier_init(&warp, nullptr, 32);
-            std::vector<std::thread> lanes;
-            for (uint32_t lane = 0; lane < 32; ++lane)
-                lanes.emplace_back([=] {{ threadIdx.x = first + lane, oxmoe::{kernel}::run(*p); }});
-            for (auto& lane : lanes) lane.join();
-            pthread_barrier_destroy(&warp);
-        }}
+        return;
     }}
+    // The same 32 threads for one warp after the other: starting them takes longer than a warp does.
+    pthread_barrier_init(&warp, nullptr, 32);
+    std::vector<std::thread> lanes;
+    for (uint32_t lane = 0; lane < 32; ++lane)
+        lanes.emplace_back([=] {{
+            for (uint32_t unit = 0; unit < grid * (threads / 32); ++unit) {{
+                pthread_barrier_wait(&warp);
+                if (lane == 0) blockIdx.x = unit / (threads / 32);
+                threadIdx.x = unit % (threads / 32) * 32 + lane;
+                pthread_barrier_wait(&warp);
+                oxmoe::{kernel}::run(*p);
+            }}
+        }});
+    for (auto& lane : lanes) lane.join();
+    pthread_barrier_destroy(&warp);
 }}
 """
 
