@@ -538,3 +538,32 @@ impl Contract {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(shape: &[i64], strides: &[i64]) -> TensorRef {
+        let fill = |values: &[i64]| std::array::from_fn(|i| values.get(i).copied().unwrap_or(0));
+        TensorRef {
+            data: std::ptr::null_mut(),
+            elem: Elem::F32,
+            place: Place::Cpu,
+            origin: Origin::Other,
+            ndim: shape.len(),
+            shape: fill(shape),
+            strides: fill(strides),
+            _managed: None,
+        }
+    }
+
+    #[test]
+    fn dimensions_of_one_have_any_stride() {
+        let contiguous = |shape: &[i64], strides: &[i64]| tensor(shape, strides).contiguous();
+        assert!(contiguous(&[2, 3], &[3, 1]) && !contiguous(&[2, 3], &[1, 2]) && !contiguous(&[2, 3], &[4, 1]));
+        assert!(contiguous(&[1, 3], &[77, 1]) && contiguous(&[3, 1], &[1, 77]) && contiguous(&[2, 1, 3], &[3, -5, 1]));
+        assert!(!contiguous(&[1, 3], &[77, 2]) && !contiguous(&[2, 1, 3], &[4, 0, 1]));
+        // Without elements strides mean nothing; without dimensions there are none.
+        assert!(contiguous(&[2, 0, 3], &[5, 7, 2]) && contiguous(&[], &[]));
+    }
+}
