@@ -5,6 +5,8 @@ DEMO := $(CURDIR)/.venv-demo
 BIN := $(VENV)/bin
 # What differs for the older SGLang that is served: a folder before the environment's own packages on the path.
 OLD_SGLANG := tests/requirements-sglang-0.5.12.post1.txt
+# Peers whose code the tests of layouts read, in a folder too.
+PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 
 # pip builds in the same folders as cargo, so only what changed is compiled again.
@@ -30,12 +32,13 @@ CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/pytho
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(OLD_SGLANG)
+$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(OLD_SGLANG) $(PEERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
-	rm -rf $(VENV)/sglang-0.5.12.post1
+	rm -rf $(VENV)/sglang-0.5.12.post1 $(VENV)/peers
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/sglang-0.5.12.post1 -r $(OLD_SGLANG)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers -r $(PEERS)
 	touch $@
 
 # `make test` installs once, for all that it starts then.
@@ -76,6 +79,7 @@ rust-test: python-names ## Rust tests
 
 python-test: install ## Python tests that need no GPU, SGLang's with both of its versions
 	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(PYTEST) $(wildcard tests/test_sglang*.py)
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py
 	$(PYTEST)
 
 wheel: ## abi3 wheel in .wheel/

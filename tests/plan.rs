@@ -503,3 +503,28 @@ fn kernels_ask_for_no_more_threads_than_an_sm_has() {
         assert!(variant.threads() * variant.ctas_per_multiprocessor() <= most, "{}", variant.symbol());
     }
 }
+
+/// By hand, on a device that moves 1e12 bytes and does 1e14 flops a second.
+#[test]
+fn floor_of_known_layers() {
+    let device = Device { bandwidth: 1e12, flops: 1e14, ..Device::typical(Arch::SM90) };
+    let check = |format: Format, gated, (tokens, top_k), (memory, compute): (f64, f64)| {
+        let dtype = format.spec().compute;
+        let layer = LayerDesc { experts: 8, hidden: 1000, intermediate: 500, gated, dtype, format };
+        let desc = MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false, plain_x: true };
+        let got = plan::floor(&desc, &device);
+        let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b.abs();
+        assert!(near(got.0, memory) && near(got.1, compute), "{format:?}, {tokens} tokens: {got:?}");
+    };
+    // An expert has 3 x 500 000 weights. One token activates top_k experts: 2 x 3 MB, and 4 KB of x and output.
+    check(Format::Bf16, true, (1, 2), (6.004, 0.06));
+    // Without a gate 2 x 500 000.
+    check(Format::F16, false, (1, 2), (4.004, 0.04));
+    // Of four tokens with one expert each 8 (1 - (7 / 8)^4) experts are active.
+    check(Format::Bf16, true, (4, 1), (3.0 * 8.0 * (1.0 - 2401.0 / 4096.0) + 0.016, 0.12));
+    check(Format::Bf16, true, (100, 8), (24.4, 24.0));
+    check(Format::Bf16, true, (0, 2), (0.0, 0.0));
+    // 4.25 bits a weight, products of bf16; 8 bits a weight, products at the rate of e4m3.
+    check(Format::Mxfp4, true, (1, 2), (1.59375 + 0.004, 0.06));
+    check(Format::Fp8Tensor, true, (1, 2), (3.004, 0.06 / 1.77));
+}

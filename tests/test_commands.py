@@ -244,16 +244,26 @@ def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("us a call") == 4
 
 
+# What runs on a CPU is run there; what is missing for a GPU, the GPU's run says.
+PLACES = [(name, "cpu", ()) for name in PEERS if PEERS[name].missing("cpu") is None]
+PLACES += [(name, "cuda", pytest.mark.gpu) for name in PEERS]
+
+
 @pytest.mark.parametrize("pattern", layers.PATTERNS)
 @KINDS
-@FORMATS
-@pytest.mark.parametrize("name", PEERS)
-def test_peers_run_the_same_layer(name: str, format_name: str, shape: layers.Shape, pattern: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "format_name"),
+    [
+        pytest.param(name, device, format_name, id=f"{name}-{device}-{format_name}", marks=marks)
+        for name, device, marks in PLACES
+        for format_name in ("bf16", "mxfp4")
+        if format_name in PEERS[name].formats
+    ],
+)
+def test_peers_run_the_same_layer(name: str, device: str, format_name: str, shape: layers.Shape, pattern: str) -> None:
     reason = PEERS[name].missing(device)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    if format_name not in PEERS[name].formats:
-        pytest.skip(f"{name} has no {format_name} weights")
     if name == "triton_kernels" and pattern in ("one", "grouped"):
         pytest.skip(f"{name} takes logits alone")
     weights = layers.make_weights(shape, torch.bfloat16, device, 2, mxfp4=format_name == "mxfp4")
@@ -349,6 +359,26 @@ def test_doctor_says_where_kernels_have_not_run() -> None:
     assert lines["gpu 0"] == "GPU sm_90, sm_90, 7 multiprocessors"
     expected = "oxmoe's kernels are compiled for sm_100 and have not run there: Hopper (sm_90) alone has run them"
     assert lines["gpu 1"] == f"GPU sm_100, sm_100, 7 multiprocessors; {expected}"
+
+
+@pytest.mark.parametrize("broken", [[False, False], [False, True], [True, True]], ids=str)
+def test_exit_status_of_doctor(
+    broken: list[bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [doctor.Finding(f"thing {number}", "as it is", one) for number, one in enumerate(broken)]
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    assert __main__.main(["doctor"]) == int(any(broken))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["BROKEN: " in line for line in lines] == broken and all(line.endswith("as it is") for line in lines)
+
+
+def test_doctor_says_that_a_layer_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(oxmoe.sglang.SETTING, raising=False)
+    right = oxmoe.moe
+    monkeypatch.setattr(oxmoe, "moe", lambda *operands, **options: 1.1 * right(*operands, **options))
+    assert __main__.main(["doctor"]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("layer on cpu"))
+    assert line[16:].startswith("BROKEN: AssertionError: result: ")
 
 
 def test_doctor_fails_where_a_swap_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,30 @@ def test_with_numpy_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert __main__.main(["demo", "--tokens", "5"]) == 0
     text = capsys.readouterr().out
     assert "f16" in text and "on CPU" in text and [row[0] for row in rows(text)] == ["5"]
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 6])
+def test_a_wrong_row_is_reported(
+    wrong: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first, the fourth and the seventh of nine tokens are checked, not the first alone."""
+    right = demo.moe
+
+    def call(*operands: Any, **options: Any) -> Any:
+        result = right(*operands, **options)
+        result[wrong] = 0.0
+        return result
+
+    monkeypatch.setattr(demo, "moe", call)
+    assert __main__.main(["demo", "--tokens", "9"]) == 1
+    assert "1 WRONG" in capsys.readouterr().out
+
+
+def test_a_result_of_nan_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = demo.moe
+    monkeypatch.setattr(demo, "moe", lambda *operands, **options: right(*operands, **options).fill_(math.nan))
+    assert __main__.main(["demo", "--tokens", "2"]) == 1
+    assert "1 WRONG" in capsys.readouterr().out
 
 
 def test_wrong_values_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

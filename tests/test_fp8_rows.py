@@ -148,7 +148,13 @@ def test_fused_experts(device: str, rng: torch.Generator) -> None:
     assert same_bits(fused(per_channel_quant=True), call(x, layer.weights("token"), *routing))
     assert same_bits(fused(), fused(per_channel_quant=True))
     static = {"a1_scale": layer.a13_scale, "a2_scale": layer.a2_scale}
-    assert same_bits(fused(per_channel_quant=True, **static), call(x, layer.weights("static"), *routing))
+    of_given = call(x, layer.weights("static"), *routing)
+    assert same_bits(fused(per_channel_quant=True, **static), of_given) and same_bits(fused(**static), of_given)
+    # One of the two scales is not enough: it is never dropped in favour of scales that the call would choose.
+    for name, scale in static.items():
+        for per_channel_quant in (False, True):
+            with pytest.raises(ValueError, match="a13_scale and a2_scale: give both or none"):
+                fused(per_channel_quant=per_channel_quant, **{name: scale})
 
 
 def test_numbers_are_those_of_the_weights(device: str, rng: torch.Generator) -> None:

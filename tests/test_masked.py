@@ -365,7 +365,15 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
     assert same_bits(short[places[:cut]], expected[: int(places[:cut].sum())])
     # Every row's expert, in any order.
     order = torch.randperm(rows, generator=rng)
-    mixed = oxmoe.moe_contiguous(x[order.to(device)], weights, m_indices=owner[order].int().to(device))
+    shuffled, owners = x[order.to(device)], owner[order].int().to(device)
+    mixed = oxmoe.moe_contiguous(shuffled, weights, m_indices=owners)
+    out = torch.full_like(x, torch.nan)
+    workspace = make_workspace(oxmoe.workspace_bytes(weights, rows, 1), device)
+    given = oxmoe.moe_contiguous(shuffled, weights, m_indices=owners, out=out, workspace=workspace)
+    assert given is out and same_bits(out, mixed)
+    # A workspace that is too small is noticed, so the given one is used.
+    with pytest.raises(ValueError, match="workspace: expected at least"):
+        oxmoe.moe_contiguous(shuffled, weights, m_indices=owners, workspace=make_workspace(0, device))
     back = torch.empty_like(mixed)
     back[order.to(device)] = mixed
     assert same_bits(back[places], expected) and bool((back[~places] == 0).all())

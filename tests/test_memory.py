@@ -416,5 +416,5 @@ def test_tensors_without_memory(name: str, rng: torch.Generator) -> None:
         .from_tensor(torch.zeros(read[name].numel() + 99, dtype=read[name].dtype))[99:]
         .view(read[name].shape),
     ):
-        with pytest.raises(ValueError, match=f"^{name}: (has no data|is on DLPack device)"):
+        with pytest.raises(ValueError, match=f"^{name}: (has no data|cannot be read)"):
             oxmoe._oxmoe.moe(weights=weights, **(read | {name: view}))

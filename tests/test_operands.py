@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,3 +174,19 @@ def test_nothing_to_convert() -> None:
     x = torch.zeros(0, 128).bfloat16()
     codes8, scales8 = oxmoe.mxfp8_quantize(torch.randn(64, 128).bfloat16())
     assert oxmoe.mxfp8_linear(x, codes8, scales8).shape == (0, 64)
+
+
+def test_strides_of_dimensions_of_one_mean_nothing() -> None:
+    """As torch and numpy count them contiguous; strides of other dimensions count."""
+    logits = torch.randn(3, 8)
+    expected = oxmoe.topk(logits[:1], 2)
+    one_row = logits.as_strided((1, 8), (77, 1))
+    as_array = np.lib.stride_tricks.as_strided(logits.numpy(), (1, 8), (4 * 77, 4))
+    for given in (one_row, as_array):
+        result = [torch.as_tensor(part) for part in oxmoe.topk(given, 2)]
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+    one_expert = logits.as_strided((3, 1), (1, 77))
+    assert oxmoe.topk(one_expert, 1)[1].tolist() == [[0]] * 3
+    for strided in (logits.as_strided((2, 4), (1, 2)), logits.as_strided((1, 4), (77, 2)), logits[:, :4]):
+        with pytest.raises(ValueError, match="router_logits: is not contiguous"):
+            oxmoe.topk(strided, 2)

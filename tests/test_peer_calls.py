@@ -311,14 +311,16 @@ def test_choices_of_bypassed_topk(rng: torch.Generator) -> None:
     standard = SimpleNamespace(topk_weights=torch.ones(5, 2), topk_ids=torch.zeros(5, 2, dtype=torch.int32))
     old = SimpleNamespace(router_logits=logits, topk_config=SimpleNamespace(top_k=2))
     assert routing_arguments(old)["router_logits"] is logits
-    for special in (
-        {"custom_routing_function": lambda: None},
-        {"num_fused_shared_experts": 1},
-        {"shared_experts": SimpleNamespace(num_shared_topk_slots=1)},
-        {"apply_routed_scaling_factor_on_output": True},
+    for special, of_output in (
+        ({"custom_routing_function": lambda: None}, {}),
+        ({"num_fused_shared_experts": 1}, {}),
+        ({"shared_experts": SimpleNamespace(num_shared_topk_slots=1)}, {}),
+        ({"apply_routed_scaling_factor_on_output": True}, {}),
+        ({"scoring_func": "sqrtsoftplus", "sqrtsoftplus_log1p": True}, {}),
+        ({}, {"expert_location_dispatch_info": SimpleNamespace()}),
     ):
         output = bypassed(logits, logits, 2, **special)
-        output.to_standard = lambda: standard
+        vars(output).update(of_output, to_standard=lambda: standard)
         assert routing_arguments(output) == {"topk_weights": standard.topk_weights, "topk_ids": standard.topk_ids}
 
 

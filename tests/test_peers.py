@@ -13,7 +13,7 @@ from cases import MODELS, Shape, make_layer, make_routing, make_x, tie_free_logi
 from oxmoe.bench import layers
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.peers import SglangTriton, TritonKernels
-from oxmoe.testing import Bar, assert_close_ulp, relative_norm
+from oxmoe.testing import Bar, assert_close, assert_close_ulp, relative_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_triton_kernels_routing(
     assert torch.equal(ours.block_offs_data, metadata.block_offs_data)
     assert torch.equal(ours.block_schedule_data, metadata.block_schedule_data)
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    torch.testing.assert_close(data.gate_scal, theirs.vals.flatten()[combine.long()], rtol=tolerance, atol=1e-7)
+    assert_close(data.gate_scal, theirs.vals.flatten()[combine.long()], rtol=tolerance, atol=1e-7)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 500])

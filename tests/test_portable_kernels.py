@@ -13,7 +13,7 @@ from torch import Tensor
 from fake_cuda.harness import STRUCTS
 from host_cta import HostCtas
 from oxmoe import quantize, reference
-from oxmoe.testing import same_bits
+from oxmoe.testing import assert_close, same_bits
 
 LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
 IDENTITY, SWIGLU, RELU2 = 0, 1, 4
@@ -150,7 +150,7 @@ def close(result: Tensor, expected: Tensor, exact: bool) -> None:
     if exact:
         assert same_bits(result[~nan], expected[~nan].bfloat16())
         return
-    torch.testing.assert_close(result[~nan].float(), expected[~nan], rtol=2**-7, atol=1e-6)
+    assert_close(result[~nan].float(), expected[~nan], rtol=2**-7, atol=1e-6)
 
 
 CASES = [

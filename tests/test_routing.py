@@ -9,6 +9,7 @@ from torch import Tensor
 import oxmoe
 from cases import tie_free_logits
 from oxmoe import reference
+from oxmoe.testing import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((0, 8, 2), (1, 32, 4), (1, 128, 8), (7, 8, 3), (61, 32, 4), (300, 128, 8), (2000, 16, 2))
@@ -37,7 +38,7 @@ def check(logits: Tensor, top_k: int, **options: object) -> tuple[oxmoe.RoutingD
     assert data.gate_scal.dtype == logits.dtype and data.gate_scal.shape == combine.shape
     # One rounding to the logits' dtype of an fp32 softmax: half an ulp, and the softmax's own last bits.
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
-    torch.testing.assert_close(data.gate_scal[placed], gates[placed], rtol=tolerance, atol=1e-7)
+    assert_close(data.gate_scal[placed], gates[placed], rtol=tolerance, atol=1e-7)
 
     slots = combine[placed].long()
     assert torch.equal(dispatch[slots].long(), torch.arange(slots.numel(), device=slots.device))

@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from cases import MODELS
-from oxmoe.testing import assert_close_ulp, cosine, relative_norm, roofline, same_bits, ulp, ulp_error
+from oxmoe.testing import (
+    BARS,
+    FP8_BAR,
+    Bar,
+    assert_close,
+    assert_close_ulp,
+    cosine,
+    relative_norm,
+    roofline,
+    same_bits,
+    ulp,
+    ulp_error,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -48,6 +60,50 @@ def test_bars_refuse() -> None:
         assert_close_ulp(expected[1:], expected)
     with pytest.raises(AssertionError, match=r"dtype"):
         assert_close_ulp(expected.float(), expected)
+
+
+def test_a_bar_that_zeros_would_meet_is_refused() -> None:
+    """Subnormals, of which an ulp is a large part; zeros themselves are as good a reference as any."""
+    tiny = torch.zeros(4, 8)
+    tiny[2, 5] = 3 * 2.0**-133
+    with pytest.raises(AssertionError, match=r"too wide for this reference: zeros would pass \(3 ulp\)"):
+        assert_close_ulp(tiny.bfloat16(), tiny.bfloat16())
+    assert_close_ulp(torch.zeros(4, 8), torch.zeros(4, 8))
+    assert_close_ulp(torch.full((4, 8), math.nan), torch.full((4, 8), math.nan))
+    large = torch.ones(4, 8).bfloat16()
+    with pytest.raises(AssertionError, match=r"too wide"):
+        assert_close_ulp(large, large, Bar(max_ulp=1e4, ulps=1e4, share=0.0))
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=str)
+@pytest.mark.parametrize("which", ["a dtype's", "fp8's"])
+def test_every_bar_refuses_what_a_broken_kernel_gives(which: str, dtype: torch.dtype) -> None:
+    """Zeros, half of the result, another token's: with as few elements as the smallest test has."""
+    expected = torch.randn((2, 24), generator=torch.Generator().manual_seed(1)).to(dtype)
+    bar = None if which == "a dtype's" else FP8_BAR
+    assert_close_ulp(expected.clone(), expected, bar)
+    for wrong in (torch.zeros_like(expected), expected / 2, expected.roll(1, 0), expected * 1.25):
+        with pytest.raises(AssertionError, match=r"ulp at"):
+            assert_close_ulp(wrong, expected, bar)
+
+
+def test_tolerances_are_refused_where_they_tell_nothing() -> None:
+    """The inputs of SGLang's test give results of which nothing but the absolute tolerance is left."""
+    expected = torch.randn((5, 16), generator=torch.Generator().manual_seed(0))
+    assert_close(expected + 1e-3, expected, rtol=1e-1, atol=1e-2)
+    with pytest.raises(AssertionError, match=r"result: Tensor-likes are not close"):
+        assert_close(expected + 1.0, expected, rtol=1e-1, atol=1e-2)
+    with pytest.raises(AssertionError, match=r"a row: the bar is too wide for this reference: zeros would pass"):
+        assert_close(expected * 1e-3, expected * 1e-3, rtol=1e-1, atol=1e-2, what="a row")
+    with pytest.raises(AssertionError, match=r"half of it would pass \(rtol 0.6, atol 0, largest value"):
+        assert_close(expected, expected, rtol=0.6, atol=0.0)
+    alike = 1 + expected * 1e-3
+    with pytest.raises(AssertionError, match=r"rows in another order would pass"):
+        assert_close(alike, alike, rtol=1e-1, atol=0.0)
+    # One row has no other order, and zeros are a reference like others.
+    assert_close(alike[:1], alike[:1], rtol=1e-1, atol=0.0)
+    assert_close(torch.zeros(3, 4), torch.zeros(3, 4), rtol=0.0, atol=1e-5)
+    assert_close(expected[:0], expected[:0], rtol=0.0, atol=0.0)
 
 
 def test_norms() -> None:

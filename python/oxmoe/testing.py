@@ -69,6 +69,10 @@ class Bar:
     ulps: float
     share: float
 
+    def passes(self, error: Tensor) -> bool:
+        """Whether a result with these errors in ulps counts as equal."""
+        return bool(error.max() <= self.max_ulp) and int((error > self.ulps).sum()) <= self.share * error.numel() + 4
+
 
 # bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: on CPU below
 # 0.1 % of results move by an ulp in bf16 and 0.7 % in f16; tensor cores truncate as they add, and on an H200 up to
@@ -85,9 +89,14 @@ BARS = {
 # keep 14 bits, 10 % of the results of a layer of 8 x 128 activations a row moved by two ulps and more, 0.7 % in norm.
 FP8_BAR = Bar(max_ulp=32.0, ulps=1.9, share=2e-1)
 
+_BLIND = "the bar is too wide for this reference"
+
 
 def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *, what: str = "result") -> None:
-    """Raises AssertionError with the worst element when actual misses its dtype's bar; shapes and dtypes are equal."""
+    """Raises AssertionError with the worst element when actual misses its dtype's bar; shapes and dtypes are equal.
+
+    A reference that zeros would meet is refused as well, unless it is zero itself: such a comparison cannot fail.
+    """
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     if expected.numel() == 0:
@@ -96,7 +105,9 @@ def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *
     error = ulp_error(actual, expected)
     worst = int(error.argmax())
     beyond = int((error > bar.ulps).sum())
-    if error.flatten()[worst] <= bar.max_ulp and beyond <= bar.share * error.numel() + 4:
+    if bar.passes(error):
+        zeros = ulp_error(torch.zeros_like(expected), expected)
+        assert not zeros.any() or not bar.passes(zeros), f"{what}: {_BLIND}: zeros would pass ({zeros.max():g} ulp)"
         return
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
     raise AssertionError(
@@ -104,6 +115,26 @@ def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *
         f"expected {expected.flatten()[worst].item():.6g}), {beyond} of {error.numel()} beyond {bar.ulps:g} ulp; "
         f"bar: {bar.max_ulp:g} ulp, {100 * bar.share:g} %; relative norm {relative_norm(actual, expected):.3g}"
     )
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, what: str = "result") -> None:
+    """torch.testing.assert_close, for other projects' bars of a relative and an absolute tolerance.
+
+    A reference is refused if the bar does not tell it from zeros, from half of it (a factor that was dropped) or from
+    its own rows in another order (another token's or expert's result). A reference of zeros stands for itself.
+    """
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+    if not bool(expected.count_nonzero()):
+        return
+    others = expected.roll(1, 0)
+    wrong = {"zeros": torch.zeros_like(expected), "half of it": expected / 2, "rows in another order": others}
+    for name, result in wrong.items():
+        passes = torch.allclose(result, expected, rtol=rtol, atol=atol, equal_nan=True)
+        if passes and not result.equal(expected):
+            largest = expected.abs().max().item()
+            raise AssertionError(
+                f"{what}: {_BLIND}: {name} would pass (rtol {rtol:g}, atol {atol:g}, largest value {largest:g})"
+            )
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

@@ -544,4 +544,37 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn layers_that_route_inside() {
+        let null = std::ptr::null_mut();
+        let select = SelectParams {
+            logits: null,
+            logits_dtype: Dtype::F32,
+            tokens: 1,
+            experts: 8,
+            top_k: 2,
+            correction_bias: std::ptr::null(),
+            scoring: Scoring::Sigmoid,
+            renormalize: false,
+            scale: 1.0,
+            group_score: GroupScore::Max,
+            groups: 0,
+            topk_group: 0,
+            shared_experts: 0,
+            shared_weight: 1.0,
+            order_by_id: false,
+            num_token_non_padded: std::ptr::null(),
+            ids: null.cast(),
+            weights: null.cast(),
+        };
+        assert!(routes_inside(&select, false));
+        // GEMM1 of such a launch does not multiply its rows by their weights.
+        assert!(!routes_inside(&select, true));
+        assert!(!routes_inside(&SelectParams { shared_experts: 1, ..select }, false));
+        let softmax = SelectParams { scoring: Scoring::Softmax, ..select };
+        assert!(!routes_inside(&softmax, false));
+        assert!(routes_inside(&SelectParams { renormalize: true, ..softmax }, false));
+        assert!(!routes_inside(&SelectParams { renormalize: true, ..softmax }, true));
+    }
 }
