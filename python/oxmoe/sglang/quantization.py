@@ -25,7 +25,7 @@ from oxmoe import ExpertWeights
 from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, loaded
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -62,6 +62,7 @@ class ThroughRunner:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
+        experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
         loaded(layer, weights)
 
