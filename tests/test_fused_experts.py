@@ -99,6 +99,19 @@ def test_in_place(place: Place, config_type: type, bias: bool, tokens: int, rng:
     assert_close_ulp(x, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_topk_weights_of_other_dtypes(place: Place, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """Those of Llama-4 and PhiMoE have the dtype of their router."""
+    layer, x, topk_output = operands(place, rng)
+    given = topk_output._replace(topk_weights=topk_output.topk_weights.to(dtype))
+    rounded = topk_output._replace(topk_weights=given.topk_weights.float())
+    result = call(layer, x, given, Config23(inplace=False))
+    assert same_bits(result, call(layer, x, rounded, Config23(inplace=False)))
+    assert given.topk_weights.dtype == dtype
+    with pytest.raises(ValueError, match="topk_weights: .* got int32"):
+        call(layer, x, topk_output._replace(topk_weights=topk_output.topk_ids.int()), Config23(inplace=False))
+
+
 @CONFIGS
 def test_out_of_place(place: Place, config_type: type, rng: torch.Generator) -> None:
     layer, x, topk_output = operands(place, rng)

@@ -126,6 +126,31 @@ def test_layer_keeps_its_attributes(device: str, rng: torch.Generator) -> None:
     assert [{name: id(value) for name, value in vars(owner).items()} for owner in owners] == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_topk_weights_of_other_dtypes(device: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    layer, x, weights, ids = operands(SHAPE, 5, device, rng)
+    module, weights = fused_moe(layer, inplace=False), weights.to(dtype)
+    result = module(x, StandardTopKOutput(weights, ids, None))
+    assert same_bits(result, module(x, StandardTopKOutput(weights.float(), ids, None)))
+
+
+def test_llama4s_own_routing(device: str, rng: torch.Generator) -> None:
+    """Its weights are the sigmoid of logits of the model's dtype, and multiply the layer's input."""
+    from sglang.srt.models.llama4 import Llama4MoE
+
+    layer, x, _, _ = operands(SHAPE, 5, device, rng)
+    logits = tie_free_logits(5, SHAPE.experts, rng).to(torch.bfloat16).to(device)
+    custom = Llama4MoE.custom_routing_function
+    routed = TopK(top_k=1, layer_id=0, renormalize=False, custom_routing_function=custom).forward_native(x, logits)
+    assert routed.topk_weights.dtype == torch.bfloat16
+    result = fused_moe(layer, inplace=False, apply_router_weight_on_input=True)(x, routed)
+    weights, ids = routed.topk_weights.float(), routed.topk_ids
+    expected = oxmoe.moe(
+        x, oxmoe.ExpertWeights.bf16(layer.w13, layer.w2), weights, ids, apply_router_weight_on_input=True
+    )
+    assert same_bits(result, expected)
+
+
 def described(module: Any) -> oxmoe.ExpertWeights:
     method = module.quant_method
     core = getattr(method.runner, "runner_core", method)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
 from oxmoe.operands import check_tensor
+from oxmoe.topk_output import as_float32
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def fused_experts(
     fuse_swiglu_interleaved: bool = False,
 ) -> Tensor:
     """hidden_states [T, H], w1 [E, 2I, H] (or [E, I, H] when not gated), w2 [E, H, I]; topk_output has topk_weights
-    fp32 [T, k] and topk_ids [T, k] of these weights' experts, -1 for none.
+    [T, k] of any float dtype, which are made fp32, and topk_ids [T, k] of these weights' experts, -1 for none.
 
     w1 and w2 of uint8 with w1_scale and w2_scale and no use_ flag are MXFP4 codes and their scales, shaped as
     ExpertWeights.mxfp4 has them, on CPU. On CUDA they would be packed at every call: make ExpertWeights.mxfp4 of them
@@ -245,7 +246,7 @@ def fused_experts(
         "per_tensor": use_fp8_w8a8 and not blocks,
     }
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
-    operands = (hidden_states, w1, w2, topk_output[0], topk_output[1], b1, b2)
+    operands = (hidden_states, w1, w2, as_float32(topk_output[0]), topk_output[1], b1, b2)
     if not tracing():
         return run(*operands, **options, out=hidden_states if inplace else None)
 
