@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from oxmoe.sglang import setting
+from oxmoe.sglang import eplb, setting
 
 _watched: dict[str, Any] = {}
 
@@ -70,6 +70,14 @@ def check_layer(module: nn.Module) -> None:
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
+        why = eplb.copies(method, runner) if eplb.enabled() else None
+        if why is not None:
+            raise RuntimeError(
+                _message(
+                    f"layer {module.layer_id}: {why}, which --enable-eplb does not move",
+                    "use the quantization oxmoe, whose weights are SGLang's parameters, or start without --enable-eplb",
+                )
+            )
         return
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"

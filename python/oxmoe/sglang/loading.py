@@ -10,7 +10,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import Tensor
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import deepep, sglang_version
+from oxmoe.sglang import deepep, eplb, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 
 
@@ -102,7 +102,12 @@ class MadeAtLoad:
         self.handover = handover(layer, self)
         options = activation(self.moe_runner_config, up_first=self.handover.up_first)
         self.weights = renewed(self.weights, self.make(layer, **options))
+        self.share(layer, self.weights)
+        eplb.register(layer, self.weights)
         loaded(layer, self.weights)
+
+    def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
+        """Gives the layer's parameters the memory of what was made of them, where a format can."""
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         assert self.weights is not None
