@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
-from oxmoe.fused_experts import expert_options, expert_weights
+from oxmoe.fused_experts import check_config, expert_options, expert_weights
 from oxmoe.sglang import deepep
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.topk_output import routing_arguments
@@ -243,6 +243,7 @@ class Experts:
         if self._weights is not None and identity == self._made_for:
             return self._weights
         self._kind = _kind(quant_info)
+        check_config(config)
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "oxmoe: a MoE layer's weights are prepared at its first call, which a CUDA graph cannot capture; run "

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from oxmoe.fused_experts import check_config
 from oxmoe.sglang import eplb, setting
 
 _watched: dict[str, Any] = {}
@@ -58,6 +59,7 @@ def check_layer(module: nn.Module) -> None:
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
     if layers is None or not isinstance(module, layers):
         return
+    check_config(getattr(module, "moe_runner_config", None))
     method: Any = module.quant_method
     if getattr(module, "deprecate_flag", True) is False:
         # SGLang's DeepEPMoE then looks for kernels of its own by the weights' format.

@@ -10,6 +10,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import Tensor
 
 from oxmoe import ExpertWeights
+from oxmoe.fused_experts import check_config
 from oxmoe.sglang import deepep, eplb, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 
@@ -92,6 +93,7 @@ class MadeAtLoad:
     handover = Handover()
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:

@@ -22,6 +22,7 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
+from oxmoe.fused_experts import check_config
 from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts
@@ -56,6 +57,7 @@ class ThroughRunner:
     get_triton_quant_info: Any
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
 
