@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cases import Shape, make_layer, make_routing, make_x
-from oxmoe.sglang import eplb, layers, setting
+from oxmoe.sglang import layers, setting
+from oxmoe.sglang import server as oxmoe_server
 from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
@@ -176,10 +177,10 @@ def test_tables_are_parameters_once(rng: torch.Generator) -> None:
 
 def test_the_servers_flag() -> None:
     with server():
-        assert not eplb.enabled()
+        assert not oxmoe_server.balances_experts()
         with balanced():
-            assert eplb.enabled()
-        assert not eplb.enabled()
+            assert oxmoe_server.balances_experts()
+        assert not oxmoe_server.balances_experts()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "fp8_static"])
@@ -217,7 +218,7 @@ def test_copies_are_refused_while_the_model_is_built(
     try:
         with server(backend):
             module = fused_moe(layer, quantized=False)
-            monkeypatch.setattr(eplb, "enabled", lambda: on)
+            monkeypatch.setattr(oxmoe_server, "balances_experts", lambda: on)
             if on and backend == "triton_kernel":
                 with pytest.raises(RuntimeError, match=message):
                     torch.nn.ModuleList([module])

@@ -3,31 +3,17 @@ ranks too, and says nothing to the layer's method. So all that kernels read of a
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oxmoe import ExpertWeights
+from oxmoe.sglang import server
 
 _MEND = "start without --enable-eplb"
 # Runners of which oxmoe keeps copies of a layer's weights.
 COPIED = ("triton_kernel", "flashinfer_mxfp4")
-
-
-def enabled() -> bool:
-    """Whether the server has --enable-eplb; False where there is no server."""
-    try:
-        context = importlib.import_module("sglang.srt.runtime_context")
-        return bool(context.get_exec().moe.enable_eplb)
-    except (AttributeError, ImportError, LookupError, RuntimeError, ValueError):
-        pass  # before 0.5.17
-    try:
-        arguments = importlib.import_module("sglang.srt.server_args").get_global_server_args()
-    except (RuntimeError, ValueError):
-        return False
-    return bool(arguments.enable_eplb)
 
 
 def tables(weights: ExpertWeights) -> dict[str, Tensor]:
@@ -47,7 +33,7 @@ def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
     for name, tensor in tables(weights).items():
         if tensor.data_ptr() not in known:
             layer.register_parameter(f"oxmoe_{name}", torch.nn.Parameter(tensor, requires_grad=False))
-    if not enabled():
+    if not server.balances_experts():
         return
     if weights.a13_scale is not None:
         raise NotImplementedError(
