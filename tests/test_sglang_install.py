@@ -104,7 +104,9 @@ def test_sources_assign_to_nothing_of_sglang(path: Path) -> None:
     assert not names & {"setattr", "delattr", "HookRegistry", "register_oot_forward", "__dict__", "patch", "vars"}
 
 
-@pytest.mark.parametrize("module", ["setting", "experts", "collective", "platform", "layers", "__init__"])
+@pytest.mark.parametrize(
+    "module", ["setting", "experts", "collective", "platform", "layers", "server", "eplb", "__init__"]
+)
 def test_what_runs_before_sglang_imports_none_of_it(module: str) -> None:
     for node in ast.parse((SOURCES / f"{module}.py").read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):

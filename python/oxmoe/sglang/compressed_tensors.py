@@ -102,10 +102,8 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
             **options,
         )
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        super().process_weights_after_loading(layer)
-        assert self.weights is not None
-        for name, packed in (("w13", self.weights.w13_packed), ("w2", self.weights.w2_packed)):
+    def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
+        for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
             if packed is not None:
                 share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
                 share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
