@@ -136,6 +136,8 @@ impl fmt::Display for Place {
 pub enum Origin {
     /// torch with the DLPack C exchange table (2.10 and later).
     Torch(&'static dlpack::ExchangeApi),
+    /// Another package's type that publishes such a table. Its tensors are those of `Other`.
+    Table(&'static dlpack::ExchangeApi),
     /// torch without it (2.9).
     OldTorch,
     /// numpy, or anything else with `__dlpack__`.
@@ -232,7 +234,7 @@ impl View {
                     torch.getattr(intern!(py, "_cuda_getCurrentRawStream"))?.call1((device,))?.extract()?;
                 Ok(stream as *mut c_void)
             }
-            Origin::Other => Err(Error::Unsupported(
+            Origin::Other | Origin::Table(_) => Err(Error::Unsupported(
                 "CUDA tensors must be torch tensors: their current stream is read from torch".to_string(),
             )),
         }
@@ -364,6 +366,10 @@ impl<'py> Borrowed<'py> {
                 if view.numel() > 0 && (view.data as usize) < LOW_ADDRESS {
                     Self::refuse_no_storage(operand, object)?;
                 }
+                Ok(Borrowed { view, object: object.clone(), _capsule: None })
+            }
+            Origin::Table(api) => {
+                let view = View::from_dlpack(operand, &exchange(operand, object, api)?, Origin::Other, false)?;
                 Ok(Borrowed { view, object: object.clone(), _capsule: None })
             }
             origin => Self::borrow_capsule(operand, object, origin),
@@ -533,6 +539,7 @@ fn origin_of(object: &Bound<'_, PyAny>) -> Result<Origin> {
 
 fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
     let py = ty.py();
+    let mut table = None;
     if let Some(capsule) = ty.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?.filter(|table| !table.is_none()) {
         // SAFETY: the capsule's name is checked by PyCapsule_GetPointer; tables of other major versions are skipped, not read.
         unsafe {
@@ -545,20 +552,22 @@ fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
             while !api.is_null() && (*api).version.major != 1 {
                 api = (*api).previous;
             }
-            if let Some(api) = api.as_ref().filter(|api| api.tensor_from_object.is_some()) {
-                return Ok(Origin::Torch(api));
-            }
+            table = api.as_ref().filter(|api| api.tensor_from_object.is_some());
         }
     }
     let torch = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>().ok();
     let torch = torch.and_then(|modules| modules.get_item(intern!(py, "torch")).ok().flatten());
     // None there: an import that was ruled out.
-    if let Some(torch) = torch.filter(|torch| !torch.is_none()) {
-        if ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)? {
-            return Ok(Origin::OldTorch);
-        }
-    }
-    Ok(Origin::Other)
+    let of_torch = match torch.filter(|torch| !torch.is_none()) {
+        Some(torch) => ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)?,
+        None => false,
+    };
+    Ok(match (of_torch, table) {
+        (true, Some(api)) => Origin::Torch(api),
+        (true, None) => Origin::OldTorch,
+        (false, Some(api)) => Origin::Table(api),
+        (false, None) => Origin::Other,
+    })
 }
 
 fn grad_enabled(py: Python<'_>) -> Result<bool> {

@@ -162,7 +162,7 @@ class Tensor:
 def install_torch() -> None:
     """What the extension asks of torch when it has to make a tensor: `empty` and the dtypes."""
     torch = types.ModuleType("torch")
-    torch.UntypedStorage = Storage
+    torch.UntypedStorage, torch.Tensor = Storage, Tensor
     torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
     vars(torch).update({name: name for name in DTYPES})
     sys.modules["torch"] = torch
