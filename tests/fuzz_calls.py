@@ -549,9 +549,11 @@ def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
 
 def draw_sort(rng: random.Random, generator: torch.Generator) -> Call:
     tokens, experts = draw_tokens(rng), rng.choice((1, 2, 5, 32, 257))
-    ids = torch.randint(-1, experts + 1, (tokens, rng.randint(1, 5)), generator=generator)
+    shares = rng.random() < 0.3
+    # With first_expert ids of other ranks' experts are skipped; without it there are none.
+    ids = torch.randint(-1, experts + shares, (tokens, rng.randint(1, 5)), generator=generator)
     operands: Operands = {"topk_ids": ids if rng.random() < 0.3 else ids.int(), "num_experts": experts}
-    if rng.random() < 0.3:
+    if shares:
         operands["first_expert"] = rng.randint(0, experts)
 
     def check(before: Operands, result: Any) -> None:

@@ -207,7 +207,8 @@ def test_table_of_rows_with_and_without_a_spread() -> None:
 
 
 def test_recorded_results_are_still_read() -> None:
-    files = sorted(str(path) for path in RESULTS.glob("*.jsonl"))
+    # Those of dense MXFP8 and of NVFP4's quantiser have rows of their own, which no table is made of.
+    files = sorted(str(path) for path in RESULTS.glob("*.jsonl") if '"op": "moe"' in path.read_text().split("\n")[0])
     rows = [row for row in report.read_json(files) if row.get("op") == "moe"]
     assert len(rows) > 100 and report.markdown(rows).count("\n") > 50
 
@@ -216,9 +217,9 @@ def test_recorded_results_are_still_read() -> None:
     ("format_name", "passes", "fails"),
     [
         ("mxfp4-a8", 3e-2, 6e-2),
-        ("fp8-tensor", 3e-2, 6e-2),
-        ("fp8-tensor-token", 3e-2, 6e-2),
-        ("fp8-tensor-static", 3e-2, 6e-2),
+        ("fp8_tensor", 3e-2, 6e-2),
+        ("fp8_tensor-token", 3e-2, 6e-2),
+        ("fp8_tensor-static", 3e-2, 6e-2),
         ("nvfp4-a4", 2e-1, 4e-1),
     ],
 )
@@ -230,7 +231,7 @@ def test_bar_of_quantised_activations(format_name: str, passes: float, fails: fl
     assert "relative norm" in (layers.error(truth + fails * off, truth, format_name) or "")
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "mxfp4", "nvfp4", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("format_name", ["bf16", "mxfp4", "nvfp4", "fp8_block", "mxfp8"])
 def test_bar_in_ulps(format_name: str, rng: torch.Generator) -> None:
     truth = torch.randn(16, 256, generator=rng, device=rng.device).bfloat16()
     assert layers.error(truth.clone(), truth, format_name) is None

@@ -313,4 +313,4 @@ def test_refusals(driver: Path, tmp_path: Path) -> None:
     assert said["numbers"].startswith("ValueError: x: must start at a multiple of 16 bytes")
     message = "ValueError: expected matrices whose bands have up to 2^31 parts, got 4294967296 rows"
     assert said["bands"].startswith(message)
-    assert said["overlap"] == "ValueError: w13_scale: overlaps w13, which in_place writes to"
+    assert said["overlap"] == "ValueError: w13: overlaps w13_scale"

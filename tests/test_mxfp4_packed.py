@@ -349,7 +349,7 @@ def test_experts_on_gpus_are_checked(rng: torch.Generator) -> None:
     room = torch.zeros(given[0].numel() + 1, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match=r"^w13: must start at a multiple of 16 bytes"):
         oxmoe.ExpertWeights.mxfp4(room[1:].view(given[0].shape), *given[1:])
-    with pytest.raises(ValueError, match=r"^w2: overlaps w13, which in_place writes to"):
+    with pytest.raises(ValueError, match=r"^w2: overlaps w13"):
         oxmoe.ExpertWeights.mxfp4(
             given[0], given[0].flatten()[: given[1].numel()].view(given[1].shape), *given[2:], in_place=True
         )

@@ -254,7 +254,7 @@ def test_refusals() -> None:
     refused(ValueError, 'rounding: expected "up" or "down", got "nearest"', quantize.mxfp4, x, rounding="nearest")
     refused(ValueError, "x: expected a torch tensor or a numpy array", quantize.mxfp4, [1.0] * 32)
     misaligned = np.frombuffer(bytearray(4 * 32 + 1), np.uint8)[1:].view(np.float32)
-    refused(ValueError, "x: expected data aligned to 4 bytes", quantize.mxfp4, misaligned)
+    refused(ValueError, "x: must be aligned to 4 bytes", quantize.mxfp4, misaligned)
 
     refused(
         ValueError, "dtype: expected float32, float16 or bfloat16, got", quantize.dequantize, codes, scales, torch.int8

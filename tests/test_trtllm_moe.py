@@ -329,7 +329,6 @@ def test_signatures() -> None:
         ({"routing_method_type": Method.Unspecified}, "routing_method_type: no kernel for .*; served are Default"),
         ({"weight_layout": 1, "use_shuffled_weight": True}, "weight_layout: no kernel for 1; served are MajorK"),
         ({"local_num_experts": 12}, "no kernel for local_expert_offset 0 and local_num_experts 12 of 16"),
-        ({"local_num_experts": 0}, "no kernel for local_expert_offset 0 and local_num_experts 0 of 16"),
         (
             {"local_expert_offset": 4, "local_num_experts": 8},
             "no kernel for local_expert_offset 4 and local_num_experts 8 of 16",

@@ -197,8 +197,8 @@ class ExpertWeights:
         w2_scale: fp32 [El], one number, or [El, H]; of rows both may have a last dimension of 1.
         a13_scale: of x: fp32, one number or [El], of which the largest counts.
         a2_scale: the same, of GEMM1's output; both are given, or neither.
-        per_token: where activations have no given scales: one scale for each row (the default), or with False one for all
-            rows of a call.
+        per_token: where activations have no given scales: one scale for each row (the default), or with False one for
+            all rows of a call.
         b13: [El, 2I] bf16 or fp32.
         b2: [El, H] bf16 or fp32.
         layout, activation, gated, alpha, beta, limit, clamp: as for bf16.

@@ -15,7 +15,7 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
     """
     router = {}
     if groups:
-        router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": groups // 2}
+        router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": max(groups // 2, 1)}
         router["correction_bias"] = Tensor((experts,), "float32")
     rows = 2 * intermediate
     shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
