@@ -256,9 +256,9 @@ impl View {
             contract!("{operand}: has {ndim} dimensions and no shape");
         }
         let (mut shape, mut strides) = ([0i64; MAX_DIMS], [0i64; MAX_DIMS]);
-        for i in 0..ndim {
+        for (i, size) in shape.iter_mut().enumerate().take(ndim) {
             // SAFETY: DLPack: shape points to ndim numbers. Nothing says that they are aligned.
-            shape[i] = unsafe { t.shape.add(i).read_unaligned() };
+            *size = unsafe { t.shape.add(i).read_unaligned() };
         }
         let mut dense = 1i64;
         for i in (0..ndim).rev() {

@@ -56,7 +56,8 @@ impl Owned {
         let storage = storage.call0()?;
         let was = memory_of(&storage)?;
         // Another thread may have come between the borrow and this.
-        if !span.is_empty() && !(was.address <= start && end <= was.address + was.bytes) {
+        let inside = was.address <= start && end <= was.address + was.bytes;
+        if !span.is_empty() && !inside {
             contract!("{operand}: its storage has {} bytes, which do not hold it", was.bytes);
         }
         let fields = Fields::of(&storage)?.filter(|fields| fields.read() == was);
