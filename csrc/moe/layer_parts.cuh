@@ -11,8 +11,8 @@
 
 namespace oxmoe {
 
-// Those of launches on one workspace, which follow each other (src/counters.rs): zero before the first one, and nobody zeroes them
-// between two. Each launch adds kLaunch to either; `started` numbers them.
+// Those of launches on one workspace, which follow each other (src/counters.rs): zero before the first one, and nobody zeroes
+// them between two. Each launch adds kLaunch to either; `started` numbers them.
 struct LayerCounters {
     static constexpr uint32_t kLaunch = 1024;
 

@@ -10,8 +10,8 @@
 
 namespace oxmoe {
 
-// Where no launch before it makes counters zero: those of launches on one workspace, which follow each other (src/counters.rs). All
-// are zero before a launch and when it has ended.
+// Where no launch before it makes counters zero: those of launches on one workspace, which follow each other (src/counters.rs).
+// All are zero before a launch and when it has ended.
 struct PairCounters {
     static constexpr int kExperts = 128;
 

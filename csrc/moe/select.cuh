@@ -36,8 +36,8 @@ struct Choice {
 template <int kExpertsPerLane, bool kPlain = false>
 class Selector {
     static constexpr int kOwn = kExpertsPerLane, kLength = kOwn < 4 ? kOwn : 4, kLists = kOwn / kLength;
-    // Bits of a key that take_best() has the id in. The key of an expert that is missing or may not be chosen is below every number's,
-    // and these bits say no more than its sign.
+    // Bits of a key that take_best() has the id in. The key of an expert that is missing or may not be chosen is below every
+    // number's, and these bits say no more than its sign.
     static constexpr uint32_t kLow = 511, kNobody = kLow;
     static_assert(kOwn >= 1 && kOwn % kLength == 0, "the lists of a lane have equal lengths");
 
