@@ -12,15 +12,22 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
+# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports.
+export PIP_NO_COMPILE := 1
+WHEELS := $(CURDIR)/target/wheels
+
+# Test processes beside each other; each has its share of the cores (tests/conftest.py).
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu"
 
 # cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
 # installed (Debian: python3-dev), else with a library of nothing but the names: the module's, and those that pyo3 adds without abi3.
 LIBPYTHON = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
 PYTHON_NAMES := $(CURDIR)/target/python-names
-CARGO = OXMOE_CUDA_ARCHS=none PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
+CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv install python-names demo test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
+.PHONY: help venv built install python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -34,10 +41,19 @@ $(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(OLD_SGLANG
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers -r $(PEERS)
 	touch $@
 
+# `make test` installs once, for all that it starts then.
+ifdef INSTALLED
+venv built install:
+else
 venv: $(VENV)/.made ## .venv-test with everything that tests and linters need
 
-install: venv ## build and install the package there
-	$(BIN)/python -m pip install --quiet --no-deps .
+built: # the wheel, which needs no environment but pip's own: it is built while .venv-test is made
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) .
+
+install: venv built ## build and install the package there
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
+endif
 
 demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .venv-demo
 	$(PYTHON) -m venv $(DEMO)
@@ -50,11 +66,21 @@ python-names: install
 		| sort -u | sed 's/.*/char &[64];/' | $(CC) -shared -x c - -o \
 		$(PYTHON_NAMES)/libpython$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LDVERSION"))').so
 
-test: lint stubs python-names ## lints, stubs, Rust tests, Python tests that need no GPU
+# Two jobs at a time: what is installed while kernels are compiled, then lints and Rust tests beside the Python tests. Those of
+# pytest are seen as they run; the others' output follows in one piece, which a failure of theirs ends.
+test: ## lints, stubs, Rust tests, Python tests that need no GPU
+	+$(MAKE) --no-print-directory -j 2 install
+	+$(MAKE) --no-print-directory -k lint stubs rust-test INSTALLED=1 > target/lints.log 2>&1 & others=$$!; \
+	$(MAKE) --no-print-directory python-test INSTALLED=1; python=$$?; \
+	wait $$others; others=$$?; cat target/lints.log; exit $$((python != 0 || others != 0))
+
+rust-test: python-names ## Rust tests
 	$(CARGO) test
-	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(BIN)/python -m pytest -m "not gpu and not multi_gpu" $(wildcard tests/test_sglang*.py)
-	PYTHONPATH=$(VENV)/peers $(BIN)/python -m pytest -m "not gpu and not multi_gpu" tests/test_quantize.py tests/test_mxfp4_layouts.py
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
+
+python-test: install ## Python tests that need no GPU, SGLang's with both of its versions
+	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(PYTEST) $(wildcard tests/test_sglang*.py)
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py
+	$(PYTEST)
 
 wheel: ## abi3 wheel in .wheel/
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir .wheel .

@@ -1,5 +1,6 @@
 //! Kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. Parameters: `src/params/` → C++
 //! headers by cxx. A fatbin is compiled again only when its stub, a header of its own, the flags or the compiler change (by content).
+//! Docstrings: `python/oxmoe/_oxmoe.pyi` → a file for each name, which `src/python.rs` embeds.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,6 +21,12 @@ const DEFAULT_ARCHS: &str = "80;90a;100f;120f";
 /// ptxas says that it serialized wgmma only as an information: here it is an error (C7510 ... C7520).
 const SERIALIZED: [&str; 7] = ["C7510", "C7512", "C7513", "C7514", "C7517", "C7519", "C7520"];
 
+/// What Python's help() says, and type checkers.
+const STUB: &str = "python/oxmoe/_oxmoe.pyi";
+
+/// What a wheel is made of, as git is asked for changes.
+const SOURCES: [&str; 7] = ["Cargo.lock", "Cargo.toml", "build.rs", "csrc", "pyproject.toml", "python", "src"];
+
 struct Unit {
     name: String,
     archs: Vec<String>,
@@ -30,10 +37,12 @@ fn main() {
     for name in ["OXMOE_NVCC", "OXMOE_CUDA_ARCHS", "OXMOE_KERNEL_CACHE", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
-    for path in ["csrc", "src/params", "src/variants.rs", "src/variants", "build.rs"] {
+    for path in ["csrc", "src/params", "src/variants.rs", "src/variants", "build.rs", STUB] {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    write_help(&out.join("help"));
+    write_commit();
     let bridges = ["allreduce", "common", "dense", "moe", "nvfp4", "quant", "tiles"];
     let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
@@ -49,6 +58,70 @@ fn main() {
     println!("cargo:rustc-env=OXMOE_COMPILED_ARCHS={}", archs.join(";"));
     println!("cargo:rustc-env=OXMOE_NVCC_VERSION={}", nvcc.version);
     println!("cargo:warning=nvcc from {} ({}): {compiled} of {} units compiled", nvcc.from, nvcc.version, units.len());
+}
+
+/// OXMOE_BUILT_FROM: the commit, with "-dirty" where files differ from it. Set by a release build in a git checkout, or from the
+/// environment's OXMOE_COMMIT. Other builds have none, so that work on the sources compiles nothing twice.
+fn write_commit() {
+    println!("cargo:rerun-if-env-changed=OXMOE_COMMIT");
+    let release = env::var("PROFILE").is_ok_and(|profile| profile == "release");
+    let given = env::var("OXMOE_COMMIT").ok().filter(|commit| !commit.is_empty());
+    if let Some(commit) = given.or_else(|| if release { commit_here() } else { None }) {
+        println!("cargo:rustc-env=OXMOE_BUILT_FROM={commit}");
+    }
+}
+
+/// The checked-out commit, if this folder is the root of a git checkout. Watches what changes the answer.
+fn commit_here() -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").args(arguments).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_string())
+    };
+    // The sources of a release may lie in somebody else's repository.
+    if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
+        return None;
+    }
+    let commit = git(&["rev-parse", "HEAD"])?;
+    let changed = git(&[&["status", "--porcelain", "--"], &SOURCES[..]].concat())?;
+    let log = git(&["rev-parse", "--git-path", "logs/HEAD"])?;
+    // The files one by one: Python writes caches into its folders.
+    let files = git(&[&["ls-files", "--"], &SOURCES[..]].concat())?;
+    for path in files.lines().chain([log.as_str()]).filter(|path| Path::new(path).exists()) {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    Some(if changed.is_empty() { commit } else { commit + "-dirty" })
+}
+
+/// Writes each docstring of the stub to a file of its name: "_oxmoe" the module's, "moe", "ExpertWeights", "ExpertWeights.bf16".
+fn write_help(folder: &Path) {
+    let stub = fs::read_to_string(STUB).unwrap_or_else(|e| panic!("{STUB}: {e}"));
+    fs::create_dir_all(folder).expect("OUT_DIR is writable");
+    let mut lines = stub.lines();
+    // Names that a docstring may belong to: (column, name), outer ones first.
+    let mut owners = vec![(0, "_oxmoe")];
+    let mut may_begin = true;
+    while let Some(line) = lines.next() {
+        let text = line.trim_start();
+        let column = line.len() - text.len();
+        let words = text.strip_prefix("def ").or_else(|| text.strip_prefix("class "));
+        if let Some(name) = words.and_then(|words| words.split(['(', ':']).next()) {
+            owners.retain(|&(outer, name)| outer < column && name != "_oxmoe");
+            owners.push((column, name));
+        }
+        if let Some(first) = text.strip_prefix("\"\"\"").filter(|_| may_begin) {
+            let mut doc = first.to_string();
+            while !doc.ends_with("\"\"\"") {
+                let line = lines.next().unwrap_or_else(|| panic!("{STUB}: a docstring has no end: {first}"));
+                // As inspect.cleandoc does: the margin is that of the quotes.
+                doc += "\n";
+                doc += line.get(column..).unwrap_or_default();
+            }
+            let name: Vec<&str> = owners.iter().map(|&(_, name)| name).collect();
+            let doc = doc.trim_end_matches("\"\"\"").trim_end();
+            fs::write(folder.join(name.join(".")), doc).expect("OUT_DIR is writable");
+        }
+        may_begin = text.ends_with(':');
+    }
 }
 
 /// One stub a variant, grouped into units: (units, [(variant, symbol, index of its unit)]).

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import oxmoe
+from oxmoe.bench import machine
+from oxmoe.bench.timing import Times, fields
 
 SHAPES = [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536), (7168, 2304)]  # (n, k)
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 4096]
@@ -49,7 +51,8 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1000
 
 
-def measure(n: int, k: int, m: int) -> dict[str, float]:
+def measure(n: int, k: int, m: int) -> tuple[float, dict[str, Times]]:
+    """(floor, times) in us."""
     count = max(2, int(COLD_BYTES / (n * k)) + 1)
     rounds = -(-CALLS // count)
     x = torch.randn((m, k), device="cuda", dtype=torch.bfloat16)
@@ -66,27 +69,30 @@ def measure(n: int, k: int, m: int) -> dict[str, float]:
         for name, graph in graphs.items():
             times[name].append(microseconds(graph) / (count * rounds))
     floor = max((n * k + m * k) * 33 / 32 + 2 * m * n, 2 * m * n * k / 790e12 * 4.3e12) / 4.3e6
-    return {"floor": floor} | {name: statistics.median(values) for name, values in times.items()}
+    now = machine.clocks("cuda")
+    return floor, {name: Times(values, now) for name, values in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="a JSON line for each size")
+    parser.add_argument("--json", action="store_true", help="a JSON line for each time")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--shapes", nargs="+", help="as 7168x16384", default=[f"{n}x{k}" for n, k in SHAPES])
     arguments = parser.parse_args()
+    environment: dict[str, Any] = machine.environment("cuda", "benches/dense_mxfp8.py")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, oxmoe {oxmoe.__version__}; us")
     for n, k in (map(int, shape.split("x")) for shape in arguments.shapes):
         for m in arguments.tokens:
-            row = {"n": n, "k": k, "m": m}
-            row |= {name: round(value, 2) for name, value in measure(n, k, m).items()}
+            floor, times = measure(n, k, m)
             if arguments.json:
-                print(json.dumps(row), flush=True)
+                common = {"op": "mm_mxfp8", "n": n, "k": k, "m": m, "floor_us": floor}
+                for name, us in times.items():
+                    print(json.dumps({**common, "backend": name, **fields(us), **environment}), flush=True)
                 continue
-            ours, cublas = row["mm_mxfp8"], row["cublas_bf16"]
-            line = f"{n:6} x {k:6} m {m:5}: floor {row['floor']:8.2f}"
-            line += f"  mm_mxfp8 {ours:8.2f} ({ours / row['floor']:.2f} x)"
-            line += f"  mxfp8_linear {row['mxfp8_linear']:8.2f}  cuBLAS bf16 {cublas:8.2f} ({cublas / ours:.2f} x)"
+            ours, cublas = times["mm_mxfp8"], times["cublas_bf16"]
+            line = f"{n:6} x {k:6} m {m:5}: floor {floor:8.2f}"
+            line += f"  mm_mxfp8 {ours:8.2f} ({ours / floor:.2f} x)"
+            line += f"  mxfp8_linear {times['mxfp8_linear']:8.2f}  cuBLAS bf16 {cublas:8.2f} ({cublas / ours:.2f} x)"
             print(line, flush=True)
 
 

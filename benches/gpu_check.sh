@@ -46,14 +46,14 @@ for part; do
         done
         ;;
     layers)
-        step layers "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b,dsv3-ep8 --tokens 64,1024,4096,16384 --json "$out/layers.jsonl"
-        step layers-few "${bench[@]}" --format fp8-block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,16 --json "$out/layers.jsonl"
-        step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8-block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
-        step layers-grouped "${bench[@]}" --format fp8-block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
+        step layers "${bench[@]}" --format fp8_block --shapes dsv3-tp8,qwen3-30b-a3b,dsv3-ep8 --tokens 64,1024,4096,16384 --json "$out/layers.jsonl"
+        step layers-few "${bench[@]}" --format fp8_block --shapes dsv3-tp8,qwen3-30b-a3b --tokens 1,4,16 --json "$out/layers.jsonl"
+        step layers-portable env OXMOE_PORTABLE=1 "${bench[@]}" --format fp8_block,mxfp8 --shapes qwen3-30b-a3b --tokens 1,16,64,4096 --json "$out/layers.jsonl"
+        step layers-grouped "${bench[@]}" --format fp8_block --shapes dsv3-tp8 --tokens 1,2,4 --pattern grouped --json "$out/layers.jsonl"
         ;;
     rows)
         step rows "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 1,10,100 \
-            --format bf16,fp8-block,mxfp4,mxfp8,mxfp4-a8,fp8-tensor,fp8-tensor-token --json "$out/rows.jsonl"
+            --format bf16,fp8_block,mxfp4,mxfp8,mxfp4-a8,fp8_tensor,fp8_tensor-token --json "$out/rows.jsonl"
         step rows-fp4 "${bench[@]}" --layout masked --shapes dsv3-ep8 --fill 0.4,1,3,10,100 --format nvfp4,nvfp4-a4,mxfp4 --json "$out/rows.jsonl"
         ;;
     dense)

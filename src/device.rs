@@ -1,6 +1,7 @@
 //! What the plan and the launch need to know of a GPU. `Device` can be made without one, for plans of any architecture.
 
 use crate::error::{Error, Result};
+use crate::fork;
 use cudarc::driver::{result, sys};
 use std::sync::OnceLock;
 
@@ -14,10 +15,16 @@ impl Arch {
     pub const SM100: Arch = Arch(100);
     pub const SM120: Arch = Arch(120);
 
-    /// From "sm_90", "90", "sm_90a" ...
+    /// From "sm_90", "90", "sm_90a" ...; None where no GPU in [`GPUS`] has it.
     pub fn parse(text: &str) -> Option<Arch> {
-        let digits = text.trim_start_matches("sm_").trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        digits.parse().ok().filter(|&n: &u32| (80..=129).contains(&n)).map(Arch)
+        let digits = text.strip_prefix("sm_").unwrap_or(text);
+        let digits = digits.strip_suffix(['a', 'f']).unwrap_or(digits);
+        GPUS.iter().map(|gpu| gpu.0).find(|number| number.to_string() == digits).map(Arch)
+    }
+
+    /// Those that `parse` knows, for messages.
+    pub fn known() -> String {
+        GPUS.map(|gpu| Arch(gpu.0).to_string()).join(", ")
     }
 
     /// The compiled architecture whose machine code runs here: 80 runs on all of 8.x, 90a on 9.0 alone, an f on its family.
@@ -38,6 +45,23 @@ impl std::fmt::Display for Arch {
     }
 }
 
+/// A usual GPU of each compute capability: multiprocessors, KiB of dynamic shared memory that a CTA can have, bytes a second of memory,
+/// dense bf16 flop a second. Sizes of shared memory are those of the CUDA programming guide; bandwidths and rates are data-sheet values,
+/// and where a data sheet gives another rate alone (Orin: int8, Thor and GB10: fp4, both sparse), what follows from that; those of sm_90
+/// are what an H200 reached (docs/measured.md).
+const GPUS: [(u32, &str, u32, u32, f64, f64); 10] = [
+    (80, "A100", 108, 163, 2.0e12, 312e12),
+    (86, "A40", 84, 99, 0.696e12, 150e12),
+    (87, "Jetson AGX Orin", 16, 163, 0.205e12, 42.5e12),
+    (89, "L40S", 142, 99, 0.86e12, 362e12),
+    (90, "H200", 132, 227, 4.3e12, 790e12),
+    (100, "B200", 148, 227, 8.0e12, 2250e12),
+    (103, "B300", 148, 227, 8.0e12, 2250e12),
+    (110, "Jetson AGX Thor", 20, 227, 0.273e12, 259e12),
+    (120, "RTX PRO 6000 Blackwell", 188, 99, 1.79e12, 504e12),
+    (121, "GB10 (DGX Spark)", 48, 99, 0.273e12, 125e12),
+];
+
 /// The numbers a plan is a function of.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
@@ -46,6 +70,9 @@ pub struct Device {
     pub multiprocessors: u32,
     /// Whether the kernels for any GPU take the place of this architecture's own: of tests (OXMOE_PORTABLE).
     pub portable: bool,
+    /// Whether all CTAs that fit on its multiprocessors can run at once. They cannot on a stream of a green context or under an MPS limit, and
+    /// kernels whose CTAs wait for each other are not for these.
+    pub whole: bool,
     /// Most dynamic shared memory a CTA can have, bytes.
     pub shared_bytes: u32,
     /// For the roofline in `explain`, bytes a second.
@@ -55,18 +82,12 @@ pub struct Device {
 }
 
 impl Device {
-    /// A usual GPU of the architecture (A100, H200, B200, RTX PRO 6000 Blackwell), for plans without a GPU. Bandwidth and rate of
-    /// sm_90 are what an H200 reached (docs/measured.md), the others are data-sheet values.
+    /// The architecture's GPU in [`GPUS`], for plans without a GPU; of one that is not there, the last before it.
     pub fn typical(arch: Arch) -> Device {
-        let (name, multiprocessors, shared_kib, bandwidth, flops) = match arch.0 {
-            80 => ("A100", 108, 163, 2.0e12, 312e12),
-            81..=89 => ("L40S", 142, 99, 0.86e12, 362e12),
-            90..=99 => ("H200", 132, 227, 4.3e12, 790e12),
-            100..=109 => ("B200", 148, 227, 8.0e12, 2250e12),
-            _ => ("RTX PRO 6000 Blackwell", 188, 99, 1.79e12, 504e12),
-        };
+        let (_, name, multiprocessors, shared_kib, bandwidth, flops) =
+            *GPUS.iter().rfind(|gpu| gpu.0 <= arch.0).unwrap_or(&GPUS[0]);
         let (name, shared_bytes) = (name.into(), shared_kib * 1024);
-        Device { arch, name, multiprocessors, portable: false, shared_bytes, bandwidth, flops }
+        Device { arch, name, multiprocessors, portable: false, whole: true, shared_bytes, bandwidth, flops }
     }
 
     /// Whether layers run on the kernels for Hopper.
@@ -87,7 +108,7 @@ pub fn cuda_error(doing: impl std::fmt::Display, error: result::DriverError) -> 
     Error::Cuda(format!("{doing}: CUDA error {:?}", error.0))
 }
 
-const MAX_DEVICES: usize = 64;
+pub const MAX_DEVICES: usize = 64;
 
 /// A device with its primary context, which is the one torch uses.
 #[derive(Debug)]
@@ -95,18 +116,74 @@ pub struct Gpu {
     pub ordinal: i32,
     pub device: Device,
     context: usize,
+    /// `fork::generation()` of the process that the context belongs to.
+    generation: u32,
 }
 
-/// All GPUs, or why there are none.
-pub fn count() -> Result<i32> {
+/// The CUDA version that the driver speaks, as CUDA numbers versions: 13000 is 13.0. It is asked once.
+pub fn driver_version() -> Result<i32> {
+    static VERSION: OnceLock<i32> = OnceLock::new();
+    if let Some(version) = VERSION.get() {
+        return Ok(*version);
+    }
     if !driver_present() {
         return Err(Error::Cuda(
             "no CUDA driver: libcuda.so.1 was not found. CPU tensors work without one; for CUDA tensors install NVIDIA's driver (580 or later)"
                 .into(),
         ));
     }
-    result::init().map_err(|e| cuda_error("cuInit", e))?;
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| cuda_error("cuDriverGetVersion", e))?;
+    Ok(*VERSION.get_or_init(|| version))
+}
+
+/// The CUDA version that a driver must speak for this build's kernels: machine code of a compiler runs on every driver of its major version.
+pub fn needed_version() -> i32 {
+    let major = env!("OXMOE_NVCC_VERSION").split('.').next().and_then(|major| major.parse().ok());
+    // Without kernels: what the driver's functions are declared after.
+    1000 * major.unwrap_or(13).max(13)
+}
+
+/// 13000 as "13.0".
+pub fn version_text(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+fn require_version(version: i32, needed: i32) -> Result<()> {
+    if version >= needed {
+        return Ok(());
+    }
+    let driver = if needed == 13000 { "driver 580 or newer" } else { "a newer driver" };
+    Err(Error::Cuda(format!(
+        "driver speaks CUDA {}; this build needs {}: {driver}, or the cuda-compat package",
+        version_text(version),
+        version_text(needed)
+    )))
+}
+
+fn initialised(done: std::result::Result<(), result::DriverError>) -> Result<i32> {
+    done.map_err(|e| match (e.0, fork::generation()) {
+        // What the driver says in a child of a process that had used it.
+        (sys::CUresult::CUDA_ERROR_NOT_INITIALIZED, 1..) => fork::cuda_error("cuInit"),
+        _ => cuda_error("cuInit", e),
+    })?;
     result::device::get_count().map_err(|e| cuda_error("cuDeviceGetCount", e))
+}
+
+/// All GPUs that the driver sees, also one that is too old for this build; 0 where it may use none (an empty CUDA_VISIBLE_DEVICES).
+pub fn visible() -> Result<i32> {
+    driver_version()?;
+    match result::init() {
+        Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
+        done => initialised(done),
+    }
+}
+
+/// All GPUs, or why there are none that can be used.
+fn count() -> Result<i32> {
+    require_version(driver_version()?, needed_version())?;
+    initialised(result::init())
 }
 
 /// The GPU with this ordinal; its primary context is retained on first use and kept.
@@ -116,6 +193,9 @@ pub fn gpu(ordinal: i32) -> Result<&'static Gpu> {
         return Err(Error::Cuda(format!("device ordinal {ordinal} is out of range")));
     };
     if let Some(gpu) = slot.get() {
+        if gpu.generation != fork::generation() {
+            return Err(fork::cuda_error(&format!("cuda:{ordinal}")));
+        }
         return Ok(gpu);
     }
     let gpu = open(ordinal)?;
@@ -152,7 +232,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
         shared_bytes: ask(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         ..typical
     };
-    Ok(Gpu { ordinal, device, context: context as usize })
+    Ok(Gpu { ordinal, device, context: context as usize, generation: fork::generation() })
 }
 
 /// Makes a GPU's primary context current for as long as it lives; costs one driver call when it already is.
@@ -190,7 +270,32 @@ mod tests {
     fn names() {
         assert_eq!(Arch::parse("sm_90a"), Some(Arch::SM90));
         assert_eq!(Arch::parse("120"), Some(Arch::SM120));
-        assert_eq!(Arch::parse("sm_75"), None);
+        for wrong in ["sm_75", "sm_95", "sm_115", "sm_88", "sm_sm_90", "sm_90aa", "sm_090", "sm_", ""] {
+            assert_eq!(Arch::parse(wrong), None, "{wrong}");
+        }
+        assert_eq!(Arch::parse("sm_103f"), Some(Arch(103)));
         assert_eq!((Arch(89).image(), Arch(103).image(), Arch(110).image()), ("80", "100f", "110f"));
+    }
+    #[test]
+    fn every_gpu_is_its_own() {
+        for (arch, name, multiprocessors, shared, ..) in GPUS {
+            let device = Device::typical(Arch(arch));
+            assert_eq!(
+                (device.name.as_str(), device.multiprocessors, device.shared_bytes),
+                (name, multiprocessors, shared << 10)
+            );
+        }
+        // Not in the table.
+        assert_eq!(Device::typical(Arch(88)).name, "Jetson AGX Orin");
+    }
+
+    #[test]
+    fn a_driver_that_is_too_old_is_told() {
+        assert!(require_version(13000, 13000).is_ok() && require_version(13020, 13000).is_ok());
+        let said = |version, needed| require_version(version, needed).unwrap_err().to_string();
+        let expected =
+            "driver speaks CUDA 12.8; this build needs 13.0: driver 580 or newer, or the cuda-compat package";
+        assert_eq!(said(12080, 13000), expected);
+        assert!(said(13010, 14000).contains("needs 14.0: a newer driver"));
     }
 }

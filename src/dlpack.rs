@@ -69,6 +69,9 @@ pub struct ExchangeApi {
     pub current_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> i32>,
 }
 
+/// Flag of a versioned tensor whose memory must not be written.
+pub const READ_ONLY: u64 = 1;
+
 pub const CPU: i32 = 1;
 pub const CUDA: i32 = 2;
 pub const EXCHANGE_CAPSULE: &CStr = c"dlpack_exchange_api";

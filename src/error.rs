@@ -1,6 +1,6 @@
 //! One error type for the whole crate and its one conversion to Python exceptions.
 
-use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::PyErr;
 use std::fmt;
 
@@ -12,6 +12,11 @@ pub enum Error {
     Unsupported(String),
     /// Missing driver, a GPU without kernels in this wheel, a failed CUDA call. → RuntimeError
     Cuda(String),
+    /// The host has no memory for what a call needs. → MemoryError
+    Memory(String),
+    /// A launch whose CTAs wait for each other on a part of a GPU that cannot hold them at once. → RuntimeError; `moe` runs as separate
+    /// launches instead.
+    TooLarge(String),
     /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
     Python(PyErr),
 }
@@ -21,7 +26,11 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Contract(text) | Error::Unsupported(text) | Error::Cuda(text) => f.write_str(text),
+            Error::Contract(text)
+            | Error::Unsupported(text)
+            | Error::Cuda(text)
+            | Error::Memory(text)
+            | Error::TooLarge(text) => f.write_str(text),
             Error::Python(error) => error.fmt(f),
         }
     }
@@ -32,7 +41,8 @@ impl From<Error> for PyErr {
         match error {
             Error::Contract(text) => PyValueError::new_err(text),
             Error::Unsupported(text) => PyNotImplementedError::new_err(text),
-            Error::Cuda(text) => PyRuntimeError::new_err(text),
+            Error::Cuda(text) | Error::TooLarge(text) => PyRuntimeError::new_err(text),
+            Error::Memory(text) => PyMemoryError::new_err(text),
             Error::Python(error) => error,
         }
     }
@@ -58,6 +68,24 @@ pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> pyo3::PyResult<T> {
             Err(PyRuntimeError::new_err(format!("oxmoe: internal error, please report it: {text}")))
         }
     }
+}
+
+/// An empty vector with room for `count` elements. Where the host has no memory for them this is an error, while `Vec::with_capacity`
+/// ends the process: memory whose size follows from a call's operands is taken here.
+pub fn try_vec<T>(count: usize, what: &str) -> Result<Vec<T>> {
+    let mut room = Vec::new();
+    room.try_reserve_exact(count).map_err(|_| {
+        let bytes = count.saturating_mul(size_of::<T>());
+        Error::Memory(format!("out of host memory: {what} needs {bytes} bytes"))
+    })?;
+    Ok(room)
+}
+
+/// `count` elements with the value `T::default()`, taken as by [`try_vec`].
+pub fn try_filled<T: Clone + Default>(count: usize, what: &str) -> Result<Vec<T>> {
+    let mut room = try_vec(count, what)?;
+    room.resize(count, T::default());
+    Ok(room)
 }
 
 /// `return Err(Error::Contract(format!(...)))`

@@ -1,6 +1,7 @@
 //! Kernels: loaded once per device, launched here and nowhere else.
 
-use crate::device::{cuda_error, Current, Device, Gpu};
+use crate::counters;
+use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
@@ -8,10 +9,12 @@ use crate::params::{
     QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams,
     RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
 };
+use crate::tensor::Checked;
 use crate::tma::TensorMap;
 use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
 /// Aligned so that the driver may read the image as words.
@@ -141,6 +144,14 @@ impl Args<'_> {
         }
     }
 
+    /// An error where the kernel takes other parameters than these: it would read past what it is given.
+    fn require(&self, op: &str, variant: &Variant) -> Result<()> {
+        if self.fits(variant) {
+            return Ok(());
+        }
+        Err(Error::Cuda(format!("oxmoe: internal error, please report it: {op}: wrong parameters for {variant:?}")))
+    }
+
     fn fits(&self, variant: &Variant) -> bool {
         matches!(
             (self, variant),
@@ -222,11 +233,13 @@ unsafe impl Sync for Module {}
 /// No shared memory beside the L1 cache that a kernel does not ask for.
 const MOST_L1: i32 = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_L1 as i32;
 
-const MAX_DEVICES: usize = 64;
 static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; KERNELS.len()] }; MAX_DEVICES];
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; IMAGES.len()] }; MAX_DEVICES];
+
+/// Devices on which the driver has refused a launch whose CTAs wait for each other as too large: those of a process under an MPS limit.
+static PARTS: [AtomicBool; MAX_DEVICES] = [const { AtomicBool::new(false) }; MAX_DEVICES];
 
 fn position(variant: &Variant) -> Option<usize> {
     KERNELS.iter().position(|k| k.variant == *variant)
@@ -297,6 +310,9 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     for variant in variants {
         load(gpu, variant)?;
     }
+    if variants.iter().any(Variant::counts) {
+        counters::prepare(gpu)?;
+    }
     Ok(())
 }
 
@@ -308,13 +324,55 @@ pub struct Stream<'a> {
 }
 
 impl<'a> Stream<'a> {
-    /// `raw` is torch's current stream of this GPU.
-    pub fn new(gpu: &'a Gpu, raw: *mut c_void) -> Result<Stream<'a>> {
+    /// `raw` is torch's current stream of this GPU. A call whose operands were not compared with each other has no `Checked`.
+    pub fn new(gpu: &'a Gpu, raw: *mut c_void, _checked: &Checked) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
     }
 
     pub fn device(&self) -> &Device {
         &self.gpu.device
+    }
+
+    /// Whether all CTAs of a launch whose CTAs wait for each other can run at once on this stream. Not known to be false before the driver has
+    /// refused one on this device, but of streams of green contexts, whose part of the GPU the driver tells.
+    pub fn holds(&self, launch: &Launch) -> bool {
+        let ctas = |multiprocessors: u32| multiprocessors * launch.variant.ctas_per_multiprocessor();
+        !PARTS[self.gpu.ordinal as usize].load(Ordering::Relaxed)
+            && self.green_multiprocessors().is_none_or(|part| launch.grid <= ctas(part))
+    }
+
+    /// Multiprocessors of the stream's green context, if it has one.
+    fn green_multiprocessors(&self) -> Option<u32> {
+        // The streams that CUDA names by a number are those of the primary context, which is current.
+        if self.raw as usize <= 2 {
+            return None;
+        }
+        let mut green = std::ptr::null_mut();
+        // SAFETY: torch's stream; writes one handle.
+        let asked = unsafe { sys::cuStreamGetGreenCtx(self.raw, &mut green) };
+        if asked != sys::CUresult::CUDA_SUCCESS || green.is_null() {
+            return None;
+        }
+        let mut resource = std::mem::MaybeUninit::<sys::CUdevResource>::zeroed();
+        let kind = sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
+        // SAFETY: the driver gave the handle and writes one struct.
+        let asked = unsafe { sys::cuGreenCtxGetDevResource(green, resource.as_mut_ptr(), kind) };
+        // SAFETY: zeroed, then written as a resource of this kind.
+        (asked == sys::CUresult::CUDA_SUCCESS).then(|| unsafe { resource.assume_init().__bindgen_anon_1.sm.smCount })
+    }
+
+    pub fn gpu(&self) -> &Gpu {
+        self.gpu
+    }
+
+    /// Writes `count` zeros, in stream order.
+    ///
+    /// # Safety
+    /// This device's memory, which the caller may write.
+    pub unsafe fn zero(&self, op: &str, to: *mut i32, count: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { result::memset_d8_async(to as u64, 0, 4 * count, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: zeroing {count} counters"), e))
     }
 
     /// Copies `bytes` of device memory, in stream order.
@@ -327,10 +385,33 @@ impl<'a> Stream<'a> {
             .map_err(|e| cuda_error(format_args!("{op}: copying {bytes} bytes"), e))
     }
 
+    /// Copies `bytes` of device memory to the host, and waits for them.
+    ///
+    /// # Safety
+    /// Both are ranges that the caller may read and write.
+    pub unsafe fn read(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's contract.
+        let to = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
+        // SAFETY: as above; `to` outlives the copy, which is waited for.
+        unsafe { result::memcpy_dtoh_async(to, from as u64, self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: reading {bytes} bytes"), e))?;
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::synchronize(self.raw) }
+            .map_err(|e| cuda_error(format_args!("{op}: waiting for its stream"), e))
+    }
+
+    /// Whether launches go into a CUDA graph.
+    pub fn is_capturing(&self) -> Result<bool> {
+        // SAFETY: torch's stream, which the caller holds.
+        unsafe { result::stream::is_capturing(self.raw) }
+            .map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+            .map_err(|e| cuda_error("cuStreamIsCapturing", e))
+    }
+
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
     pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
-        debug_assert!(args.fits(&launch.variant), "{op}: wrong parameters for {:?}", launch.variant);
+        args.require(op, &launch.variant)?;
         let function = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -371,6 +452,19 @@ impl<'a> Stream<'a> {
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(|e| cuda_error(format_args!("{op}: launching {launch}"), e))
+            .map_err(|e| self.launch_error(op, launch, e))
+    }
+
+    fn launch_error(&self, op: &str, launch: &Launch, error: result::DriverError) -> Error {
+        if error.0 != sys::CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE {
+            return cuda_error(format_args!("{op}: launching {launch}"), error);
+        }
+        // Of a green context nothing is remembered: it is one stream's.
+        if self.green_multiprocessors().is_none() {
+            PARTS[self.gpu.ordinal as usize].store(true, Ordering::Relaxed);
+        }
+        Error::TooLarge(format!(
+            "{op}: launching {launch}: this stream has too few multiprocessors for all CTAs at once"
+        ))
     }
 }

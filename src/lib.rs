@@ -1,15 +1,20 @@
 //! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
 
 pub mod allreduce;
+mod counters;
 pub mod cpu;
 pub mod dense;
 pub mod device;
 mod dlpack;
 pub mod error;
+mod fork;
 pub mod kernel;
 pub mod moe;
+mod parallel;
 pub mod params;
+pub mod python;
 pub mod quant;
+mod sizes;
 pub mod tensor;
 pub mod tma;
 pub mod variants;
@@ -17,6 +22,7 @@ pub mod workspace;
 
 use pyo3::prelude::*;
 
+#[doc = crate::help!("_oxmoe")]
 #[pymodule]
 mod _oxmoe {
     #[pymodule_export]
@@ -57,15 +63,17 @@ mod _oxmoe {
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::fork::watch();
         m.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }
 
-/// What this build and this machine are: a dict with version, nvcc, archs, formats, driver, gpus, cpu, threads.
-#[pyfunction]
+#[doc = crate::help!("device_info")]
+#[pyfunction(crate = "crate::python")]
 fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     let info = pyo3::types::PyDict::new(py);
     info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("commit", option_env!("OXMOE_BUILT_FROM"))?;
     info.set_item("nvcc", env!("OXMOE_NVCC_VERSION"))?;
     info.set_item("archs", kernel::compiled_archs())?;
     info.set_item("kernels", kernel::KERNELS.len())?;
@@ -75,10 +83,13 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
     }
     info.set_item("formats", formats)?;
     info.set_item("cpu", cpu::instruction_set())?;
-    info.set_item("threads", rayon::current_num_threads())?;
+    info.set_item("threads", parallel::threads())?;
     info.set_item("driver", device::driver_present())?;
+    let version = if device::driver_present() { Some(error::guard(device::driver_version)?) } else { None };
+    info.set_item("driver_cuda", version.map(device::version_text))?;
+    info.set_item("needed_cuda", device::version_text(device::needed_version()))?;
     let gpus = pyo3::types::PyList::empty(py);
-    for ordinal in 0..error::guard(|| if device::driver_present() { device::count() } else { Ok(0) })? {
+    for ordinal in 0..error::guard(|| if device::driver_present() { device::visible() } else { Ok(0) })? {
         let entry = pyo3::types::PyDict::new(py);
         match error::guard(|| device::gpu(ordinal)) {
             Ok(gpu) => {
@@ -88,7 +99,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
                 entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
                 entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
             }
-            // Not a reason to say nothing of the others: a GPU before sm_80, say.
+            // Not a reason to say nothing of the others: a GPU before sm_80, say, or all of them under a driver that is too old.
             Err(error) => {
                 entry.set_item("name", error.value(py).to_string())?;
                 entry.set_item("arch", "not supported")?;

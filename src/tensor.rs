@@ -1,15 +1,31 @@
-//! The border: Python tensors borrowed through DLPack, and the contracts they must meet. The only user of `dlpack.rs`.
+//! The border: Python tensors through DLPack. The only user of `dlpack.rs`.
+//!
+//! A tensor comes in two types. [`Borrowed`] lives for one call: it has the lifetime of the interpreter lock, so the compiler refuses to
+//! store it. [`Owned`] lives as long as its holder: it keeps the storage itself alive and notices at a call when that storage was taken away.
+//! Only a [`Contract`] borrows, because borrowing is what records that a call reads or writes an operand.
+
+mod contract;
+mod owned;
+#[cfg(test)]
+mod tests;
+
+pub use contract::{Checked, Contract, Dim, Span};
+pub use owned::Owned;
 
 use crate::contract;
 use crate::dlpack;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use pyo3::{ffi, intern};
 use std::ffi::c_void;
 use std::fmt;
+
+/// DLPack's type code of float4_e2m1fn.
+const FLOAT4: u8 = 17;
 
 /// Element types that cross the border.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,8 +36,10 @@ pub enum Elem {
     I32,
     I64,
     U8,
-    /// Anything else: (DLPack type code, bits of all its lanes).
+    /// Anything else of one lane: (DLPack type code, bits). Two lanes of float4 count as one element of eight bits.
     Other(u8, u8),
+    /// Vectors, which no operand takes: (DLPack type code, bits of a lane, lanes).
+    Vector(u8, u8, u16),
 }
 
 impl Elem {
@@ -30,7 +48,7 @@ impl Elem {
     /// A power of two: the exponent plus 127 in a byte.
     pub const E8M0: Elem = Elem::Other(14, 8);
     /// Two four-bit floats a byte; torch's shapes count the bytes.
-    pub const E2M1_X2: Elem = Elem::Other(17, 8);
+    pub const E2M1_X2: Elem = Elem::Other(FLOAT4, 8);
 
     pub fn bytes(self) -> usize {
         match self {
@@ -39,6 +57,7 @@ impl Elem {
             Elem::F32 | Elem::I32 => 4,
             Elem::I64 => 8,
             Elem::Other(_, bits) => bits as usize / 8,
+            Elem::Vector(_, bits, lanes) => (bits as usize * lanes as usize).div_ceil(8),
         }
     }
 
@@ -60,7 +79,9 @@ impl Elem {
             (0, 32, 1) => Elem::I32,
             (0, 64, 1) => Elem::I64,
             (1, 8, 1) => Elem::U8,
-            (code, bits, lanes) => Elem::Other(code, u16::from(bits).saturating_mul(lanes).min(255) as u8),
+            (FLOAT4, 4, 2) => Elem::E2M1_X2,
+            (code, bits, 1) if code != FLOAT4 => Elem::Other(code, bits),
+            (code, bits, lanes) => Elem::Vector(code, bits, lanes),
         }
     }
 }
@@ -89,6 +110,7 @@ impl fmt::Display for Elem {
             Elem::E2M1_X2 => f.write_str("float4_e2m1fn_x2"),
             Elem::Other(code, bits) if code < 7 => write!(f, "{}{bits}", kind(code)),
             Elem::Other(code, bits) => write!(f, "DLPack type {code} of {bits} bits"),
+            Elem::Vector(code, bits, lanes) => write!(f, "DLPack type {code} of {bits} bits in {lanes} lanes"),
         }
     }
 }
@@ -114,6 +136,8 @@ impl fmt::Display for Place {
 pub enum Origin {
     /// torch with the DLPack C exchange table (2.10 and later).
     Torch(&'static dlpack::ExchangeApi),
+    /// Another package's type that publishes such a table. Its tensors are those of `Other`.
+    Table(&'static dlpack::ExchangeApi),
     /// torch without it (2.9).
     OldTorch,
     /// numpy, or anything else with `__dlpack__`.
@@ -139,21 +163,24 @@ impl fmt::Debug for dlpack::ExchangeApi {
 
 const MAX_DIMS: usize = 6;
 
-/// A tensor borrowed for one call (or kept by whoever keeps the Python object alive).
-#[derive(Debug)]
-pub struct TensorRef {
+/// Addresses below this are few programs' heaps and no GPU's memory: a tensor there is looked at again.
+const LOW_ADDRESS: usize = 1 << 36;
+
+/// What a tensor is: its address, element type, place and shape. Plain data that keeps nothing alive.
+#[derive(Clone, Debug)]
+pub struct View {
     pub data: *mut u8,
     pub elem: Elem,
     pub place: Place,
     pub origin: Origin,
+    /// Its owner forbids writes (a numpy array that is not writeable, memory-mapped files).
+    pub read_only: bool,
     ndim: usize,
     shape: [i64; MAX_DIMS],
     strides: [i64; MAX_DIMS],
-    /// Released when the borrow ends; None on the fast path, where the object itself keeps the data alive.
-    _managed: Option<Capsule>,
 }
 
-impl TensorRef {
+impl View {
     pub fn shape(&self) -> &[i64] {
         &self.shape[..self.ndim]
     }
@@ -162,21 +189,13 @@ impl TensorRef {
         self.shape().iter().product()
     }
 
+    /// Bytes of the elements, without gaps between them.
     pub fn bytes(&self) -> usize {
         self.numel() as usize * self.elem.bytes()
     }
 
     pub fn strides(&self) -> &[i64] {
         &self.strides[..self.ndim]
-    }
-
-    /// The same tensor with its last two dimensions exchanged.
-    pub fn transposed(mut self) -> TensorRef {
-        if let Some(last) = self.ndim.checked_sub(1).filter(|&last| last > 0) {
-            self.shape.swap(last - 1, last);
-            self.strides.swap(last - 1, last);
-        }
-        self
     }
 
     pub fn contiguous(&self) -> bool {
@@ -190,123 +209,11 @@ impl TensorRef {
         true
     }
 
-    /// Whether the two tensors' bytes overlap.
-    pub fn overlaps(&self, other: &TensorRef) -> bool {
-        self.place == other.place && self.overlaps_range(other.data, other.bytes())
-    }
-
-    /// The same for memory of the same device.
-    pub fn overlaps_range(&self, start: *const u8, bytes: usize) -> bool {
-        let (a, b) = (self.data as usize, start as usize);
-        a < b + bytes && b < a + self.bytes()
-    }
-
-    /// Borrows a Python object. `operand` names it in errors.
-    pub fn borrow(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<TensorRef> {
-        match origin_of(object)? {
-            Origin::Torch(api) => Self::borrow_fast(operand, object, api),
-            origin => Self::borrow_capsule(operand, object, origin),
-        }
-    }
-
-    fn borrow_fast(
-        operand: &'static str,
-        object: &Bound<'_, PyAny>,
-        api: &'static dlpack::ExchangeApi,
-    ) -> Result<TensorRef> {
-        let py = object.py();
-        let Some(from_object) = api.tensor_from_object else {
-            return Self::borrow_capsule(operand, object, Origin::OldTorch);
-        };
-        let mut tensor = std::mem::MaybeUninit::<dlpack::Tensor>::uninit();
-        // SAFETY: the GIL is held, the object is of a type that publishes this table, the result is read only on success.
-        let tensor = unsafe {
-            if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
-                let error = PyErr::fetch(py).value(py).to_string();
-                contract!("{operand}: cannot be read: {}", error.lines().next().unwrap_or_default());
-            }
-            tensor.assume_init()
-        };
-        Self::refuse_lazy_state(operand, object)?;
-        Self::from_dlpack(operand, &tensor, Origin::Torch(api), None)
-    }
-
-    /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.
-    fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
-        let py = object.py();
-        if object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
-            contract!("{operand}: requires grad; oxmoe has no backward: pass {operand}.detach() or call under torch.no_grad()");
-        }
-        if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-            contract!("{operand}: has its negative bit set (a lazily negated view); pass {operand}.resolve_neg()");
-        }
-        Ok(())
-    }
-
-    /// torch 2.9's function (it neither synchronises nor asks for a stream), else the Python protocol: a capsule that owns a reference until the borrow ends.
-    fn borrow_capsule(operand: &'static str, object: &Bound<'_, PyAny>, origin: Origin) -> Result<TensorRef> {
-        let py = object.py();
-        let capsule = if origin == Origin::OldTorch {
-            Self::refuse_lazy_state(operand, object)?;
-            py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((object,))
-        } else {
-            let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
-                contract!("{operand}: expected a torch tensor or a numpy array, got {}", object.get_type().name()?);
-            };
-            method.call0()
-        };
-        let capsule = match capsule {
-            Ok(capsule) => capsule,
-            Err(error) => {
-                let error = error.value(py).to_string();
-                contract!("{operand}: cannot be read through DLPack: {}", error.lines().next().unwrap_or_default())
-            }
-        };
-        let capsule = Capsule(capsule.unbind());
-        let Some(tensor) = capsule.tensor(py) else { contract!("{operand}: __dlpack__ returned no DLPack capsule") };
-        Self::from_dlpack(operand, &tensor, origin, Some(capsule))
-    }
-
-    fn from_dlpack(
-        operand: &'static str,
-        t: &dlpack::Tensor,
-        origin: Origin,
-        managed: Option<Capsule>,
-    ) -> Result<TensorRef> {
-        let ndim = t.ndim as usize;
-        if ndim > MAX_DIMS {
-            contract!("{operand}: has {ndim} dimensions, at most {MAX_DIMS} are understood");
-        }
-        let place = match t.device.device_type {
-            dlpack::CPU | 3 => Place::Cpu, // 3: page-locked host memory
-            dlpack::CUDA => Place::Cuda(t.device.device_id),
-            other => contract!("{operand}: is on DLPack device type {other}; expected cpu or cuda"),
-        };
-        let (mut shape, mut strides) = ([0i64; MAX_DIMS], [0i64; MAX_DIMS]);
-        let mut dense = 1;
-        for i in (0..ndim).rev() {
-            // SAFETY: DLPack: shape points to ndim numbers, strides to ndim numbers or is null.
-            unsafe {
-                shape[i] = *t.shape.add(i);
-                strides[i] = if t.strides.is_null() { dense } else { *t.strides.add(i) };
-            }
-            dense *= shape[i];
-        }
-        let data = (t.data as usize + t.byte_offset as usize) as *mut u8;
-        let tensor = TensorRef {
-            data,
-            elem: Elem::from_dlpack(t.dtype),
-            place,
-            origin,
-            ndim,
-            shape,
-            strides,
-            _managed: managed,
-        };
-        if t.data.is_null() && tensor.numel() > 0 {
-            contract!("{operand}: has no data (a fake or meta tensor)");
-        }
-        Ok(tensor)
+    /// The first address that the tensor occupies and the first one behind it, gaps included. Equal where it has no elements.
+    pub fn extent(&self) -> (usize, usize) {
+        let start = self.data as usize;
+        let (below, above) = self.reach().unwrap_or_default();
+        (start.wrapping_sub(below as usize), start.wrapping_add(above as usize))
     }
 
     /// torch's current CUDA stream of this tensor's device, also while a graph is being captured.
@@ -327,29 +234,288 @@ impl TensorRef {
                     torch.getattr(intern!(py, "_cuda_getCurrentRawStream"))?.call1((device,))?.extract()?;
                 Ok(stream as *mut c_void)
             }
-            Origin::Other => Err(Error::Unsupported(
+            Origin::Other | Origin::Table(_) => Err(Error::Unsupported(
                 "CUDA tensors must be torch tensors: their current stream is read from torch".to_string(),
             )),
         }
     }
+
+    /// Checked numbers of a tensor that a producer described. `operand` names it in errors.
+    fn from_dlpack(operand: &'static str, t: &dlpack::Tensor, origin: Origin, read_only: bool) -> Result<View> {
+        let place = match t.device.device_type {
+            dlpack::CPU | 3 => Place::Cpu, // 3: page-locked host memory
+            dlpack::CUDA if t.device.device_id >= 0 => Place::Cuda(t.device.device_id),
+            dlpack::CUDA => contract!("{operand}: is on cuda:{}, which is no device", t.device.device_id),
+            other => contract!("{operand}: is on DLPack device type {other}; expected cpu or cuda"),
+        };
+        let ndim = match usize::try_from(t.ndim) {
+            Ok(ndim) if ndim <= MAX_DIMS => ndim,
+            _ => contract!("{operand}: has {} dimensions, at most {MAX_DIMS} are understood", t.ndim),
+        };
+        if ndim > 0 && t.shape.is_null() {
+            contract!("{operand}: has {ndim} dimensions and no shape");
+        }
+        let (mut shape, mut strides) = ([0i64; MAX_DIMS], [0i64; MAX_DIMS]);
+        for i in 0..ndim {
+            // SAFETY: DLPack: shape points to ndim numbers. Nothing says that they are aligned.
+            shape[i] = unsafe { t.shape.add(i).read_unaligned() };
+        }
+        let mut dense = 1i64;
+        for i in (0..ndim).rev() {
+            // SAFETY: DLPack: strides points to ndim numbers or is null.
+            strides[i] = if t.strides.is_null() { dense } else { unsafe { t.strides.add(i).read_unaligned() } };
+            dense = dense.saturating_mul(shape[i]);
+        }
+        let data = (t.data as usize).checked_add(t.byte_offset as usize);
+        let view = View {
+            data: data.unwrap_or_default() as *mut u8,
+            elem: Elem::from_dlpack(t.dtype),
+            place,
+            origin,
+            read_only,
+            ndim,
+            shape,
+            strides,
+        };
+        if data.is_none() || !view.is_addressable() {
+            contract!("{operand}: has shape {:?} and strides {:?}, which no memory has", view.shape(), view.strides());
+        }
+        if t.data.is_null() && view.numel() > 0 {
+            contract!("{operand}: has no data (a fake or meta tensor, or one whose storage was freed)");
+        }
+        Ok(view)
+    }
+
+    /// Whether sizes are none negative and no product of them, and no address of an element, leaves the numbers that the crate counts with.
+    fn is_addressable(&self) -> bool {
+        self.reach().is_some()
+    }
+
+    /// Bytes before and behind `data` that the elements occupy, where they fit into an address space.
+    fn reach(&self) -> Option<(i64, i64)> {
+        let limit = i64::MAX / 4;
+        // Sizes beside a 0 count too: shapes are multiplied before a tensor is known to be empty.
+        let (mut count, mut below, mut above, mut empty) = (1i64, 0i64, 0i64, false);
+        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
+            if size < 0 {
+                return None;
+            }
+            empty |= size == 0;
+            count = count.checked_mul(size.max(1))?;
+            if size > 1 {
+                let reach = (size - 1).checked_mul(stride)?;
+                let side = if reach < 0 { &mut below } else { &mut above };
+                *side = side.checked_add(reach)?;
+            }
+        }
+        let bytes = self.elem.bytes().max(1) as i64;
+        if count.checked_mul(bytes)? > limit {
+            return None;
+        }
+        if empty {
+            return Some((0, 0));
+        }
+        let (below, above) = (below.checked_neg()?.checked_mul(bytes)?, above.checked_add(1)?.checked_mul(bytes)?);
+        let start = i64::try_from(self.data as usize).ok()?;
+        (below <= start && start.checked_add(above)? <= limit * 2).then_some((below, above))
+    }
 }
 
-/// A DLPack capsule that was not consumed: its own destructor frees the managed tensor when we drop it.
-#[derive(Debug)]
-struct Capsule(Py<PyAny>);
+/// A tensor for one call. It holds a reference to the Python object, and its lifetime is that of the interpreter lock.
+#[derive(Clone, Debug)]
+pub struct Borrowed<'py> {
+    view: View,
+    object: Bound<'py, PyAny>,
+    /// What a producer made for this borrow; None for torch's exchange table, whose borrows are the object's own memory.
+    _capsule: Option<Capsule<'py>>,
+}
 
-impl Capsule {
-    fn tensor(&self, py: Python<'_>) -> Option<dlpack::Tensor> {
-        let capsule = self.0.bind(py).as_ptr();
+impl std::ops::Deref for Borrowed<'_> {
+    type Target = View;
+    fn deref(&self) -> &View {
+        &self.view
+    }
+}
+
+impl<'py> Borrowed<'py> {
+    pub fn object(&self) -> &Bound<'py, PyAny> {
+        &self.object
+    }
+
+    pub fn into_object(self) -> Bound<'py, PyAny> {
+        self.object
+    }
+
+    /// The same tensor with its last two dimensions exchanged.
+    pub fn transposed(mut self) -> Borrowed<'py> {
+        let view = &mut self.view;
+        if let Some(last) = view.ndim.checked_sub(1).filter(|&last| last > 0) {
+            view.shape.swap(last - 1, last);
+            view.strides.swap(last - 1, last);
+        }
+        self
+    }
+
+    /// Borrows a Python object. `operand` names it in errors. Private: `Contract` borrows and records.
+    fn borrow(operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
+        match origin_of(object)? {
+            Origin::Torch(api) => {
+                let tensor = exchange(operand, object, api)?;
+                Self::refuse_lazy_state(operand, object)?;
+                let view = View::from_dlpack(operand, &tensor, Origin::Torch(api), false)?;
+                if view.numel() > 0 && (view.data as usize) < LOW_ADDRESS {
+                    Self::refuse_no_storage(operand, object)?;
+                }
+                Ok(Borrowed { view, object: object.clone(), _capsule: None })
+            }
+            Origin::Table(api) => {
+                let view = View::from_dlpack(operand, &exchange(operand, object, api)?, Origin::Other, false)?;
+                Ok(Borrowed { view, object: object.clone(), _capsule: None })
+            }
+            origin => Self::borrow_capsule(operand, object, origin),
+        }
+    }
+
+    /// A fake or meta tensor that begins behind its storage's beginning has the offset for an address.
+    fn refuse_no_storage(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
+        let py = object.py();
+        let storage = object.call_method0(intern!(py, "untyped_storage"))?;
+        // What has no memory raises or says 0.
+        let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|address| address.extract::<usize>());
+        if !matches!(address, Ok(1..)) {
+            contract!("{operand}: has no data (a fake or meta tensor, or one whose storage was freed)");
+        }
+        Ok(())
+    }
+
+    /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.
+    fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
+        let py = object.py();
+        if object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
+            contract!("{operand}: requires grad; oxmoe has no backward: pass {operand}.detach() or call under torch.no_grad()");
+        }
+        if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+            contract!("{operand}: has its negative bit set (a lazily negated view); pass {operand}.resolve_neg()");
+        }
+        Ok(())
+    }
+
+    /// torch 2.9's function (it neither synchronises nor asks for a stream), else the Python protocol.
+    fn borrow_capsule(operand: &'static str, object: &Bound<'py, PyAny>, origin: Origin) -> Result<Borrowed<'py>> {
+        let py = object.py();
+        let capsule = if origin == Origin::OldTorch {
+            Self::refuse_lazy_state(operand, object)?;
+            py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((object,))
+        } else {
+            let method = object.getattr_opt(intern!(py, "__dlpack__"))?.filter(|method| !method.is_none());
+            let Some(method) = method else {
+                contract!("{operand}: expected a torch tensor or a numpy array, got {}", object.get_type().name()?);
+            };
+            versioned_capsule(&method)
+        };
+        let capsule = match capsule {
+            Ok(capsule) => Capsule(capsule),
+            Err(error) => match read_only_array(operand, object)? {
+                Some(view) => return Ok(Borrowed { view, object: object.clone(), _capsule: None }),
+                None => {
+                    let error = error.value(py).to_string();
+                    contract!("{operand}: cannot be read through DLPack: {}", error.lines().next().unwrap_or_default())
+                }
+            },
+        };
+        let Some((tensor, read_only)) = capsule.tensor() else {
+            contract!("{operand}: __dlpack__ returned no DLPack capsule of version 0 or 1, or one that was used")
+        };
+        let view = View::from_dlpack(operand, &tensor, origin, read_only)?;
+        Ok(Borrowed { view, object: object.clone(), _capsule: Some(capsule) })
+    }
+}
+
+/// What torch's exchange table says of an object of its type.
+fn exchange(
+    operand: &'static str,
+    object: &Bound<'_, PyAny>,
+    api: &'static dlpack::ExchangeApi,
+) -> Result<dlpack::Tensor> {
+    let py = object.py();
+    let Some(from_object) = api.tensor_from_object else {
+        return Err(Error::Unsupported(format!("{operand}: torch's exchange table has no tensor_from_object")));
+    };
+    let mut tensor = std::mem::MaybeUninit::<dlpack::Tensor>::uninit();
+    // SAFETY: the GIL is held, the object is of a type that publishes this table, the result is read only on success.
+    unsafe {
+        if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
+            let error =
+                PyErr::take(py).map_or("its type's exchange table says no more".into(), |e| e.value(py).to_string());
+            contract!("{operand}: cannot be read: {}", error.lines().next().unwrap_or_default());
+        }
+        Ok(tensor.assume_init())
+    }
+}
+
+/// Asks for a capsule that says whether its memory may be written; producers of the older protocol know no such argument.
+fn versioned_capsule<'py>(method: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = method.py();
+    let kwargs = PyDict::new(py);
+    kwargs.set_item(intern!(py, "max_version"), (1, 0))?;
+    match method.call((), Some(&kwargs)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call0(),
+        result => result,
+    }
+}
+
+/// A numpy array that must not be written, which numpy before 2.1 does not export: as its array interface describes it.
+fn read_only_array(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<Option<View>> {
+    let py = object.py();
+    let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? else { return Ok(None) };
+    let field = |name| interface.get_item(name);
+    let (address, read_only): (usize, bool) = field(intern!(py, "data"))?.extract()?;
+    let (mut shape, kind): (Vec<i64>, String) =
+        (field(intern!(py, "shape"))?.extract()?, field(intern!(py, "typestr"))?.extract()?);
+    let code = match kind.as_bytes() {
+        [b'<' | b'|', b'f', ..] => 2,
+        [b'<' | b'|', b'i', ..] => 0,
+        [b'<' | b'|', b'u', ..] => 1,
+        _ => return Ok(None),
+    };
+    let Some(bytes) = kind.get(2..).and_then(|digits| digits.parse::<i64>().ok()).filter(|&n| (1..=8).contains(&n))
+    else {
+        return Ok(None);
+    };
+    let strides: Option<Vec<i64>> = field(intern!(py, "strides"))?.extract()?;
+    if !read_only || strides.iter().flatten().any(|stride| stride % bytes != 0) {
+        return Ok(None);
+    }
+    let mut strides: Option<Vec<i64>> = strides.map(|all| all.iter().map(|stride| stride / bytes).collect());
+    let tensor = dlpack::Tensor {
+        data: address as *mut c_void,
+        device: dlpack::DeviceRef { device_type: dlpack::CPU, device_id: 0 },
+        ndim: shape.len() as i32,
+        dtype: dlpack::DataType { code, bits: 8 * bytes as u8, lanes: 1 },
+        shape: shape.as_mut_ptr(),
+        strides: strides.as_mut().map_or(std::ptr::null_mut(), |all| all.as_mut_ptr()),
+        byte_offset: 0,
+    };
+    View::from_dlpack(operand, &tensor, Origin::Other, true).map(Some)
+}
+
+/// A DLPack capsule that was not consumed: its own destructor frees the managed tensor when the last reference goes.
+#[derive(Clone, Debug)]
+struct Capsule<'py>(Bound<'py, PyAny>);
+
+impl Capsule<'_> {
+    /// The tensor, and whether it must not be written.
+    fn tensor(&self) -> Option<(dlpack::Tensor, bool)> {
+        let capsule = self.0.as_ptr();
         // SAFETY: names are checked before the pointers are followed; the capsule owns the structs and lives as long as self.
         unsafe {
             if ffi::PyCapsule_IsValid(capsule, dlpack::CAPSULE_VERSIONED.as_ptr()) == 1 {
                 let p = ffi::PyCapsule_GetPointer(capsule, dlpack::CAPSULE_VERSIONED.as_ptr())
                     .cast::<dlpack::ManagedVersioned>();
-                ((*p).version.major == 1).then(|| (*p).tensor)
+                ((*p).version.major == 1).then(|| ((*p).tensor, (*p).flags & dlpack::READ_ONLY != 0))
             } else if ffi::PyCapsule_IsValid(capsule, dlpack::CAPSULE.as_ptr()) == 1 {
                 let p = ffi::PyCapsule_GetPointer(capsule, dlpack::CAPSULE.as_ptr()).cast::<dlpack::Managed>();
-                Some((*p).tensor)
+                Some(((*p).tensor, false))
             } else {
                 None
             }
@@ -373,44 +539,49 @@ fn origin_of(object: &Bound<'_, PyAny>) -> Result<Origin> {
 
 fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
     let py = ty.py();
-    if let Some(capsule) = ty.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))? {
+    let mut table = None;
+    if let Some(capsule) = ty.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?.filter(|table| !table.is_none()) {
         // SAFETY: the capsule's name is checked by PyCapsule_GetPointer; tables of other major versions are skipped, not read.
         unsafe {
             let mut api = ffi::PyCapsule_GetPointer(capsule.as_ptr(), dlpack::EXCHANGE_CAPSULE.as_ptr())
                 .cast::<dlpack::ExchangeApi>();
             if api.is_null() {
-                return Err(PyErr::fetch(py).into());
+                // Something of that name that is no table: the type is read like any other.
+                drop(PyErr::take(py));
             }
             while !api.is_null() && (*api).version.major != 1 {
                 api = (*api).previous;
             }
-            if let Some(api) = api.as_ref() {
-                return Ok(Origin::Torch(api));
-            }
+            table = api.as_ref().filter(|api| api.tensor_from_object.is_some());
         }
     }
     let torch = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>().ok();
     let torch = torch.and_then(|modules| modules.get_item(intern!(py, "torch")).ok().flatten());
     // None there: an import that was ruled out.
-    if let Some(torch) = torch.filter(|torch| !torch.is_none()) {
-        if ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)? {
-            return Ok(Origin::OldTorch);
-        }
-    }
-    Ok(Origin::Other)
+    let of_torch = match torch.filter(|torch| !torch.is_none()) {
+        Some(torch) => ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)?,
+        None => false,
+    };
+    Ok(match (of_torch, table) {
+        (true, Some(api)) => Origin::Torch(api),
+        (true, None) => Origin::OldTorch,
+        (false, Some(api)) => Origin::Table(api),
+        (false, None) => Origin::Other,
+    })
 }
 
 fn grad_enabled(py: Python<'_>) -> Result<bool> {
     Ok(py.import(intern!(py, "torch"))?.call_method0(intern!(py, "is_grad_enabled"))?.is_truthy()?)
 }
 
-/// A new uninitialised tensor of `like`'s package on its device. The only allocation in the crate.
-pub fn empty<'py>(
-    like: &Bound<'py, PyAny>,
-    borrowed: &TensorRef,
-    shape: &[i64],
-    elem: Elem,
-) -> Result<Bound<'py, PyAny>> {
+/// What a tensor is, without its address: for decisions that come before an operand is borrowed.
+pub fn describe(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<View> {
+    Ok(View { data: std::ptr::null_mut(), ..Borrowed::borrow(operand, object)?.view })
+}
+
+/// A new uninitialised tensor of `like`'s package on its device. The only allocation of tensors in the crate.
+pub fn empty<'py>(like: &Borrowed<'py>, shape: &[i64], elem: Elem) -> Result<Bound<'py, PyAny>> {
+    let (borrowed, like) = (&like.view, &like.object);
     let py = like.py();
     let shape = PyTuple::new(py, shape)?;
     let name = match elem {
@@ -432,138 +603,4 @@ pub fn empty<'py>(
     kwargs.set_item(intern!(py, "dtype"), torch.getattr(name)?)?;
     kwargs.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
     Ok(torch.getattr(intern!(py, "empty"))?.call((shape,), Some(&kwargs))?)
-}
-
-/// One dimension of a contract.
-#[derive(Clone, Copy)]
-pub enum Dim {
-    /// Bound by the first operand that has it, equal everywhere else.
-    Named(&'static str),
-    /// A number fixed by something other than a tensor: (name, expected).
-    Is(&'static str, i64),
-}
-
-/// The contract of one call: named dimensions, one device. Checks each operand once; the message has operand, dimension, expected, got.
-#[derive(Default)]
-pub struct Contract {
-    bound: [(&'static str, i64, &'static str); 8],
-    count: usize,
-    place: Option<(Place, &'static str)>,
-    /// Whether the operands are torch tensors.
-    torch: Option<(bool, &'static str)>,
-}
-
-impl Contract {
-    pub fn new() -> Contract {
-        Contract::default()
-    }
-
-    /// Fixes a dimension or device that `source` (e.g. the weights) decides.
-    pub fn with(mut self, source: &'static str, place: Place, dims: &[(&'static str, i64)]) -> Contract {
-        self.place = Some((place, source));
-        for &(name, value) in dims {
-            self.bind(name, value, source);
-        }
-        self
-    }
-
-    fn bind(&mut self, name: &'static str, value: i64, source: &'static str) {
-        self.bound[self.count] = (name, value, source);
-        self.count += 1;
-    }
-
-    /// The bound value of a dimension.
-    pub fn get(&self, name: &'static str) -> i64 {
-        self.bound[..self.count].iter().find(|b| b.0 == name).map_or(0, |b| b.1)
-    }
-
-    pub fn check(&mut self, operand: &'static str, t: &TensorRef, dims: &[Dim], elems: &[Elem]) -> Result<()> {
-        if !elems.contains(&t.elem) {
-            let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
-            contract!("{operand}: expected dtype {}, got {}", expected.join(" or "), t.elem);
-        }
-        let torch = t.origin != Origin::Other;
-        match self.torch {
-            None => self.torch = Some((torch, operand)),
-            Some((first, source)) if first != torch => {
-                let kind = |torch| if torch { "a torch tensor" } else { "a numpy array (or another package's)" };
-                contract!("{operand}: is {}, but {source} is {}", kind(torch), kind(first))
-            }
-            _ => {}
-        }
-        match self.place {
-            None => self.place = Some((t.place, operand)),
-            Some((place, source)) if place != t.place => {
-                contract!("{operand}: is on {}, but {source} is on {place}", t.place)
-            }
-            _ => {}
-        }
-        if t.shape().len() != dims.len() {
-            let names: Vec<&str> = dims
-                .iter()
-                .map(|d| match d {
-                    Dim::Named(n) | Dim::Is(n, _) => *n,
-                })
-                .collect();
-            contract!(
-                "{operand}: expected {} dimensions [{}], got shape {:?}",
-                dims.len(),
-                names.join(", "),
-                t.shape()
-            );
-        }
-        for (i, dim) in dims.iter().enumerate() {
-            let got = t.shape()[i];
-            match *dim {
-                Dim::Is(name, expected) if got != expected => {
-                    contract!("{operand}: dimension {i} \"{name}\": expected {expected}, got {got}")
-                }
-                Dim::Named(name) => match self.bound[..self.count].iter().find(|b| b.0 == name) {
-                    Some(&(_, expected, source)) if expected != got => {
-                        contract!("{operand}: dimension {i} \"{name}\": expected {expected} (from {source}), got {got}")
-                    }
-                    Some(_) => {}
-                    None => self.bind(name, got, operand),
-                },
-                Dim::Is(..) => {}
-            }
-        }
-        if !t.contiguous() {
-            contract!(
-                "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {operand}.contiguous()",
-                t.shape(),
-                t.strides()
-            );
-        }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tensor(shape: &[i64], strides: &[i64]) -> TensorRef {
-        let fill = |values: &[i64]| std::array::from_fn(|i| values.get(i).copied().unwrap_or(0));
-        TensorRef {
-            data: std::ptr::null_mut(),
-            elem: Elem::F32,
-            place: Place::Cpu,
-            origin: Origin::Other,
-            ndim: shape.len(),
-            shape: fill(shape),
-            strides: fill(strides),
-            _managed: None,
-        }
-    }
-
-    #[test]
-    fn dimensions_of_one_have_any_stride() {
-        let contiguous = |shape: &[i64], strides: &[i64]| tensor(shape, strides).contiguous();
-        assert!(contiguous(&[2, 3], &[3, 1]) && !contiguous(&[2, 3], &[1, 2]) && !contiguous(&[2, 3], &[4, 1]));
-        assert!(contiguous(&[1, 3], &[77, 1]) && contiguous(&[3, 1], &[1, 77]) && contiguous(&[2, 1, 3], &[3, -5, 1]));
-        assert!(!contiguous(&[1, 3], &[77, 2]) && !contiguous(&[2, 1, 3], &[4, 0, 1]));
-        // Without elements strides mean nothing; without dimensions there are none.
-        assert!(contiguous(&[2, 0, 3], &[5, 7, 2]) && contiguous(&[], &[]));
-    }
 }

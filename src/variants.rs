@@ -545,6 +545,18 @@ impl Variant {
         )
     }
 
+    /// Whether it counts in counters of its workspace that no launch before it makes zero (src/counters.rs).
+    pub fn counts(&self) -> bool {
+        matches!(
+            self,
+            Variant::LayerSm90 { routed: true, .. }
+                | Variant::RoutedLayerMxfp4Sm90 { .. }
+                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
+                | Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
+                | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
+        )
+    }
+
     /// Whether it is faster with as much L1 as there is: its loads lie there while they are on their way, and behind a GEMM's shared memory
     /// that is little. Those which were measured to be (docs/kernels/combine.md); with shared memory of its own a kernel loses.
     pub fn streams(&self) -> bool {

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 from host_kernels import ROOT, write_parameter_headers
 
 # What both kinds of hosts start with: numbers and their formats.
@@ -101,7 +100,10 @@ static float2 __half22float2(__half2 x) { return {from_f16(x.bits & 0xFFFF), fro
 static float __uint_as_float(uint32_t bits) { return float_of(bits); }
 static uint32_t __float_as_uint(float x) { return bits_of(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
-static float __fadd_rn(float a, float b) { return a + b; }
+static float __fadd_rn(float a, float b) {
+    const float sum = a + b;
+    return sum != sum ? float_of(0x7FFFFFFF) : sum;  // GPUs have one NaN
+}
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1 / a; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
@@ -439,30 +441,44 @@ def without_asm(text: str) -> str:
 
 
 class HostCtas:
-    """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80)."""
+    """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80).
 
-    def __init__(self, folder: Path, headers: list[str], kernels: dict[str, tuple[str, str]], arch: int) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
+    `replaced`: (text, other text) where a GPU's operator does what the host's does not."""
+
+    def __init__(
+        self,
+        folder: Path,
+        headers: list[str],
+        kernels: dict[str, tuple[str, str]],
+        arch: int,
+        replaced: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        compiler = cxx()
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
         for name in ("cuda_bf16.h", "cuda_fp16.h"):
             (folder / name).write_text("")
+        found: set[str] = set()
         for path in (ROOT / "csrc").glob("*/*.cuh"):
             copy = folder / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             # Threads take turns, CTAs too: what a CTA shares is of the process.
             text = re.sub(r"(?<!extern )__shared__", "static", without_asm(path.read_text()))
+            for old, new in replaced:
+                found.update([old] if old in text else [])
+                text = text.replace(old, new)
             copy.write_text(text)
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        assert found == {old for old, _ in replaced}, "csrc has other text"
+        source = folder / "kernels.cpp"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)
             for name, (kernel, parameters) in kernels.items()
         ]
         includes = [f'#include "{folder / "csrc" / header}"' for header in headers]
         source.write_text("\n".join([NUMBERS, PRELUDE, *includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-DARCH={arch}"]
-        subprocess.run([compiler, *flags, f"-I{folder}", "-o", library, source], check=True)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", f"-DARCH={arch}", f"-I{folder}"]
+        library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, seed: int, **parameters: Any) -> None:

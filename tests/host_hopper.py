@@ -9,8 +9,6 @@ rows of stmatrix must not share banks. Fences order nothing here.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from torch import Tensor
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 from host_cta import NUMBERS, without_asm
 from host_kernels import ROOT, write_parameter_headers
 
@@ -504,16 +503,15 @@ def base() -> str:
 
 
 def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
-    compiler = shutil.which("c++") or shutil.which("g++")
+    compiler = cxx()
     if compiler is None:
         pytest.skip("no C++ compiler")
     write_parameter_headers(folder)
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    source = folder / "kernels.cpp"
     headers = '#include "oxmoe/src/params/moe.rs.h"\n'
     source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + entry)
-    every = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    subprocess.run([compiler, *every, *flags, f"-I{folder}", "-o", library, source], check=True)
-    return ctypes.CDLL(str(library))
+    every = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", *flags, f"-I{folder}"]
+    return ctypes.CDLL(str(compiled(compiler, every, source)))
 
 
 class HostGemms:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_cuda.harness import STRUCTS
+from host_build import compiled, cxx
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "quant", "dense", "tiles")
@@ -109,20 +108,26 @@ static __half2 __floats2half2_rn(float low, float high) { return {half_bits(low)
 KERNEL = """
 extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool together) {{
     constexpr uint32_t threads = oxmoe::{kernel}::kThreads;
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {{
-        if (!together) {{
+    if (!together) {{
+        for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
             for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) oxmoe::{kernel}::run(*p);
-            continue;
-        }}
-        for (uint32_t first = 0; first < threads; first += 32) {{
-            pthread_barrier_init(&warp, nullptr, 32);
-            std::vector<std::thread> lanes;
-            for (uint32_t lane = 0; lane < 32; ++lane)
-                lanes.emplace_back([=] {{ threadIdx.x = first + lane, oxmoe::{kernel}::run(*p); }});
-            for (auto& lane : lanes) lane.join();
-            pthread_barrier_destroy(&warp);
-        }}
+        return;
     }}
+    // The same 32 threads for one warp after the other: starting them takes longer than a warp does.
+    pthread_barrier_init(&warp, nullptr, 32);
+    std::vector<std::thread> lanes;
+    for (uint32_t lane = 0; lane < 32; ++lane)
+        lanes.emplace_back([=] {{
+            for (uint32_t unit = 0; unit < grid * (threads / 32); ++unit) {{
+                pthread_barrier_wait(&warp);
+                if (lane == 0) blockIdx.x = unit / (threads / 32);
+                threadIdx.x = unit % (threads / 32) * 32 + lane;
+                pthread_barrier_wait(&warp);
+                oxmoe::{kernel}::run(*p);
+            }}
+        }});
+    for (auto& lane : lanes) lane.join();
+    pthread_barrier_destroy(&warp);
 }}
 """
 
@@ -161,21 +166,21 @@ class HostKernels:
     """`kernels`: name -> (struct with `run`, its parameters)."""
 
     def __init__(self, folder: Path, header: str, kernels: dict[str, tuple[str, str]]) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++")
+        compiler = cxx()
         if compiler is None:
             pytest.skip("no C++ compiler")
         write_parameter_headers(folder)
         for name, text in HEADERS.items():
             (folder / name).write_text(text)
-        source, library = folder / "kernels.cpp", folder / "kernels.so"
+        source = folder / "kernels.cpp"
         entries = [
             KERNEL.format(name=name, kernel=kernel, parameters=parameters)
             for name, (kernel, parameters) in kernels.items()
         ]
         source.write_text("\n".join([PRELUDE, f'#include "{ROOT / "csrc" / header}"', *entries]))
         # NOTE: products and sums are rounded one by one here; a kernel must not leave the choice to its compiler.
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-        subprocess.run([compiler, *flags, "-pthread", f"-I{folder}", "-o", library, source], check=True)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-pthread", f"-I{folder}"]
+        library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, together: bool = False, **parameters: Any) -> None:

@@ -222,6 +222,70 @@ def test_exchange_function_that_never_returns() -> None:
     workspace.destroy()
 
 
+def of_two(exchange: Callable[[bytes], Any], **options: Any) -> tuple[str, str]:
+    """What making rank 0's workspace of two raises."""
+    return raised(
+        lambda: oxmoe.create_allreduce_fusion_workspace(
+            **{"world_size": 2, "rank": 0, "max_token_num": 4, "hidden_dim": 64, "dtype": "bfloat16", "deadline": 5.0}
+            | {"exchange": exchange}
+            | options
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda data: None, "raised TypeError"),
+        (lambda data: [data], "returned 1 items for 2 ranks"),
+        (lambda data: iter(lambda: data, None), "returned more than 2 items for 2 ranks"),
+        (lambda data: [data, 10**12], "returned int in place of rank 1's bytes"),
+        (lambda data: [data, len(data)], "returned int in place of rank 1's bytes"),
+        (lambda data: [data, "a" * len(data)], "returned str in place of rank 1's bytes"),
+        (lambda data: [data, None], "returned NoneType in place of rank 1's bytes"),
+        (lambda data: [data, data[:-1]], "returned [220, 219] bytes for 2 ranks of 220"),
+        (lambda data: [data[:-1] + b"!", data], "returned something else in place of rank 0's own bytes"),
+    ],
+)
+def test_what_an_exchange_function_returns(answer: Callable[[bytes], Any], expected: str) -> None:
+    kind, text = of_two(answer)
+    assert kind == "TimeoutError" and "waited for a peer" in text and expected in text, (kind, text)
+
+
+def test_headers_that_an_exchange_function_makes_up() -> None:
+    # The words of a rank that agrees are read by nobody, and need be no words.
+    assert of_two(lambda data: [data, data[:20] + b"\xff" * 200]) == ("nothing", "")
+    for made_up in (b"\0" * 220, b"oxar" + b"\xff" * 216, b"oxar" + (9).to_bytes(4, "little") + b"\0" * 212):
+        kind, text = of_two(lambda data, made_up=made_up: [data, made_up])  # type: ignore[misc]
+        assert kind == "RuntimeError" and "no all-reduce header" in text, (kind, text)
+
+    def leaves(data: bytes) -> list[bytes]:
+        raise SystemExit(3)
+
+    started = time.monotonic()
+    with pytest.raises(SystemExit):
+        of_two(leaves)
+    assert time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_token_num", 2**64),
+        ("max_token_num", -(2**70)),
+        ("max_token_num", 2**62),
+        ("hidden_dim", 2**64),
+        ("deadline", None),
+        ("deadline", "5"),
+        ("deadline", float("nan")),
+        ("device", "cuda:99999999999"),
+    ],
+)
+def test_numbers_that_no_workspace_has(name: str, value: Any) -> None:
+    kind, text = of_two(lambda data: [data, data], **{name: value})
+    assert kind == "ValueError" and text.startswith(f"{name}: "), (kind, text)
+
+
 def test_numpy(rng: torch.Generator) -> None:
     x = torch.randn(3, 32, generator=rng)
     workspace = alone(3, 32, torch.float32)

@@ -173,3 +173,14 @@ def test_groups_and_patterns_without_kernels(driver: Path, tmp_path: Path) -> No
         assert refused[0].startswith("ValueError: ")
         assert refused[1].endswith("has 2048 bytes, the workspace was made for 1024")
         assert len(result["launches"]) == 1
+
+
+def test_descriptors_that_the_driver_did_not_export(driver: Path, tmp_path: Path) -> None:
+    result = execute(driver, tmp_path, "strange_descriptors", {"folder": str(tmp_path)})
+    raised = result["raised"]
+    assert raised.pop("right") is None and raised.pop("no answer") is None
+    for name, text in raised.items():
+        assert text is not None and text.startswith("ValueError: descriptors: rank 1's "), (name, text)
+    assert raised["missing"].endswith("is missing") and raised["closed"].endswith("(1000) is not open")
+    assert "a file of" in raised["plain"] and "a device of major number 1," in raised["device"]
+    assert "expected a GPU's" in raised["host memory"] and result["left"] == 0

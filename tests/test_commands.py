@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ import oxmoe
 import oxmoe.sglang
 import oxmoe.sglang.platform
 from oxmoe import __main__, doctor
-from oxmoe.bench import _without_paths, layers, report
+from oxmoe.bench import layers, report
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.flashinfer import sort_tokens, tactics
 from oxmoe.bench.flashinfer_cutlass import aligned, padded, up_gate
+from oxmoe.bench.machine import without_paths
 from oxmoe.bench.peers import PEERS
 from oxmoe.testing import assert_close_ulp
 
@@ -69,7 +71,7 @@ def test_bench_writes_a_row_for_each_backend(
 def test_bench_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     monkeypatch.setitem(layers.SHAPES, "blocks", layers.Shape(4, 2, 256, 128))
-    formats = ["fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static"]
+    formats = ["fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"]
     arguments = ["bench", "--shapes", "blocks", "--tokens", "1,9", "--format", ",".join(formats)]
     assert __main__.main([*arguments, "--peers", "torch-loop", "--device", "cpu", "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -77,15 +79,19 @@ def test_bench_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells == [("oxmoe", name, tokens) for name in formats for tokens in (1, 9)]
 
 
-def test_bench_of_mxfp4(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_of_mxfp4(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = ["bench", "--shapes", tiny, "--tokens", "3", "--format", "mxfp4", "--peers", "torch-loop"]
     assert __main__.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["backend"], row["format"]) for row in rows] == [("oxmoe", "mxfp4"), ("torch-loop", "mxfp4")]
     monkeypatch.setattr(oxmoe, "device_info", lambda: {"formats": {"bf16": ["cuda", "cpu"], "mxfp4": ["cpu"]}})
-    with pytest.raises(SystemExit, match="bench: format mxfp4 runs on cpu, not on cuda"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="2"):
         __main__.main([*arguments, "--device", "cuda"])
+    assert "bench: format mxfp4 runs on cpu, not on cuda" in capsys.readouterr().err
 
 
 def test_bench_of_e4m3_activations(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +154,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_records_its_command_without_paths() -> None:
     arguments = ["bench", "--json", "/some/where", "--tokens", "1", "--plot=/else/where", "--layers", "2"]
-    assert _without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
+    assert without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]
 
 
 def test_flashinfer_tables_hold_every_slot_once() -> None:
@@ -223,11 +229,14 @@ def test_bench_skips_peers_without_the_format(
     assert "skipped torch-loop: has no bf16 weights" in capsys.readouterr().out
 
 
-def test_bench_refuses_unknown_names(tiny: str) -> None:
-    with pytest.raises(SystemExit, match="unknown peer vllm; known: sglang-triton"):
-        __main__.main(["bench", "--peers", "vllm"])
-    with pytest.raises(SystemExit, match=r"unknown shape gpt; known: .*tiny"):
-        __main__.main(["bench", "--shapes", "gpt"])
+def test_bench_refuses_unknown_names(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--peers", "vllm"], "unknown peer vllm; known: sglang-triton"),
+        (["--shapes", "gpt"], r"unknown shape gpt; known: .*tiny"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main(["bench", *arguments])
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,11 +296,69 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.delenv(oxmoe.sglang.SETTING, raising=False)
     assert __main__.main(["doctor"]) == 0
     lines = {line[:16].rstrip(): line[16:] for line in capsys.readouterr().out.splitlines()}
-    assert lines["oxmoe"].startswith(oxmoe.__version__)
+    assert lines["oxmoe"].startswith(oxmoe.__version__) and lines["driver"]
     assert lines["torch"].startswith(torch.__version__)
     assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, nvfp4, fp8_tensor, ")
     assert lines["formats"].endswith(", nvfp4-a4; on CPU also f32")
     assert lines["layer on cpu"].startswith("right, ")
+
+
+INFO: dict[str, Any] = {
+    **{"version": "1", "kernels": 3, "archs": ["90a"], "nvcc": "13.0", "formats": {}, "cpu": "avx2", "threads": 2},
+    **{"driver": True, "driver_cuda": "13.0", "needed_cuda": "13.0"},
+}
+
+
+def gpus(*archs: str, **changes: Any) -> dict[str, Any]:
+    named = [{"name": f"GPU {arch}", "arch": arch, "multiprocessors": 7, "kernels": True} for arch in archs]
+    return INFO | {"gpus": named} | changes
+
+
+def test_doctor_says_what_the_driver_speaks() -> None:
+    too_old = "driver speaks CUDA 12.8; this build needs 13.0: driver 580 or newer, or the cuda-compat package"
+    unusable = {"name": too_old, "arch": "not supported", "multiprocessors": 0, "kernels": False}
+    for info, broken, text in (
+        (gpus("sm_90"), False, "speaks CUDA 13.0; this build needs 13.0"),
+        (gpus("sm_90", driver_cuda="13.10"), False, "speaks CUDA 13.10; this build needs 13.0"),
+        (gpus(driver=False, driver_cuda=None), False, "none: CPU only"),
+        (gpus(driver_cuda="12.8"), False, "speaks CUDA 12.8, no GPU"),
+        (gpus(driver_cuda="12.8") | {"gpus": [unusable]}, True, too_old.removeprefix("driver ")),
+    ):
+        finding = doctor.driver(info)
+        assert (finding.broken, finding.text) == (broken, text)
+    findings = list(doctor.build_and_devices(gpus(driver_cuda="12.8") | {"gpus": [unusable]}))
+    assert [(f.name, f.text) for f in findings if f.broken][1:] == [("gpu 0", too_old)]
+
+
+def test_doctor_fails_where_the_driver_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unusable = {"name": "driver speaks CUDA 12.8; ...", "arch": "not supported", "multiprocessors": 0, "kernels": False}
+    monkeypatch.setattr(oxmoe, "device_info", lambda: gpus(driver_cuda="12.8") | {"gpus": [unusable]})
+    for rest in ("torch_layers", "sglang", "peers"):
+        monkeypatch.setattr(doctor, rest, lambda *_: [])
+    assert __main__.main(["doctor"]) == 1
+    assert "driver          BROKEN: speaks CUDA 12.8; ..." in capsys.readouterr().out
+
+
+def test_doctor_fails_where_the_driver_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("cuInit: CUDA error CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+
+    monkeypatch.setattr(oxmoe, "device_info", fails)
+    assert __main__.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("driver          BROKEN: cuInit: CUDA error CUDA_ERROR_SYSTEM_DRIVER_MISMATCH\n")
+    assert "\nsgl_kernel" in said
+
+
+def test_doctor_says_where_kernels_have_not_run() -> None:
+    lines = said(doctor.build_and_devices(gpus("sm_90", "sm_100")))
+    assert lines["gpu 0"] == "GPU sm_90, sm_90, 7 multiprocessors"
+    expected = "oxmoe's kernels are compiled for sm_100 and have not run there: Hopper (sm_90) alone has run them"
+    assert lines["gpu 1"] == f"GPU sm_100, sm_100, 7 multiprocessors; {expected}"
 
 
 @pytest.mark.parametrize("broken", [[False, False], [False, True], [True, True]], ids=str)

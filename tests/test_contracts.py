@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oxmoe
 from cases import Shape, make_layer, make_routing, make_workspace, make_x
+from oxmoe.ops import routing_tables
 
 TOKENS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 6, 3, 64, 48
 SHAPE = Shape("contract", EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, bias=True)
@@ -271,7 +273,23 @@ def test_topk(device: str) -> None:
     refuse(ValueError, r"^topk_group: ", logits, 2, num_expert_group=4, topk_group=0)
     refuse(ValueError, r"^top_k: ", logits, 2, num_expert_group=16, topk_group=1)
     refuse(ValueError, r'group_score.*"mean"', logits, 2, num_expert_group=4, topk_group=1, group_score="mean")
+    refuse(ValueError, r"^num_expert_group: .*-4", logits, 2, num_expert_group=-4)
+    refuse(ValueError, r"^topk_group: .*without num_expert_group", logits, 2, topk_group=2)
+    refuse(ValueError, r"^topk_group: expected 1 to 1", logits, 2, num_expert_group=1, topk_group=0)
+    refuse(ValueError, r'^group_score: expected .*"mean"', logits, 2, group_score="mean")
+    refuse(ValueError, r"^group_score: needs num_expert_group", logits, 2, group_score="max")
+    for factor in (0.0, -1.0, math.inf, math.nan, 1e300, 1e-45):
+        for shared in (0, 1):
+            refuse(
+                ValueError,
+                r"^routed_scaling_factor: ",
+                logits,
+                2,
+                num_fused_shared_experts=shared,
+                routed_scaling_factor=factor,
+            )
     refuse(ValueError, r"^top_k: ", logits, 2, num_fused_shared_experts=2)
+    refuse(ValueError, r"^top_k: ", logits, 2, num_fused_shared_experts=-(2**63))
     refuse(
         ValueError,
         r"^num_token_non_padded: expected dtype int32",
@@ -288,6 +306,22 @@ def test_topk(device: str) -> None:
         oxmoe.topk(wide, 2)
     with pytest.raises(NotImplementedError, match=r"32"):
         oxmoe.topk(wide[:, :512].contiguous(), 33)
+
+
+def test_more_tokens_than_kernels_count() -> None:
+    """Nothing touches the memory: the sizes alone are refused."""
+    try:
+        logits = torch.empty((2**31, 1), dtype=torch.bfloat16)
+        ids = torch.empty((2**30, 1), dtype=torch.int32)
+        weights = torch.empty((2**30, 1))
+    except RuntimeError:
+        pytest.skip("no room for 12 GB of addresses")
+    with pytest.raises(NotImplementedError, match=r"^router_logits: 2147483648 tokens"):
+        oxmoe.topk(logits, 1)
+    with pytest.raises(ValueError, match=r"^topk_ids: .*fewer than 2\^30 slots"):
+        oxmoe.sort_by_expert(ids, 4)
+    with pytest.raises(ValueError, match=r"^topk_ids: .*fewer than 2\^30 slots"):
+        routing_tables(weights, ids, 4)
 
 
 def test_sort_and_routing(device: str) -> None:

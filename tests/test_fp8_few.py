@@ -59,6 +59,28 @@ def test_bias_and_groups(tokens: int, groups: int, device: str, rng: torch.Gener
         assert same_bits(inside, call(x, made, topk_weights, topk_ids))
 
 
+@pytest.mark.parametrize("group_score_of", ["bias", "score"])
+def test_bias_and_logits_that_are_not_finite(group_score_of: str, device: str, rng: torch.Generator) -> None:
+    """A NaN or an infinity of the bias changes the choice alone, and logits of -inf have the weight 0."""
+    special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf])
+    for shape in (FEW[0], FEW[2], *(MODELS if device == "cuda" else ())):
+        layer = make_fp8(shape, device, rng)
+        made = layer.weights()
+        for _ in range(10):
+            logits = tie_free_groups(6, shape.experts, rng)
+            logits[torch.rand(logits.shape, generator=rng) < 0.5] = -math.inf
+            router = {"scoring_func": "sigmoid", "num_expert_group": 4, "topk_group": 2}
+            if group_score_of == "bias":
+                bias = torch.randperm(shape.experts, generator=rng) / shape.experts
+                places = torch.randint(0, shape.experts, (4,), generator=rng)
+                router["correction_bias"] = bias.index_copy(0, places, special).to(device)
+            logits, x = logits.to(device), layer.x(6, rng)
+            chosen = oxmoe.topk(logits, shape.top_k, **router)
+            inside = call(x, made, router_logits=logits, top_k=shape.top_k, **router)
+            assert bool(inside.isfinite().all())
+            assert same_bits(inside, call(x, made, *chosen))
+
+
 @pytest.mark.parametrize(
     "name", [name for name, options in ACTIVATIONS.items() if options.get("layout") != "interleaved"]
 )

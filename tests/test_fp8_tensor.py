@@ -118,7 +118,7 @@ def test_zeros_and_not_finite(mode: str, device: str, rng: torch.Generator) -> N
 def test_scales_in_every_shape(device: str, rng: torch.Generator) -> None:
     layer = make_fp8_tensor(SMALL, device, rng)
     x, routing = layer.x(20, rng), make_routing("uniform", 20, SMALL.experts, SMALL.top_k, rng)
-    expected = call(x, layer.weights(), *routing)
+    expected = call(x, layer.weights("token"), *routing)
     build = oxmoe.ExpertWeights.fp8_tensor
     w13, w2, w13_scale, w2_scale = layer.operands
     for shape in ((-1, 1), (-1, 1, 1)):
@@ -163,7 +163,7 @@ def test_fused_experts(inplace: bool, static: bool, device: str, rng: torch.Gene
     layer, tokens = make_fp8_tensor(SMALL, device, rng), 20
     x, routing = layer.x(tokens, rng), make_routing("holes", tokens, SMALL.experts, SMALL.top_k, rng)
     routing = tuple(part.to(device) for part in routing)
-    expected = call(x, layer.weights("static" if static else "tensor"), *routing)
+    expected = call(x, layer.weights("static" if static else "token"), *routing)
     scales = {"a1_scale": layer.a13_scale, "a2_scale": layer.a2_scale} if static else {}
     result = oxmoe.fused_experts(
         x,
@@ -210,9 +210,14 @@ def test_attributes(rng: torch.Generator) -> None:
         assert (made.format, made.dtype, made.hidden_size, made.intermediate_size) == (name, "bf16", 384, 640)
         assert made.w13 is layer.w13 and same_bits(made.w2_scale, blocks_of(layer.w2_scale, layer.w2))
         assert repr(made).startswith("ExpertWeights.fp8_tensor(experts=5, hidden=384, intermediate=640")
+        assert ("per_token=False" in repr(made)) == (mode == "tensor")
         assert name in oxmoe.explain(256, 8, 7168, 256, 64, format=name, arch="cpu")
     assert made.a13_scale is layer.a13_scale and made.a2_scale is layer.a2_scale
     assert layer.weights().a13_scale is None
+    # Where nothing is said: a scale for each row, or those that are given.
+    assert oxmoe.ExpertWeights.fp8_tensor(*layer.operands).format == "fp8_tensor-token"
+    static = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, **layer.scaling("static"))
+    assert static.format == "fp8_tensor-static"
 
 
 def test_bare_tensors(mode: str, rng: torch.Generator) -> None:

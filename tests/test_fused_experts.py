@@ -99,6 +99,19 @@ def test_in_place(place: Place, config_type: type, bias: bool, tokens: int, rng:
     assert_close_ulp(x, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_topk_weights_of_other_dtypes(place: Place, dtype: torch.dtype, rng: torch.Generator) -> None:
+    """Those of Llama-4 and PhiMoE have the dtype of their router."""
+    layer, x, topk_output = operands(place, rng)
+    given = topk_output._replace(topk_weights=topk_output.topk_weights.to(dtype))
+    rounded = topk_output._replace(topk_weights=given.topk_weights.float())
+    result = call(layer, x, given, Config23(inplace=False))
+    assert same_bits(result, call(layer, x, rounded, Config23(inplace=False)))
+    assert given.topk_weights.dtype == dtype
+    with pytest.raises(ValueError, match=r"topk_weights: .* got int32"):
+        call(layer, x, topk_output._replace(topk_weights=topk_output.topk_ids.int()), Config23(inplace=False))
+
+
 @CONFIGS
 def test_out_of_place(place: Place, config_type: type, rng: torch.Generator) -> None:
     layer, x, topk_output = operands(place, rng)
@@ -208,6 +221,26 @@ def test_quantised_operands_are_refused(name: str, rng: torch.Generator) -> None
     given = [128, 128] if name == "block_shape" else torch.ones(1)
     with pytest.raises(NotImplementedError, match=rf"{name}.*serves"):
         call(layer, x, topk_output, Config23(), **{name: given})
+
+
+@dataclass
+class Later(Config23):
+    """A release after: fields that may change results."""
+
+    layers: tuple[int, ...] = ()
+    silu_mul_keep_fp32: bool = False
+    scale: float = 1.0
+
+
+@pytest.mark.parametrize(("name", "value"), [("silu_mul_keep_fp32", True), ("scale", 2.0), ("layers", (3,))])
+def test_fields_of_a_configuration_that_are_not_known(name: str, value: Any, rng: torch.Generator) -> None:
+    layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
+    before = x.clone()
+    with pytest.raises(NotImplementedError, match=f"moe_runner_config: oxmoe does not know the field {name}, which is"):
+        call(layer, x, topk_output, Later(**{name: value}))
+    assert same_bits(x, before)
+    result = call(layer, x, topk_output, Later(inplace=False))
+    assert same_bits(result, call(layer, x, topk_output, Config23(inplace=False)))
 
 
 def test_other_refusals(rng: torch.Generator) -> None:

@@ -306,6 +306,30 @@ def test_quantised_x(device: str, form: str, rng: torch.Generator) -> None:
         assert same_bits(got[expert, :count], wanted[expert, :count])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("m", [1, 37])
+@pytest.mark.parametrize("hidden", [128, 512])
+def test_packed_scales_of_one_column(device: str, hidden: int, m: int, rng: torch.Generator) -> None:
+    """One int32 a row, column-major: torch takes such a tensor for a contiguous one whatever its strides are."""
+    shape = Shape("fp8", 3, 1, hidden, 128)
+    weights = make("fp8_block", shape, device, rng)
+    codes, _ = quantize.per_token_group_quant_fp8(draw(shape, "fp8_block", m, device, rng), 128)
+    powers = torch.randint(118, 123, (3, m, hidden // 128), generator=rng, dtype=torch.int32)
+    plain = (powers << 23).view(torch.float32).to(device)
+    word = sum(powers[..., i] << 8 * i for i in range(hidden // 128)).to(device)
+    # DeepEP aligns columns: m rows of every expert lie a multiple of four apart.
+    packed = torch.empty(3, 1, -(-m // 4) * 4, dtype=torch.int32, device=device).transpose(1, 2)[:, :m]
+    packed.copy_(word[..., None])
+    assert packed.stride(-1) != 1
+    mask = torch.full((3,), m, dtype=torch.int32, device=device)
+    wanted = oxmoe.moe_masked(codes, weights, mask, x_scale=plain)
+    assert same_bits(oxmoe.moe_masked(codes, weights, mask, x_scale=packed), wanted)
+    column = torch.empty_strided((3 * m, 1), (1, 4 * m), dtype=torch.int32, device=device).copy_(word.reshape(-1, 1))
+    assert column.is_contiguous() and column.stride(-1) != 1
+    flat = oxmoe.moe_contiguous(codes.reshape(3 * m, hidden), weights, mask, x_scale=column)
+    assert same_bits(flat.view_as(wanted), wanted)
+
+
 # Contiguous rows
 
 
@@ -402,6 +426,12 @@ def test_what_is_refused(rng: torch.Generator) -> None:
         (ValueError, "out: dimension 1", lambda: masked(counts, out=torch.empty_like(x[:, :3]).contiguous())),
         (ValueError, "one of the two", lambda: oxmoe.moe_contiguous(x[0], weights)),
         (ValueError, "alignment", lambda: oxmoe.moe_contiguous(x[0], weights, counts, alignment=0)),
+        (ValueError, "expected_m", lambda: oxmoe.moe_contiguous(x[0], weights, counts, expected_m=-1)),
+        (
+            ValueError,
+            "workspace: expected at least",
+            lambda: oxmoe.moe_contiguous(x[0], weights, counts, workspace=make_workspace(64, "cpu")),
+        ),
         (ValueError, r"m_indices: expected \[M\]", lambda: oxmoe.moe_contiguous(x[0], weights, m_indices=counts[None])),
     ]
     for error, words, call in cases:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
+from host_build import compiled, cxx
 from oxmoe import quantize
 from oxmoe.testing import same_bits
 
@@ -193,7 +192,7 @@ def test_leading_dimensions_and_numpy(rng: torch.Generator) -> None:
 
 def test_header(tmp_path: Path) -> None:
     """The header's own functions, on the host: where codes and scales are put."""
-    compiler = shutil.which("c++") or shutil.which("g++")
+    compiler = cxx()
     if compiler is None:
         pytest.skip("no C++ compiler")
     source = tmp_path / "header.cpp"
@@ -205,9 +204,7 @@ def test_header(tmp_path: Path) -> None:
         'extern "C" uint32_t scales(uint32_t a, uint32_t b, uint32_t c, uint32_t d) '
         "{ return place_scales(a, b, c, d); }\n"
     )
-    library = tmp_path / "header.so"
-    subprocess.run([compiler, "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source], check=True)
-    header = ctypes.CDLL(str(library))
+    header = ctypes.CDLL(str(compiled(compiler, ["-std=c++17", "-Wall", "-Werror"], source)))
     for name in ("at", "field", "scales"):
         getattr(header, name).restype = ctypes.c_uint32
 

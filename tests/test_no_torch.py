@@ -33,6 +33,37 @@ def test_import_and_names() -> None:
     )
 
 
+def test_modules_are_loaded_when_they_are_used() -> None:
+    program = """
+    import sys
+    import oxmoe
+    assert not {"sglang", "oxmoe.sglang", "oxmoe.nvfp4", "oxmoe.reference"} & set(sys.modules)
+    assert oxmoe.sglang.SETTING == "OXMOE_SGLANG" and callable(oxmoe.nvfp4.flashinfer_cutedsl_moe_masked)
+    assert oxmoe.reference.moe and oxmoe.testing.BARS and "sglang" not in sys.modules
+    try:
+        oxmoe.nothing
+    except AttributeError as error:
+        assert str(error) == "module 'oxmoe' has no attribute 'nothing'"
+    else:
+        raise AssertionError
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+def test_a_module_that_needs_torch_says_so() -> None:
+    run(
+        """
+        for name in ("nvfp4", "reference"):
+            try:
+                getattr(oxmoe, name)
+            except ImportError as error:
+                assert "torch" in str(error)
+            else:
+                raise AssertionError(name)
+        """
+    )
+
+
 def test_moe(rng: torch.Generator) -> None:
     run(
         """

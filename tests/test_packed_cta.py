@@ -203,16 +203,19 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
         for gemm, there in (("up", has_up), ("down", has_down)):
             if not there:
                 pair[gemm].rows = 0
+        counters = torch.zeros(2 + EXPERTS, dtype=torch.int32)
         if rows.counts is not None:
             counts = torch.tensor(rows.counts, dtype=torch.int32)
             pair |= {"row_counts": counts.data_ptr(), "experts": EXPERTS, "rows_each": rows.places // EXPERTS}
+            pair["counters"] = pair["up"].next_unit = counters.data_ptr()
         else:
             pair["tiles"] = table.data_ptr()
-        p = STRUCTS["GemmPairParams"](**pair, tile_tokens=tokens, tile_step=min(tokens, 16), counter_slot=7)
+        p = STRUCTS["GemmPairParams"](**pair, tile_tokens=tokens, tile_step=min(tokens, 16))
         seed = int(torch.randint(1 << 32, (), generator=rng))
         probes.run(name, [up.given, down.given], case.grid, seed, p)
         up.check(rows.tiles[:count] if has_up else [])
         down.check(rows.tiles[:count] if has_down else [])
+        assert not counters.any()
         if rows.counts is None:
             done = torch.zeros(TILES, dtype=torch.int32)
             done[:count] = case.row_tiles * has_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 import oxmoe
 from cases import GPT_OSS, Layer, Shape, make_layer, make_x, tie_free_logits
 from oxmoe import reference
+from oxmoe.fused_experts import _unknown_fields
+from oxmoe.sglang.experts import Experts
 from oxmoe.testing import assert_close_ulp, same_bits
 
 pytest.importorskip("sglang")
@@ -20,6 +23,7 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput, TopK, TopKConfig
+from sglang.srt.layers.quantization import get_quantization_config
 
 from sglang_server import NEW, SHAPE, MoeRunnerConfig, fused_moe, installed, operands, server
 
@@ -126,6 +130,31 @@ def test_layer_keeps_its_attributes(device: str, rng: torch.Generator) -> None:
     assert [{name: id(value) for name, value in vars(owner).items()} for owner in owners] == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_topk_weights_of_other_dtypes(device: str, dtype: torch.dtype, rng: torch.Generator) -> None:
+    layer, x, weights, ids = operands(SHAPE, 5, device, rng)
+    module, weights = fused_moe(layer, inplace=False), weights.to(dtype)
+    result = module(x, StandardTopKOutput(weights, ids, None))
+    assert same_bits(result, module(x, StandardTopKOutput(weights.float(), ids, None)))
+
+
+def test_llama4s_own_routing(device: str, rng: torch.Generator) -> None:
+    """Its weights are the sigmoid of logits of the model's dtype, and multiply the layer's input."""
+    from sglang.srt.models.llama4 import Llama4MoE
+
+    layer, x, _, _ = operands(SHAPE, 5, device, rng)
+    logits = tie_free_logits(5, SHAPE.experts, rng).to(torch.bfloat16).to(device)
+    custom = Llama4MoE.custom_routing_function
+    routed = TopK(top_k=1, layer_id=0, renormalize=False, custom_routing_function=custom).forward_native(x, logits)
+    assert routed.topk_weights.dtype == torch.bfloat16
+    result = fused_moe(layer, inplace=False, apply_router_weight_on_input=True)(x, routed)
+    weights, ids = routed.topk_weights.float(), routed.topk_ids
+    expected = oxmoe.moe(
+        x, oxmoe.ExpertWeights.bf16(layer.w13, layer.w2), weights, ids, apply_router_weight_on_input=True
+    )
+    assert same_bits(result, expected)
+
+
 def described(module: Any) -> oxmoe.ExpertWeights:
     method = module.quant_method
     core = getattr(method.runner, "runner_core", method)
@@ -177,8 +206,6 @@ def test_expert_parallel_layer(rng: torch.Generator) -> None:
 def refused(
     rng: torch.Generator, info: Any = None, *, dispatched: Any = None, hooks: Any = None, **config: Any
 ) -> None:
-    from oxmoe.sglang.experts import Experts
-
     layer, x, weights, ids = operands(SHAPE, 7, "cpu", rng)
     dispatched = dispatched or StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids, None))
     options = {"num_experts": 8, "num_local_experts": 8, "top_k": 2, "inplace": False, **config}
@@ -214,6 +241,43 @@ def test_refuses_quantised_experts(fields: dict[str, Any], message: str, rng: to
 def test_refuses_unknown_activation(rng: torch.Generator) -> None:
     with pytest.raises(NotImplementedError, match="situ"):
         refused(rng, activation="situ")
+
+
+def test_every_field_of_this_release_is_known() -> None:
+    """Or is one of those that SGLang sets for DeepGEMM and GGUF alone."""
+    unknown = {name for name, _ in _unknown_fields(MoeRunnerConfig)}
+    assert unknown == ({"use_tp_all_gather_activation", "silu_mul_keep_fp32"} if NEW else set())
+
+
+@dataclass
+class OfALaterRelease(MoeRunnerConfig):
+    fused_norm: bool = False
+
+
+@pytest.mark.parametrize("method", [None, {"quant_method": "fp8", "activation_scheme": "dynamic"}], ids=["bf16", "fp8"])
+def test_refuses_fields_that_are_not_known_while_a_layer_is_made(
+    method: dict[str, Any] | None, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+
+    config = get_quantization_config("oxmoe")
+    quant_config = config() if method is None else config.from_config(method)
+    options = {"params_dtype": torch.bfloat16, "quant_config": quant_config}
+    monkeypatch.setattr(layer, "MoeRunnerConfig", OfALaterRelease)
+    layer.FusedMoE(8, 128, 128, 0, 2, **options)
+    monkeypatch.setattr(layer, "MoeRunnerConfig", lambda **fields: OfALaterRelease(**fields, fused_norm=True))
+    with pytest.raises(
+        NotImplementedError, match=r"does not know the field fused_norm, which is True here \(by default F"
+    ):
+        layer.FusedMoE(8, 128, 128, 0, 2, **options)
+
+
+def test_refuses_fields_that_are_not_known(rng: torch.Generator) -> None:
+    layer, x, weights, ids = operands(SHAPE, 7, "cpu", rng)
+    dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids, None))
+    config = OfALaterRelease(num_experts=8, num_local_experts=8, top_k=2, fused_norm=True)
+    with pytest.raises(NotImplementedError, match="does not know the field fused_norm"):
+        Experts().run(dispatched, TritonMoeQuantInfo(layer.w13, layer.w2), config)
 
 
 def test_refuses_inplace_without_combine(rng: torch.Generator) -> None:

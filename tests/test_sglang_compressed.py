@@ -76,8 +76,8 @@ W4A4 = checkpoint(NVFP4, {**NVFP4, "dynamic": "local"})
 W4A16 = checkpoint(NVFP4, None)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
-MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "tensor"), "static": (STATIC, "static")}
-MODES |= {"fp8": (FP8, "tensor"), "fp8-static": (FP8_STATIC, "static")}
+MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "token"), "static": (STATIC, "static")}
+MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 
 
 def empty_layer(shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, **options: Any) -> FusedMoE:
@@ -281,8 +281,15 @@ INT4 = changed(CHANNEL, type="int", num_bits=4, strategy="group", group_size=128
         (INT4, None, None),
         ({**CHANNEL, "config_groups": {}}, None, None),
         ({**CHANNEL, "config_groups": {**CHANNEL["config_groups"], "1": INT4["config_groups"]["group_0"]}}, None, None),
+        # Forms that a config's numbers and names should not have.
+        ({**CHANNEL, "config_groups": [CHANNEL["config_groups"]["group_0"]]}, None, None),
+        ({**CHANNEL, "config_groups": {"0": "weights"}}, None, None),
+        ({**CHANNEL, "config_groups": {"0": {"weights": [8, "float"]}}}, None, None),
     ],
-    ids=["channel", "asked", "other", "tensor", "block", "nvfp4", "fp8", "static", "64", "int4", "none", "mixed"],
+    ids=[
+        *("channel", "asked", "other", "tensor", "block", "nvfp4", "fp8", "static", "64", "int4", "none", "mixed"),
+        *("a list", "no group", "no weights"),
+    ],
 )
 def test_checkpoints_that_are_ours(config: dict[str, Any], asked: str | None, answer: str | None) -> None:
     assert QUANTIZATION_METHODS["oxmoe"].override_quantization_method(config, asked) == answer

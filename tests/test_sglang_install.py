@@ -104,7 +104,9 @@ def test_sources_assign_to_nothing_of_sglang(path: Path) -> None:
     assert not names & {"setattr", "delattr", "HookRegistry", "register_oot_forward", "__dict__", "patch", "vars"}
 
 
-@pytest.mark.parametrize("module", ["setting", "experts", "collective", "platform", "layers", "__init__"])
+@pytest.mark.parametrize(
+    "module", ["setting", "experts", "collective", "platform", "layers", "server", "eplb", "__init__"]
+)
 def test_what_runs_before_sglang_imports_none_of_it(module: str) -> None:
     for node in ast.parse((SOURCES / f"{module}.py").read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -157,6 +159,34 @@ def test_log_lines_wait_for_sglangs_log(
     with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
         torch.nn.ModuleList([LinearBase(8, 8), LinearBase(8, 8)])
     assert caplog.messages == [f"oxmoe: moe=oxmoe in SGLang {VERSION}: what"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "initialized", "words"),
+    [((9, 0), True, None), ((10, 0), False, None), ((10, 0), True, "sm_100"), ((12, 1), True, "sm_121")],
+)
+def test_the_log_says_where_kernels_have_not_run(
+    capability: tuple[int, int],
+    initialized: bool,
+    words: str | None,
+    changes: dict[str, set[str]],
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a model's first layer: the process has its GPU by then, or runs without one."""
+    monkeypatch.setenv(setting.SETTING, "moe=oxmoe")
+    monkeypatch.setattr(ADAPTER, "SWAPS", {"moe=oxmoe": lambda: "what"})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
+        oxmoe.sglang.install()
+        taken_over = len(caplog.messages)
+        torch.nn.ModuleList([LinearBase(8, 8), LinearBase(8, 8)])
+    remark = f"oxmoe: A GPU: oxmoe's kernels are compiled for {words} and have not run there: Hopper (sm_90) alone"
+    said = caplog.messages[taken_over:]
+    assert len(said) == (words is not None) and all(message.startswith(remark) for message in said)
 
 
 # The setting

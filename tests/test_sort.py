@@ -42,9 +42,10 @@ def test_expert_parallel_ranges(device: str, ep_size: int, rng: torch.Generator)
     assert torch.equal(placed, (ids.view(-1) >= 0).int())
 
 
-def test_ids_beyond_the_experts_are_skipped(device: str) -> None:
-    ids = torch.tensor([[0, 9], [5, -7], [1 << 30, 0]], dtype=torch.int32, device=device)
-    histogram, offsets, place_of_slot, slot_of_place = oxmoe.sort_by_expert(ids, 5)
+def test_ids_of_others_are_skipped(device: str) -> None:
+    """Below and above a window; tests/test_ids.py has those that are nobody's."""
+    ids = torch.tensor([[0, 9], [5, -1], [1 << 30, 0]], dtype=torch.int32, device=device)
+    histogram, offsets, place_of_slot, slot_of_place = oxmoe.sort_by_expert(ids, 5, first_expert=0)
     assert histogram.tolist() == [2, 0, 0, 0, 0] and offsets.tolist() == [0, 2, 2, 2, 2, 2]
     assert place_of_slot.tolist() == [0, -1, -1, -1, -1, 1] and slot_of_place.tolist() == [0, 5, -1, -1, -1, -1]
 

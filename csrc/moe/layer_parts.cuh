@@ -11,14 +11,13 @@
 
 namespace oxmoe {
 
-// Nobody zeroes them before a launch, so they are not the workspace's but the module's, all zero when it is loaded. Launches on
-// one workspace follow each other and have a slot of them. Each launch adds kLaunch to either; `started` numbers them.
+// Those of launches on one workspace, which follow each other (src/counters.rs): zero before the first one, and nobody zeroes them
+// between two. Each launch adds kLaunch to either; `started` numbers them.
 struct LayerCounters {
-    static constexpr uint32_t kSlots = 256, kLaunch = 1024;
+    static constexpr uint32_t kLaunch = 1024;
 
     uint32_t started, marked;  // CTAs, all launches' together
 };
-static __device__ LayerCounters layer_counters[LayerCounters::kSlots];
 
 namespace layer_parts {
 

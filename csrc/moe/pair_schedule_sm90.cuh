@@ -10,13 +10,13 @@
 
 namespace oxmoe {
 
-// Where no launch before it makes counters zero they are the module's, all zero when it is loaded and when a launch has ended.
-// Launches on one workspace follow each other and have a slot of them.
+// Where no launch before it makes counters zero: those of launches on one workspace, which follow each other (src/counters.rs). All
+// are zero before a launch and when it has ended.
 struct PairCounters {
-    static constexpr int kSlots = 256, kExperts = 128;
+    static constexpr int kExperts = 128;
 
     int next_unit, ended;  // ended: warps
-    int done[kExperts];    // as Tile::done, of all tiles of an expert
+    int done[kExperts];    // as Tile::done, of all tiles of an expert; there are `experts` of them
 
     // Of `warps` warps that wait for `done`: the last one makes all zero again.
     __device__ __forceinline__ void leave(int experts, int warps) {
@@ -28,7 +28,6 @@ struct PairCounters {
         for (int expert = lane; expert < experts; expert += 32) done[expert] = 0;
     }
 };
-static __device__ PairCounters pair_counters[PairCounters::kSlots];
 
 // A warp's: the tiles that Schedule writes, without its launch.
 class RowTiles {
@@ -100,10 +99,9 @@ struct PairProducers {
     // One warp. Consumers say at shared.stored what they have stored, and this warp tells other CTAs. NOTE: not the consumers,
     // who would wait until it has arrived: 2 to 4 us a layer.
     static __device__ __forceinline__ void schedule(const GemmPairParams& p, Shared& shared) {
-        int* next_unit = p.row_counts ? &pair_counters[p.counter_slot].next_unit : p.up.next_unit;
         const auto next = [&](int) {
             int unit = 0;
-            if (threadIdx.x % 32 == 0) unit = atomicAdd(next_unit, 1);
+            if (threadIdx.x % 32 == 0) unit = atomicAdd(p.up.next_unit, 1);
             return __shfl_sync(0xFFFFFFFF, unit, 0);
         };
         const int first = next(0);
@@ -146,7 +144,7 @@ struct PairProducers {
         Pipeline::gather(p, shared, [&](const PairUnit& work, const uint32_t*, int) {
             if (work.is_down()) counter::wait_for(done(p, work.tile), work.awaited);
         });
-        if (p.row_counts) pair_counters[p.counter_slot].leave(p.experts, gridDim.x * (Base::kGatherThreads / 32));
+        if (p.row_counts) counters(p).leave(p.experts, gridDim.x * (Base::kGatherThreads / 32));
     }
 
 private:
@@ -154,9 +152,13 @@ private:
         return (p.rows + Base::kRows - 1) / Base::kRows;
     }
 
+    static __device__ __forceinline__ PairCounters& counters(const GemmPairParams& p) {
+        return *reinterpret_cast<PairCounters*>(p.counters);
+    }
+
     // Row tiles of GEMM1's output that are there.
     static __device__ __forceinline__ int* done(const GemmPairParams& p, int tile) {
-        return p.row_counts ? &pair_counters[p.counter_slot].done[tile] : &p.tiles[tile].done;
+        return p.row_counts ? &counters(p).done[tile] : &p.tiles[tile].done;
     }
 };
 

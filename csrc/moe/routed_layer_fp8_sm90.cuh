@@ -61,7 +61,7 @@ struct RoutedLayerFp8Sm90 {
         const Layout layout(p.layer, dynamic_shared);
         const int warp = warp_of_block();
         // Constants that would otherwise be fetched when they are needed.
-        LayerCounters* counters_at = &layer_counters[p.counter_slot];
+        LayerCounters* counters_at = reinterpret_cast<LayerCounters*>(p.counters);
         asm volatile("" : "+l"(counters_at));
         asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
         LayerCounters& counters = *counters_at;

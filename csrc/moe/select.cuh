@@ -1,4 +1,5 @@
-// Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], one warp a token. See SelectParams for the rules.
+// Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], one warp a token. The rules are those of
+// src/cpu/select.rs: NaN is above all numbers, of experts and of groups, and experts outside the best groups are never chosen.
 //
 // Every lane holds up to kExpertsPerLane consecutive experts as sorted lists of order-preserving words; a round takes the largest
 // head of the warp. A token is picked (ids), then weighed (weights): what needs ids alone need not wait for the weights.
@@ -18,6 +19,7 @@ __device__ __forceinline__ uint32_t key_of(float value) {
     const uint32_t bits = __float_as_uint(value + 0.0f);
     return bits ^ (uint32_t(int(bits) >> 31) | 0x80000000u);
 }
+constexpr uint32_t kLowestKey = 0x007FFFFFu;  // of -inf
 
 __device__ __forceinline__ float float_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
@@ -27,7 +29,6 @@ struct Choice {
     int source;      // lane with the value of this lane's column, before order_by_id
     float value;     // logit of the j-th best in lane j, -inf for other lanes
     float top, sum;  // softmax over all experts is exp(x - top) / sum
-    bool zero;       // the weight is 0: the id's group is not among the best
 };
 
 // One warp's view of the problem: which experts this lane holds, and the steps from logits to a column's id and weight.
@@ -35,6 +36,9 @@ struct Choice {
 template <int kExpertsPerLane, bool kPlain = false>
 class Selector {
     static constexpr int kOwn = kExpertsPerLane, kLength = kOwn < 4 ? kOwn : 4, kLists = kOwn / kLength;
+    // Bits of a key that take_best() has the id in. The key of an expert that is missing or may not be chosen is below every number's,
+    // and these bits say no more than its sign.
+    static constexpr uint32_t kLow = 511, kNobody = kLow;
     static_assert(kOwn >= 1 && kOwn % kLength == 0, "the lists of a lane have equal lengths");
 
     const SelectParams& params_;
@@ -110,42 +114,30 @@ public:
     // Whether experts are chosen on their logits, which order them like every score does.
     __device__ __forceinline__ bool on_logit() const { return kPlain || (params_.correction_bias == nullptr && !grouped_); }
 
-    // Lane j < top_k gets the id and the weight of column j. kOnLogit is on_logit().
-    template <bool kOnLogit>
-    __device__ __forceinline__ void choose(const float (&logit)[kOwn], const float (&bias)[kOwn], int token, int& id,
-                                           float& weight) const {
-        const Choice choice = pick<kOnLogit>(logit, bias, token);
-        id = choice.id, weight = weigh(choice);
-    }
-
-    // The ids of a token; weigh() makes the weights.
+    // The ids of a token, column j in lane j < top_k; weigh() makes the weights. kOnLogit is on_logit().
     template <bool kOnLogit>
     __device__ __forceinline__ Choice pick(const float (&logit)[kOwn], const float (&bias)[kOwn], int token) const {
         Choice choice;
-        choice.source = lane_, choice.zero = false;
+        choice.source = lane_;
         choice.top = 0.0f, choice.sum = 1.0f;
         if (params_.scoring == Scoring::Softmax && !over_chosen()) softmax_terms(logit, choice.top, choice.sum);
         int id;
         if constexpr (kOnLogit) {
-            id = take_best<true>(logit);
+            id = take_best(logit);
         } else {
             const bool scored = chosen_on_score();
-            float value[kOwn];
+            uint32_t key[kOwn];
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) value[i] = (scored ? score(logit[i], choice.top, choice.sum) : logit[i]) + bias[i];
-            bool in = true;  // whether this lane's group is among the best
+            for (int i = 0; i < kOwn; ++i) {
+                const float value = (scored ? score(logit[i], choice.top, choice.sum) : logit[i]) + bias[i];
+                key[i] = i < count_ ? key_of(value) : kNobody;
+            }
             if (grouped_) {
-                in = group_is_in(value);
-                // 0 for scores without bias, which are never below it.
-                const float out = scored && !biased() ? 0.0f : -INFINITY;
+                const bool in = group_is_in(key);
 #pragma unroll
-                for (int i = 0; i < kOwn; ++i) value[i] = in ? value[i] : out;
+                for (int i = 0; i < kOwn; ++i) key[i] = in ? key[i] : kNobody;
             }
-            id = take_best<false>(value);
-            if (grouped_ && scored && !biased()) {
-                const int lane_of_group = lane_ < routed_ ? id / (params_.experts / params_.groups) << lanes_log2_ : 0;
-                choice.zero = !__shfl_sync(~0u, in, lane_of_group);
-            }
+            id = take_best(key);
         }
         choice.value = -INFINITY;
         if (lane_ < routed_) choice.value = load_one(size_t(token) * params_.experts + id);
@@ -167,7 +159,7 @@ public:
             term = mine ? expf(choice.value - most) : 0.0f;
             term /= sum_of_columns(term);
         } else {
-            term = mine && !choice.zero ? score(choice.value, choice.top, choice.sum) : 0.0f;
+            term = mine ? score(choice.value, choice.top, choice.sum) : 0.0f;
             if (params_.renormalize) term /= sum_of_columns(term) + 1e-20f;
         }
         float weight = term * params_.scale;
@@ -223,9 +215,9 @@ private:
     __device__ __forceinline__ float load_one(size_t at) const {
         switch (params_.logits_dtype) {
             case Dtype::F16:
-                return float(reinterpret_cast<const __half*>(params_.logits)[at]);
+                return __half2float(reinterpret_cast<const __half*>(params_.logits)[at]);
             case Dtype::Bf16:
-                return float(reinterpret_cast<const __nv_bfloat16*>(params_.logits)[at]);
+                return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(params_.logits)[at]);
             default:
                 return reinterpret_cast<const float*>(params_.logits)[at];
         }
@@ -257,23 +249,22 @@ private:
         }
     }
 
-    // Whether this lane's group is among the best; ties to the lower group.
-    __device__ __forceinline__ bool group_is_in(const float (&choice)[kOwn]) const {
-        float most = -INFINITY, second = -INFINITY;
+    // Whether this lane's group is among the best; ties to the lower group. Keys are compared: a NaN makes its group the best.
+    __device__ __forceinline__ bool group_is_in(const uint32_t (&key)[kOwn]) const {
+        uint32_t most = kLowestKey, second = kLowestKey;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            if (i >= count_) continue;
-            second = fmaxf(second, fminf(most, choice[i]));
-            most = fmaxf(most, choice[i]);
+            second = max(second, min(most, key[i]));
+            most = max(most, key[i]);
         }
         for (int d = 1; d >> lanes_log2_ == 0; d *= 2) {
-            const float most_there = __shfl_xor_sync(~0u, most, d), second_there = __shfl_xor_sync(~0u, second, d);
-            second = fmaxf(fminf(most, most_there), fmaxf(second, second_there));
-            most = fmaxf(most, most_there);
+            const uint32_t most_there = __shfl_xor_sync(~0u, most, d), second_there = __shfl_xor_sync(~0u, second, d);
+            second = max(min(most, most_there), max(second, second_there));
+            most = max(most, most_there);
         }
-        const uint32_t mine = key_of(params_.group_score == GroupScore::Top2 ? most + second : most);
+        const uint32_t mine = params_.group_score == GroupScore::Top2 ? key_of(float_of(most) + float_of(second)) : most;
         int better = 0;
-#pragma unroll(kOwn > 12 ? 1 : 4)
+#pragma unroll(kOwn > 8 ? 1 : 4)
         for (int g = 0; g < params_.groups; ++g) {
             const uint32_t other = __shfl_sync(~0u, mine, g << lanes_log2_);
             better += other > mine || (other == mine && g < lane_ >> lanes_log2_);
@@ -281,26 +272,23 @@ private:
         return better < params_.topk_group;
     }
 
-    // The key of this lane's i-th expert. Missing experts: 0, or that of -inf with an id above all others when chosen on logits.
-    template <bool kOnLogit>
-    __device__ __forceinline__ uint32_t key_at(const float (&value)[kOwn], int i) const {
-        return kOnLogit || i < count_ ? key_of(value[i]) : 0;
-    }
+    // What take_best() compares: keys, or logits, whose missing experts have -inf and ids above all others.
+    static __device__ __forceinline__ uint32_t key_at(const float (&logit)[kOwn], int i) { return key_of(logit[i]); }
+    static __device__ __forceinline__ uint32_t key_at(const uint32_t (&key)[kOwn], int i) { return key[i]; }
 
     // The id of the j-th best in lane j < routed.
     //
     // The upper 23 bits of the key and 9 bits that fall with the id make one word, so a round is one reduction. Experts that
     // share the upper bits follow each other; only if there are any among the best, and the lower bits tell them apart, the keys
     // are taken whole.
-    template <bool kOnLogit>
-    __device__ __forceinline__ int take_best(const float (&value)[kOwn]) const {
-        constexpr uint32_t kLow = 511;
+    template <typename Value>
+    __device__ __forceinline__ int take_best(const Value (&value)[kOwn]) const {
         uint32_t word[kLists][kLength];
 #pragma unroll
         for (int l = 0; l < kLists; ++l) {
 #pragma unroll
             for (int i = 0; i < kLength; ++i)
-                word[l][i] = (key_at<kOnLogit>(value, l * kLength + i) & ~kLow) | ((kLow - first_ - l * kLength - i) & kLow);
+                word[l][i] = (key_at(value, l * kLength + i) & ~kLow) | ((kLow - first_ - l * kLength - i) & kLow);
 #pragma unroll
             for (int end = kLength - 1; end > 0; --end)
 #pragma unroll
@@ -344,17 +332,17 @@ private:
             uint32_t dropped = 0;  // not 0: the lower bits of some key say more than its sign
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
-                const uint32_t key = key_at<kOnLogit>(value, i);
+                const uint32_t key = key_at(value, i);
                 dropped |= (key ^ ((key >> 31) - 1)) & kLow;
             }
-            if (__any_sync(~0u, dropped)) return take_best_whole<kOnLogit>(value);
+            if (__any_sync(~0u, dropped)) return take_best_whole(value);
         }
         return kLow - (mine & kLow);
     }
 
     // The same from whole keys.
-    template <bool kOnLogit>
-    __device__ __forceinline__ int take_best_whole(const float (&value)[kOwn]) const {
+    template <typename Value>
+    __device__ __forceinline__ int take_best_whole(const Value (&value)[kOwn]) const {
         uint32_t taken = 0;
         int id = 0;
 #pragma unroll 1
@@ -363,7 +351,7 @@ private:
             int number = 0;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
-                const uint32_t key = taken >> i & 1 ? 0 : key_at<kOnLogit>(value, i);
+                const uint32_t key = taken >> i & 1 ? 0 : key_at(value, i);
                 if (key > head) head = key, number = i;
             }
             const uint32_t best = __reduce_max_sync(~0u, head);

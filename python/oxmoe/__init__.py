@@ -1,5 +1,8 @@
 """oxmoe: mixture-of-experts layers as one Rust and CUDA extension; with torch, also as `torch.ops.oxmoe.*`."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, workspace_bytes
 from oxmoe.allreduce import (
@@ -23,6 +26,22 @@ from oxmoe.trtllm_moe import (
     trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_routed_moe,
 )
+
+if TYPE_CHECKING:
+    from oxmoe import nvfp4 as nvfp4
+    from oxmoe import reference as reference
+    from oxmoe import sglang as sglang
+    from oxmoe import testing as testing
+
+# Modules that are there after `import oxmoe` and are loaded when they are first used: they import torch.
+_LATER = ("nvfp4", "reference", "sglang", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"oxmoe.{name}")
+    raise AttributeError(f"module 'oxmoe' has no attribute {name!r}")
+
 
 __all__ = [
     "AllReduceFusionPattern",

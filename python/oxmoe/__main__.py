@@ -1,28 +1,39 @@
-"""`python -m oxmoe demo`, `doctor` and `bench`."""
+"""`python -m oxmoe demo`, `explain`, `doctor` and `bench`."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 
+import oxmoe
+from oxmoe.command import Parser, UsageError
+
+# Command -> (its module, what it does).
 COMMANDS = {
-    "demo": "runs, checks and times one real MoE layer on this machine",
-    "bench": "times MoE layers against the peers installed here",
-    "doctor": "says what oxmoe finds on this machine and what is taken over in SGLang",
+    "demo": ("oxmoe.demo", "runs, checks and times one real MoE layer on this machine"),
+    "explain": (
+        "oxmoe.explain_command",
+        "prints the plan of a layer's call: launches, tiles, shared memory, workspace",
+    ),
+    "bench": ("oxmoe.bench", "times MoE layers against the peers installed here"),
+    "doctor": ("oxmoe.doctor", "says what oxmoe finds on this machine and what is taken over in SGLang"),
 }
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m oxmoe")
+    parser = Parser(prog="python -m oxmoe")
+    parser.add_argument("--version", action="version", version=f"oxmoe {oxmoe.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     # A command's module is loaded for its own arguments only: doctor must run where bench's torch is missing.
-    for name, summary in COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in argv[:1]:
-            importlib.import_module(f"oxmoe.{name}").add_arguments(command)
+            importlib.import_module(module).add_arguments(command)
     args = parser.parse_args(argv)
-    return importlib.import_module(f"oxmoe.{args.command}").run(args)
+    try:
+        return importlib.import_module(COMMANDS[args.command][0]).run(args)
+    except UsageError as error:
+        commands.choices[args.command].error(str(error))
 
 
 if __name__ == "__main__":

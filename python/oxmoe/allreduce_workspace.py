@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import struct
 import sys
 import time
@@ -39,11 +40,11 @@ class _Header:
     @staticmethod
     def unpack(data: bytes) -> _Header:
         magic, kind, epoch, word, text = _HEADER.unpack(data)
-        if magic != _MAGIC:
+        if magic != _MAGIC or kind > _GOODBYE:
             raise RuntimeError(
                 "a peer sent something that is no all-reduce header: is the group shared with other sends?"
             )
-        return _Header(kind, epoch, word, text.rstrip(b"\0").decode())
+        return _Header(kind, epoch, word, text.rstrip(b"\0").decode(errors="replace"))
 
 
 class AllReduceFusionWorkspace:
@@ -276,8 +277,8 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _checked_deadline(deadline: float) -> float:
-    if not 0 < deadline < float("inf"):
-        raise ValueError(f"deadline: expected a positive number of seconds, got {deadline}")
+    if not isinstance(deadline, numbers.Real) or not 0 < deadline < float("inf"):
+        raise ValueError(f"deadline: expected a positive number of seconds, got {deadline!r}")
     return float(deadline)
 
 
@@ -295,6 +296,9 @@ def workspace_bytes(
     On "cpu" a receive buffer for each peer; on "cuda" the slots of the protocol between GPUs, with room for every
     message in one shot if force_oneshot_support.
     """
+    for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("world_size", world_size)):
+        if abs(value) >= 1 << 63:
+            raise ValueError(f"{name}: expected a number below 2^63, got {value}")
     return _oxmoe.allreduce_bytes(
         world_size,
         max_token_num,
@@ -381,6 +385,10 @@ def create_allreduce_fusion_workspace(
         for other, header in enumerate(headers):
             if header.kind == _REFUSED:
                 raise RuntimeError(f"rank {link.rank}: rank {other} made no workspace: {header.text}")
+            if header.kind != _HELLO or header.word != word:
+                raise RuntimeError(
+                    f"rank {link.rank}: rank {other} is not making this workspace; is it in another call?"
+                )
         return [header.text for header in headers]
 
     try:
@@ -397,9 +405,8 @@ def create_allreduce_fusion_workspace(
             )
             memory = share(make, exchange_text, link.rank, end)
     except PeerLost as error:
-        raise TimeoutError(
-            f"all-reduce workspace: rank {link.rank} waited for peer {error.peer} ({text}): {error}"
-        ) from error
+        who = "a peer" if error.peer is None else f"peer {error.peer}"
+        raise TimeoutError(f"all-reduce workspace: rank {link.rank} waited for {who} ({text}): {error}") from error
     return AllReduceFusionWorkspace(
         link, link.size, link.rank, max_token_num, hidden_dim, name, deadline, force_oneshot_support, memory
     )
@@ -429,6 +436,8 @@ def _gpu(device: Any, world_size: int) -> int | None:
         return None
     if not number and torch is None:
         raise ValueError('device: "cuda" means torch\'s current GPU, but torch is not imported; name it: "cuda:0"')
+    if len(number) > 9:
+        raise ValueError(f"device: expected the number of a GPU, got {device!r}")
     ordinal = int(number) if number else int(torch.cuda.current_device())  # type: ignore[union-attr]
     reason = _oxmoe.allreduce_unsupported(ordinal, world_size)
     if reason is not None:

@@ -289,14 +289,19 @@ class CuteDslMoEWrapper:
                 check_tensor("fc2_input_scale", fc2_input_scale)
             given = tuple(tensor for tensor in blocks.values() if tensor is not None)
             weights = self._kept(given, (w1_alpha, fc2_input_scale, w2_alpha))
+        if weights.num_experts != self.num_local_experts:
+            raise ValueError(
+                f"weights: expected {self.num_local_experts} experts (num_local_experts), got {weights.num_experts}"
+            )
         ids = token_selected_experts
         ep: dict[str, Any] = {}
         offset, local = self.local_expert_offset, self.num_local_experts
         if offset % local == 0:
-            ep = {"ep_size": max(offset // local + 1, self.num_experts // local), "ep_rank": offset // local}
+            ep = {"ep_size": max(offset // local + 1, -(-self.num_experts // local)), "ep_rank": offset // local}
         else:
-            ids = ids - offset
-            ids = torch.where((ids >= 0) & (ids < local), ids, -1)
+            held = (ids >= offset) & (ids < offset + local)
+            # What is no expert at all stays as it is, so that `moe` sees it.
+            ids = torch.where(held, ids - offset, ids.masked_fill((ids >= 0) & (ids < self.num_experts), -1))
         out = None
         if self._output is not None:
             out = self._output[:tokens]

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from oxmoe import ExpertWeights, device_info, explain, moe
+from oxmoe.command import whole
+from oxmoe.hopper import untried
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 CPU_TOKENS, GPU_TOKENS = (1, 16, 64), (1, 16, 64, 256, 1024, 4096)
@@ -113,15 +115,18 @@ def choose() -> tuple[Any, str]:
 
     if not torch.cuda.is_available():
         return Torch(gpu=False), "torch cannot use the GPU" if info["gpus"] else ""
-    if not info["gpus"][0]["kernels"]:
-        return Torch(
-            gpu=False
-        ), f"this build has kernels for {info['archs']}, not for {info['gpus'][0]['arch']}: on the CPU"
-    return Torch(gpu=True), ""
+    gpu = info["gpus"][0]
+    if gpu["arch"] == "not supported":
+        return Torch(gpu=False), f"{gpu['name']}: on the CPU"
+    if not gpu["kernels"]:
+        return Torch(gpu=False), f"this build has kernels for {info['archs']}, not for {gpu['arch']}: on the CPU"
+    return Torch(gpu=True), untried(gpu["arch"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, nargs="+", help="batch sizes (default: some that suit the machine)")
+    parser.add_argument(
+        "--tokens", type=whole(1, 1 << 20), nargs="+", help="batch sizes (default: some that suit the machine)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

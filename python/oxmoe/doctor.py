@@ -18,6 +18,7 @@ from typing import Any
 import oxmoe
 import oxmoe.sglang
 import oxmoe.sglang.platform
+from oxmoe.hopper import untried
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings() -> Iterator[Finding]:
-    info = oxmoe.device_info()
-    yield from build_and_devices(info)
-    yield from torch_layers(info)
+    try:
+        info = oxmoe.device_info()
+    except RuntimeError as error:  # the driver's, which does not start
+        yield Finding("driver", str(error), broken=True)
+    else:
+        yield from build_and_devices(info)
+        yield from torch_layers(info)
     yield from sglang()
     yield from peers()
 
@@ -55,12 +60,25 @@ def build_and_devices(info: dict[str, Any]) -> Iterator[Finding]:
         (everywhere if "cuda" in devices else on_cpu).append(name)
     yield Finding("formats", f"{', '.join(everywhere)}; on CPU also {', '.join(on_cpu)}")
     yield Finding("cpu", f"{info['cpu']}, {info['threads']} threads")
-    if not info["driver"]:
-        yield Finding("driver", "none: CPU only")
+    yield driver(info)
     for number, gpu in enumerate(info["gpus"]):
+        if gpu["arch"] == "not supported":
+            yield Finding(f"gpu {number}", gpu["name"], broken=True)
+            continue
+        remark = untried(gpu["arch"]) if gpu["kernels"] else f"this wheel has no kernels for {gpu['arch']}"
         text = f"{gpu['name']}, {gpu['arch']}, {gpu['multiprocessors']} multiprocessors"
-        text += "" if gpu["kernels"] else f"; this wheel has no kernels for {gpu['arch']}"
-        yield Finding(f"gpu {number}", text, broken=not gpu["kernels"])
+        yield Finding(f"gpu {number}", f"{text}; {remark}" if remark else text, broken=not gpu["kernels"])
+
+
+def driver(info: dict[str, Any]) -> Finding:
+    if not info["driver"]:
+        return Finding("driver", "none: CPU only")
+    speaks, needed = info["driver_cuda"], info["needed_cuda"]
+    if tuple(map(int, speaks.split("."))) >= tuple(map(int, needed.split("."))):
+        return Finding("driver", f"speaks CUDA {speaks}; this build needs {needed}")
+    # The message of the first use of a GPU, which stands in place of each one's name, without "driver" before it.
+    reasons = [gpu["name"].removeprefix("driver ") for gpu in info["gpus"]]
+    return Finding("driver", reasons[0] if reasons else f"speaks CUDA {speaks}, no GPU", broken=bool(reasons))
 
 
 def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
@@ -136,7 +154,9 @@ def entry_points() -> Iterator[Finding]:
     """What keeps SGLang from calling oxmoe."""
     for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
         if not importlib.metadata.entry_points(group=group, name="oxmoe"):
-            reason = f"SGLang cannot find oxmoe: its entry point {group} is not installed (pip install oxmoe)"
+            reason = (
+                f"SGLang cannot find oxmoe: its entry point {group} is not installed (pip install its sources or wheel)"
+            )
             yield Finding("plugin", reason, broken=True)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:

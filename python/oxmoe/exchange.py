@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import threading
@@ -178,8 +179,9 @@ class FunctionLink:
 
         def call() -> None:
             try:
-                results.append(list(self._exchange(data)))
-            except Exception as error:
+                # One more than are needed, of what may have no end.
+                results.append(list(itertools.islice(self._exchange(data), self.size + 1)))
+            except BaseException as error:
                 results.append(error)
 
         if self.size == 1:
@@ -192,10 +194,28 @@ class FunctionLink:
             raise PeerLost(None, "the deadline has passed in the exchange function")
         if isinstance(results[0], Exception):
             raise PeerLost(None, f"the exchange function raised {results[0]!r}") from results[0]
-        gathered = [bytes(part) for part in results[0]]
-        if [len(part) for part in gathered] != [len(data)] * self.size:
-            lengths = [len(part) for part in gathered]
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return self._checked(results[0], data)
+
+    def _checked(self, parts: list[Any], data: bytes) -> list[bytes]:
+        """Everybody's bytes. What the function gave is not converted: bytes(5) would be five zeros."""
+        if len(parts) != self.size:
+            many = f"{len(parts)}" if len(parts) < self.size else f"more than {self.size}"
+            raise PeerLost(None, f"the exchange function returned {many} items for {self.size} ranks")
+        for rank, part in enumerate(parts):
+            if not isinstance(part, (bytes, bytearray, memoryview)):
+                raise PeerLost(
+                    None, f"the exchange function returned {type(part).__name__} in place of rank {rank}'s bytes"
+                )
+        gathered = [bytes(part) for part in parts]
+        lengths = [len(part) for part in gathered]
+        if lengths != [len(data)] * self.size:
             raise PeerLost(None, f"the exchange function returned {lengths} bytes for {self.size} ranks of {len(data)}")
+        if gathered[self.rank] != data:
+            raise PeerLost(
+                None, f"the exchange function returned something else in place of rank {self.rank}'s own bytes"
+            )
         return gathered
 
     def post(self, header: bytes) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
 from oxmoe.operands import check_tensor
+from oxmoe.topk_output import as_float32
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -25,8 +27,40 @@ _SERVED = (
     "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
     "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale; "
     "with use_fp8_w8a8 float8_e4m3fn experts with w1_scale and w2_scale, of block_shape [128, 128], one number an "
-    "expert or (on CPU) one for each row of its weights, for bfloat16 tokens"
+    "expert or one for each row of its weights, for bfloat16 tokens"
 )
+
+
+# Fields of SGLang's MoeRunnerConfig whose meaning is known: those that are read, and those that describe the layer.
+_CONFIG_FIELDS = frozenset(
+    """activation is_gated apply_router_weight_on_input inplace no_combine no_combine_keep_router_weight
+    routed_scaling_factor gemm1_alpha gemm1_beta gemm1_clamp_limit swiglu_limit gate_up_interleaved
+    num_experts num_local_experts hidden_size intermediate_size_per_partition layer_id top_k num_fused_shared_experts
+    params_dtype routing_method_type runner_backend layer moe_tp_size moe_tp_rank moe_ep_size moe_ep_rank""".split()
+)
+
+
+@functools.cache
+def _unknown_fields(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Name and default of the fields of a configuration that are not known."""
+    unknown = [field for field in fields(kind) if field.name not in _CONFIG_FIELDS] if is_dataclass(kind) else []
+    return tuple(
+        (field.name, field.default_factory() if field.default_factory is not MISSING else field.default)
+        for field in unknown
+    )
+
+
+def check_config(config: Any) -> None:
+    """NotImplementedError if a MoeRunnerConfig sets a field that is not known: it may change what a layer computes."""
+    for name, default in _unknown_fields(type(config)):
+        value = getattr(config, name)
+        unset = value is default or (default is MISSING and (value is None or value is False))
+        # NOTE: tensors have no truth to compare by.
+        if not unset and not (isinstance(value, int | float | str | tuple) and value == default):
+            raise NotImplementedError(
+                f"moe_runner_config: oxmoe does not know the field {name}, which is {value!r} here (by default "
+                f"{'required' if default is MISSING else repr(default)})"
+            )
 
 
 def _is_e4m3(weights: Tensor) -> bool:
@@ -47,8 +81,8 @@ def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **opti
         return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
     if format == "mxfp8":
         options.pop("dtype", None)  # bf16: there is no other
-    if format == "fp8_tensor-token":
-        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=True, **options)
+    if format in ("fp8_tensor", "fp8_tensor-token"):
+        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=format.endswith("token"), **options)
     if format == "fp8_tensor-static":
         format = "fp8_tensor"
     build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
@@ -115,7 +149,7 @@ def run(
     a1_scale: Tensor | None = None,
     a2_scale: Tensor | None = None,
     per_tensor: bool = False,
-    per_token: bool = False,
+    per_token: bool = True,
     out: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
@@ -172,7 +206,7 @@ def fused_experts(
     fuse_swiglu_interleaved: bool = False,
 ) -> Tensor:
     """hidden_states [T, H], w1 [E, 2I, H] (or [E, I, H] when not gated), w2 [E, H, I]; topk_output has topk_weights
-    fp32 [T, k] and topk_ids [T, k] of these weights' experts, -1 for none.
+    [T, k] of any float dtype, which are made fp32, and topk_ids [T, k] of these weights' experts, -1 for none.
 
     w1 and w2 of uint8 with w1_scale and w2_scale and no use_ flag are MXFP4 codes and their scales, shaped as
     ExpertWeights.mxfp4 has them, on CPU. On CUDA they would be packed at every call: make ExpertWeights.mxfp4 of them
@@ -181,9 +215,9 @@ def fused_experts(
     use_fp8_w8a8 with block_shape [128, 128]: w1 and w2 of float8_e4m3fn, w1_scale and w2_scale as
     ExpertWeights.fp8_block has them; hidden_states of bfloat16 are quantised by token and 128 columns. Without a
     block_shape w1_scale and w2_scale are one number an expert, and activations are quantised with a1_scale and a2_scale
-    or, where those are None, with one scale for a call, or with per_channel_quant one for each token, as
-    ExpertWeights.fp8_tensor has it. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale [E, H, 1] are
-    one number for each row of weights.
+    or, where those are None, with one scale for each token, as ExpertWeights.fp8_tensor has it by default; SGLang has
+    one for a call there, unless per_channel_quant. With or without per_channel_quant w1_scale [E, 2I, 1] and w2_scale
+    [E, H, 1] are one number for each row of weights.
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
@@ -218,6 +252,7 @@ def fused_experts(
         raise NotImplementedError(f"fused_experts: no kernel for {given}; {_SERVED}")
 
     config = moe_runner_config
+    check_config(config)
     # Fields that a release lacks have the meaning they had before they were fields.
     inplace = getattr(config, "inplace", True)
     no_combine = getattr(config, "no_combine", False)
@@ -243,10 +278,9 @@ def fused_experts(
         "a1_scale": a1_scale,
         "a2_scale": a2_scale,
         "per_tensor": use_fp8_w8a8 and not blocks,
-        "per_token": per_channel_quant,
     }
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
-    operands = (hidden_states, w1, w2, topk_output[0], topk_output[1], b1, b2)
+    operands = (hidden_states, w1, w2, as_float32(topk_output[0]), topk_output[1], b1, b2)
     if not tracing():
         return run(*operands, **options, out=hidden_states if inplace else None)
 

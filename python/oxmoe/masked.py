@@ -29,6 +29,10 @@ def _row_major(scale: Any, x: Any) -> Any:
     if scale.dtype != torch.int32:
         return scale.contiguous()
     check_tensor("x", x)
+    if scale.stride(-1) != 1:
+        # NOTE: not contiguous(): where the last dimension is 1, torch takes column-major scales for contiguous ones,
+        # but a view as bytes needs the stride 1.
+        scale = scale.clone(memory_format=torch.contiguous_format)
     powers = scale.contiguous().view(torch.uint8)[..., : x.shape[-1] // 128]
     return (powers.int() << 23).view(torch.float32)
 

@@ -139,6 +139,10 @@ def mxfp8_linear(
         check_tensor("bias", bias, "n")
         if bias.shape[0] != weight.shape[0]:
             raise ValueError(f'bias: dimension 0 "n": expected {weight.shape[0]} (from weight), got {bias.shape[0]}')
+        if (name := str(bias.dtype).rpartition(".")[2]) not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"bias: expected dtype bfloat16, float16 or float32, got {name}")
+        if bias.device != input.device:
+            raise ValueError(f"bias: expected device {input.device} (from input), got {bias.device}")
     (n, k), rows = weight.shape, input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     if rows.shape[1] != k:
         raise ValueError(f'input: dimension {input.ndim - 1} "k": expected {k} (from weight), got {rows.shape[1]}')

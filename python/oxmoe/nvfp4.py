@@ -190,6 +190,8 @@ def fp4_quantize(
         input = input.to(torch.bfloat16)
     if global_scale is not None:
         check_tensor("global_scale", global_scale)
+        if global_scale.is_complex():
+            raise ValueError(f"global_scale: expected a real number, got {str(global_scale.dtype).rpartition('.')[2]}")
         global_scale = global_scale.to(device=input.device, dtype=torch.float32).reshape(-1)
         if global_scale.numel() != 1:
             raise ValueError(f"global_scale: expected one number, got {global_scale.numel()}")

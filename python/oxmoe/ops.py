@@ -55,7 +55,7 @@ _FUSED_OPTIONS = (
     "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
     "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
     "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, "
-    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=False"
+    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=True"
 )
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
@@ -76,7 +76,9 @@ SCHEMAS = {
     "topk.out": (
         f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()"
     ),
-    "sort_by_expert": "(Tensor topk_ids, int num_experts, *, int first_expert=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    "sort_by_expert": (
+        "(Tensor topk_ids, int num_experts, *, int? first_expert=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     "routing_tables": (
         '(Tensor topk_weights, Tensor topk_ids, int num_experts, *, str gate_dtype="float32") '
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -338,7 +340,9 @@ def _traced_topk(
     return weights, ids
 
 
-def _traced_sort(topk_ids: Tensor, num_experts: int, *, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _traced_sort(
+    topk_ids: Tensor, num_experts: int, *, first_expert: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.oxmoe.sort_by_expert.default(topk_ids, num_experts, first_expert=first_expert)
 
 

@@ -110,4 +110,4 @@ def per_token_group_quant_fp8(
         row_multiple=4 if column_major_scales and scale_tma_aligned else 1,
         powers=scale_ue8m0,
     )
-    return codes, scales.T[: x.shape[0]] if column_major_scales else scales
+    return codes, scales.T[: codes.shape[0]] if column_major_scales else scales

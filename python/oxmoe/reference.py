@@ -381,21 +381,27 @@ def nvfp4_expert(
 
 def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
     """fp32 score of every expert; for softmax_topk the logit, which becomes a weight only once the choice is made."""
-    logits = router_logits.float()
+    # In double precision: the vector and the scalar code of torch's float functions give equal logits other scores.
+    logits = router_logits.double()
     if scoring_func == "softmax":
-        return torch.softmax(logits, dim=-1)
+        return torch.softmax(logits, dim=-1).float()
     if scoring_func == "sigmoid":
-        return torch.sigmoid(logits)
+        return torch.sigmoid(logits).float()
     if scoring_func == "sqrtsoftplus":
-        return F.softplus(logits).sqrt()
+        return F.softplus(logits).sqrt().float()
     if scoring_func in ("softmax_topk", "identity"):
-        return logits
+        return router_logits.float()
     raise ValueError(f"scoring_func: unknown {scoring_func!r}")
 
 
-def best(values: Tensor, count: int) -> Tensor:
-    """Column numbers of the largest values, best first, ties to the lower number."""
-    return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :count]
+def best(values: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    """Column numbers of the largest values, best first, ties to the lower number; NaN is the largest. `among`: columns
+    outside of this mask come after all others."""
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    if among is not None:
+        last = (~among).gather(-1, order).to(torch.uint8)
+        order = order.gather(-1, torch.sort(last, dim=-1, stable=True).indices)
+    return order[:, :count]
 
 
 def choice_values(
@@ -408,19 +414,29 @@ def choice_values(
     group_score: str | None = None,
 ) -> Tensor:
     """What the choice orders by: the logit, or score + bias with experts of losing groups at -inf."""
-    if correction_bias is None and num_expert_group == 0:
-        return router_logits.float()
+    choice, kept = _choice(router_logits, scoring_func, correction_bias, (num_expert_group, topk_group, group_score))
+    return choice if kept is None else torch.where(kept, choice, -math.inf)
+
+
+def _choice(
+    router_logits: Tensor, scoring_func: str, correction_bias: Tensor | None, groups: tuple[int, int, str | None]
+) -> tuple[Tensor, Tensor | None]:
+    """(what the choice orders by, which experts may be chosen; None: all)."""
+    count, kept, group_score = groups
+    grouped = kept < count
+    if correction_bias is None and not grouped:
+        return router_logits.float(), None
     choice = scores(router_logits, scoring_func)
     if correction_bias is not None:
         choice = choice + correction_bias.float()
-    if num_expert_group == 0:
-        return choice
+    if not grouped:
+        return choice, None
     group_score = group_score or ("max" if correction_bias is None else "top2")
     tokens, experts = choice.shape
-    grouped = choice.view(tokens, num_expert_group, experts // num_expert_group)
-    of_group = grouped.amax(-1) if group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    keep = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best(of_group, topk_group), True)
-    return torch.where(keep[..., None], grouped, -math.inf).reshape(tokens, experts)
+    of_group = torch.sort(choice.view(tokens, count, experts // count), dim=-1, descending=True).values
+    of_group = of_group[..., 0] if group_score == "max" else of_group[..., 0] + of_group[..., 1]
+    keep = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best(of_group, kept), True)
+    return choice, keep.repeat_interleave(experts // count, dim=1)
 
 
 def topk(
@@ -441,21 +457,17 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """`oxmoe.topk`: (weights fp32, ids int32), best first or by id, ties to the lower id, shared experts last."""
     tokens, experts = router_logits.shape
-    choice = choice_values(
-        router_logits,
-        scoring_func=scoring_func,
-        correction_bias=correction_bias,
-        num_expert_group=num_expert_group,
-        topk_group=topk_group,
-        group_score=group_score,
-    )
-    ids = best(choice, top_k - num_fused_shared_experts)
-    weights = scores(router_logits, scoring_func).gather(1, ids)
+    groups = (num_expert_group, topk_group, group_score)
+    choice, kept = _choice(router_logits, scoring_func, correction_bias, groups)
+    ids = best(choice, top_k - num_fused_shared_experts, kept)
     if scoring_func == "softmax_topk":
-        weights = torch.softmax(weights, dim=-1)
-    if renormalize:
-        may_vanish = scoring_func not in ("softmax", "softmax_topk")
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if may_vanish else 0.0))
+        weights = torch.softmax(router_logits.float().gather(1, ids), dim=-1)
+    else:
+        weights = scores(router_logits, scoring_func).gather(1, ids)
+        if renormalize:
+            # A softmax over all experts that is renormalised is one over the chosen, whose sum cannot vanish.
+            over_chosen = scoring_func == "softmax" and correction_bias is None and kept is None
+            weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if over_chosen else 1e-20))
     if order == "id":
         ids, by_id = ids.sort(dim=1)
         weights = weights.gather(1, by_id)
@@ -475,10 +487,10 @@ def topk(
 
 
 def sort_by_expert(
-    topk_ids: Tensor, num_experts: int, *, first_expert: int = 0
+    topk_ids: Tensor, num_experts: int, *, first_expert: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`oxmoe.sort_by_expert`: (histogram, offsets, place_of_slot, slot_of_place), int32, stable in the slot number."""
-    ids = topk_ids.reshape(-1).long() - first_expert
+    ids = topk_ids.reshape(-1).long() - (first_expert or 0)
     local = (ids >= 0) & (ids < num_experts)
     histogram = torch.bincount(ids[local], minlength=num_experts)
     offsets = F.pad(histogram.cumsum(0), (1, 0))

@@ -8,6 +8,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_FLOATS = ("torch.bfloat16", "torch.float16", "torch.float64")
+
+
+def as_float32(topk_weights: Any) -> Any:
+    """Top-k weights as fp32 where they are floats of another dtype: SGLang's models and custom routing functions leave
+    them in the router's (Llama-4, PhiMoE). What is no such tensor is given back, for `moe` to judge."""
+    return topk_weights.float() if str(getattr(topk_weights, "dtype", None)) in _FLOATS else topk_weights
+
+
 def routing_arguments(topk_output: Any) -> dict[str, Any]:
     """Of a StandardTopKOutput its weights and ids; of a TritonKernelTopKOutput (0.5.12 or 0.5.23) the same, made of its
     tables; of a BypassedTopKOutput the router logits and how to choose.
@@ -27,7 +36,7 @@ def routing_arguments(topk_output: Any) -> dict[str, Any]:
         weights, ids = slots_of(*tables)
         return {"topk_weights": weights, "topk_ids": ids}
     if config is None:
-        return {"topk_weights": topk_output.topk_weights, "topk_ids": topk_output.topk_ids}
+        return {"topk_weights": as_float32(topk_output.topk_weights), "topk_ids": topk_output.topk_ids}
     shared = getattr(getattr(config, "shared_experts", None), "num_shared_topk_slots", 0)
     special = (
         getattr(config, "custom_routing_function", None) is not None,

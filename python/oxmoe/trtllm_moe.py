@@ -220,17 +220,25 @@ def _run(
             **unserved,
         },
     )
-    if local_num_experts < 1 or num_experts % local_num_experts or local_expert_offset % local_num_experts:
+    if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
+        raise ValueError(
+            f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "
+            f"(local_num_experts {local_num_experts}) are not among num_experts {num_experts}"
+        )
+    if num_experts % local_num_experts or local_expert_offset % local_num_experts:
         raise NotImplementedError(
             f"{function}: no kernel for local_expert_offset {local_expert_offset} and local_num_experts "
             f"{local_num_experts} of {num_experts}; served are equal parts of the experts"
         )
     routing["ep_size"], routing["ep_rank"] = num_experts // local_num_experts, local_expert_offset // local_num_experts
     if weights is not None:
+        _check_experts("weights", weights.num_experts, local_num_experts)
         x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
         return moe(x, weights, **routing, x_scale=x_scale, out=output)
     for name, gemm in zip(_GEMMS, gemms, strict=True):
         check_tensor(name, gemm)
+    if gemms[0].ndim:
+        _check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
     of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
     form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
     if tracing():
@@ -238,6 +246,11 @@ def _run(
     else:
         call = layer
     return call(hidden_states, hidden_states_scale, *gemms, **form, **of_experts, **routing, out=output)
+
+
+def _check_experts(operand: str, held: int, expected: int) -> None:
+    if held != expected:
+        raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
 
 
 def layer(

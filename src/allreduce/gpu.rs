@@ -15,7 +15,7 @@ use crate::tensor::Place;
 use crate::variants::{allreduce, Element, Variant};
 use cudarc::driver::result;
 use pyo3::prelude::*;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 /// Bit of the header's word in which the pattern's number has room: ranks that chose different algorithms disagree too.
@@ -30,7 +30,7 @@ struct Maps {
     report: HostWords,
 }
 
-/// One rank's all-reduce memory. Made by oxmoe.create_allreduce_fusion_workspace.
+#[doc = crate::help!("AllReduceMemory")]
 #[pyclass(frozen, module = "oxmoe")]
 pub struct AllReduceMemory {
     gpu: &'static Gpu,
@@ -135,8 +135,8 @@ fn narrowing(rows: &ReduceRows, row_chunks: u32) -> Narrowing {
 }
 
 #[pymethods]
+#[pyo3(crate = "crate::python")]
 impl AllReduceMemory {
-    /// Allocates and empties this rank's workspace for messages of up to `bytes` on GPU `device`.
     #[new]
     #[pyo3(signature = (device, world_size, rank, bytes, dtype, *, force_oneshot_support=false))]
     fn new(
@@ -167,19 +167,19 @@ impl AllReduceMemory {
         })
     }
 
-    /// Bytes of this rank's workspace.
+    #[doc = crate::help!("AllReduceMemory.nbytes")]
     #[getter]
     fn nbytes(&self) -> u64 {
         self.layout.bytes()
     }
 
-    /// The GPU.
+    #[doc = crate::help!("AllReduceMemory.device")]
     #[getter]
     fn device(&self) -> i32 {
         self.gpu.ordinal
     }
 
-    /// The number of the file descriptor that peers map this memory by; it stays this object's and is closed by `open`.
+    #[doc = crate::help!("AllReduceMemory.descriptor")]
     fn descriptor(&self) -> PyResult<i32> {
         guard(|| {
             self.with(|maps| match &maps.descriptor {
@@ -189,7 +189,7 @@ impl AllReduceMemory {
         })
     }
 
-    /// Maps the peers' memory: their descriptors by rank, ours is not looked at. Duplicates them; the caller closes its own.
+    #[doc = crate::help!("AllReduceMemory.open")]
     fn open(&self, py: Python<'_>, descriptors: Vec<i32>) -> PyResult<()> {
         guard(|| {
             if descriptors.len() != self.layout.ranks {
@@ -197,13 +197,20 @@ impl AllReduceMemory {
             }
             py.detach(|| {
                 self.with(|maps| {
+                    let Some(exported) = &maps.descriptor else {
+                        contract!("workspace: peers' memory was opened before");
+                    };
                     for (peer, &number) in descriptors.iter().enumerate().filter(|&(peer, _)| peer != self.rank) {
-                        // SAFETY: the caller's open descriptor, borrowed for the call.
+                        if number < 0 {
+                            contract!("descriptors: rank {peer}'s is missing");
+                        }
+                        // SAFETY: not -1; what is not open is found when it is duplicated.
                         let theirs = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
                         let Ok(theirs) = theirs.try_clone_to_owned() else {
                             contract!("descriptors: rank {peer}'s ({number}) is not open");
                         };
-                        maps.peers[peer] = Some(memory::open(self.gpu, &theirs, &maps.own, peer)?);
+                        let theirs = memory::open(self.gpu, theirs.as_fd(), (&maps.own, exported), peer)?;
+                        maps.peers[peer] = Some(theirs);
                     }
                     maps.descriptor = None;
                     Ok(())
@@ -212,7 +219,7 @@ impl AllReduceMemory {
         })
     }
 
-    /// Launches one all-reduce on the current stream. Returns what allreduce_finish returns. deadline: seconds.
+    #[doc = crate::help!("AllReduceMemory.launch")]
     #[pyo3(signature = (operands, deadline, use_oneshot=None))]
     fn launch<'py>(
         &self,
@@ -222,7 +229,7 @@ impl AllReduceMemory {
         use_oneshot: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         guard(|| {
-            let checked = operands.check()?;
+            let (checked, contract) = operands.check()?;
             let leader = checked.on_gpu()?;
             if leader.place != Place::Cuda(self.gpu.ordinal) {
                 contract!("input: is on {}, the workspace was made on cuda:{}", leader.place, self.gpu.ordinal);
@@ -233,7 +240,7 @@ impl AllReduceMemory {
             }
             let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
             let (rows, result) = checked.rows(Vec::new())?;
-            let stream = Stream::new(self.gpu, leader.current_stream(py)?)?;
+            let stream = Stream::new(self.gpu, leader.current_stream(py)?, &contract.finish()?)?;
             self.with(|maps| {
                 let params = AllReduceParams {
                     input: checked.input(),
@@ -246,7 +253,7 @@ impl AllReduceMemory {
         })
     }
 
-    /// What went wrong on the GPU, as far as this rank has heard without waiting: None, or (whether it was a wait, text).
+    #[doc = crate::help!("AllReduceMemory.fault")]
     fn fault(&self) -> PyResult<Option<(bool, String)>> {
         guard(|| {
             self.with(|maps| {
@@ -256,7 +263,7 @@ impl AllReduceMemory {
         })
     }
 
-    /// Waits for this GPU's kernels, whose waits all end, and unmaps everything. Peers keep what they map. A second call does nothing.
+    #[doc = crate::help!("AllReduceMemory.close")]
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         guard(|| {
             py.detach(|| {
@@ -272,7 +279,7 @@ impl AllReduceMemory {
         })
     }
 
-    /// Waits for this GPU's kernels; then `fault` also knows what peers have reported since.
+    #[doc = crate::help!("AllReduceMemory.synchronize")]
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         guard(|| {
             py.detach(|| {
@@ -339,8 +346,8 @@ fn kernels(dtype: &str, ranks: u32) -> Vec<Variant> {
     allreduce::of(element, ranks).into_iter().map(Variant::AllReduce).collect()
 }
 
-/// Why a group of world_size ranks on GPU `device` cannot all-reduce CUDA tensors: None if it can.
-#[pyfunction]
+#[doc = crate::help!("allreduce_unsupported")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_unsupported(device: i32, world_size: u32) -> PyResult<Option<String>> {
     guard(|| {
         if let Err(error) = plan::serves(world_size) {

@@ -1,11 +1,14 @@
 //! Device memory that every process of a group maps: cuMemCreate, passed on as a file descriptor. It is our own, so torch's allocator and its
 //! expandable segments do not matter, and it may be freed in any order: memory lives as long as somebody maps it.
 
+use crate::contract;
 use crate::device::{cuda_error, Current, Gpu};
 use crate::error::Result;
 use cudarc::driver::{result, sys};
 use std::ffi::c_void;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::fs::{File, Metadata};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 const POSIX_FD: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -107,15 +110,86 @@ pub fn create(gpu: &Gpu, bytes: u64, zeros: usize) -> Result<(Mapping, OwnedFd)>
     Ok((map, descriptor))
 }
 
-/// Maps a peer's allocation of the same size as ours.
-pub fn open(gpu: &Gpu, descriptor: &OwnedFd, like: &Mapping, peer: usize) -> Result<Mapping> {
+/// Maps a peer's allocation, which is like ours: `own` is our mapping and the descriptor that the driver exported for it.
+pub fn open(gpu: &Gpu, theirs: BorrowedFd, own: (&Mapping, &OwnedFd), peer: usize) -> Result<Mapping> {
+    let (ours, exported) = own;
+    require_alike(theirs, exported.as_fd(), peer)?;
     let _current = Current::new(gpu)?;
     let mut handle = 0;
-    let number = descriptor.as_raw_fd() as usize as *mut c_void;
+    let number = theirs.as_raw_fd() as usize as *mut c_void;
     // SAFETY: the driver takes the descriptor's number in place of a pointer.
     let imported = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, number, POSIX_FD) };
     checked(imported, format_args!("importing the memory of rank {peer}"))?;
-    Mapping::new(gpu, handle, like.bytes)
+    if let Err(error) = require_device_memory(handle, peer) {
+        // SAFETY: the handle is ours to release.
+        unsafe {
+            let _ = sys::cuMemRelease(handle);
+        }
+        return Err(error);
+    }
+    // An allocation that is smaller than ours cannot be mapped: cuMemMap refuses a range beyond it.
+    Mapping::new(gpu, handle, ours.bytes)
+}
+
+/// Refuses a descriptor of another kind than the driver's own export: a plain file, a pipe, a socket, another device's.
+fn require_alike(theirs: BorrowedFd, ours: BorrowedFd, peer: usize) -> Result<()> {
+    let (Ok(theirs), Ok(ours)) = (status(theirs), status(ours)) else {
+        contract!("descriptors: rank {peer}'s cannot be looked at");
+    };
+    if kind(&theirs) != kind(&ours) {
+        contract!(
+            "descriptors: rank {peer}'s is {}, and the driver exports memory as {}",
+            describe(&theirs),
+            describe(&ours)
+        );
+    }
+    Ok(())
+}
+
+fn status(descriptor: BorrowedFd) -> std::io::Result<Metadata> {
+    File::from(descriptor.try_clone_to_owned()?).metadata()
+}
+
+/// What must be the same of two exports of equal size on one host. Minors of devices differ from GPU to GPU, and the file system
+/// that a device's node lies in from container to container.
+fn kind(of: &Metadata) -> (u32, u64, u64) {
+    const TYPE: u32 = 0o170_000;
+    if of.file_type().is_char_device() {
+        (of.mode() & TYPE, major(of), 0)
+    } else {
+        (of.mode() & TYPE, of.dev(), of.size())
+    }
+}
+
+/// As glibc's macro of that name.
+fn major(of: &Metadata) -> u64 {
+    let device = of.rdev();
+    (device >> 8 & 0xFFF) | (device >> 32 & !0xFFF)
+}
+
+fn describe(of: &Metadata) -> String {
+    let kind = of.file_type();
+    if kind.is_char_device() {
+        format!("a device of major number {}", major(of))
+    } else if kind.is_file() {
+        format!("a file of {} bytes on device {}", of.size(), of.dev())
+    } else {
+        format!("of mode {:o} on device {}, of {} bytes", of.mode(), of.dev(), of.size())
+    }
+}
+
+/// Refuses what is imported but is no memory of a GPU. A driver that does not answer (the peer's GPU may be hidden from this
+/// process) leaves the question to the mapping.
+fn require_device_memory(handle: sys::CUmemGenericAllocationHandle, peer: usize) -> Result<()> {
+    // SAFETY: a plain struct of numbers and pointers, of which zeros are valid.
+    let mut prop: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    // SAFETY: the out pointer lives through the call.
+    let answer = unsafe { sys::cuMemGetAllocationPropertiesFromHandle(&mut prop, handle) };
+    let device = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE;
+    if answer.result().is_ok() && prop.location.type_ != device {
+        contract!("descriptors: rank {peer}'s is memory of {:?}, expected a GPU's", prop.location.type_);
+    }
+    Ok(())
 }
 
 /// `bytes` in whole units of the device.

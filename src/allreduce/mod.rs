@@ -12,97 +12,85 @@ pub mod protocol;
 
 use crate::contract;
 use crate::cpu;
-use crate::error::{guard, Result};
+use crate::error::{guard, try_filled, Result};
 use crate::params::Dtype;
-use crate::tensor::{Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Elem, Place};
 use operands::Operands;
 use protocol::{Layout, Shape, CHUNK_BYTES};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-struct Shared<T>(T);
-// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
-unsafe impl<T> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Shared<T> {}
-
-/// Checks the operands of one call of allreduce_fusion: (shape word, message). The message is what this rank contributes, [T, H]: the input
-/// itself, or for the MoE patterns the sum of its experts' rows.
-#[pyfunction]
+#[doc = crate::help!("allreduce_message")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
     guard(|| {
-        let checked = operands.check()?;
+        let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let word = checked.shape.word();
-        let Some((contribution, out)) = checked.contribution()? else {
+        let Some((contribution, out)) = checked.contribution(&mut contract)? else {
             return Ok((word, operands.input.clone()));
         };
-        let (contribution, dtype) = (Shared(contribution), checked.shape.dtype);
-        py.detach(|| {
-            let Shared(contribution) = &contribution;
-            // SAFETY: shapes and row numbers were checked, `out` is new.
-            unsafe { cpu::contribute(contribution, dtype) }
-        });
+        let dtype = checked.shape.dtype;
+        // SAFETY: shapes and row numbers were checked, `out` is new.
+        contract.finish()?.on_cpu(py, || unsafe { cpu::contribute(&contribution, dtype) });
         Ok((word, out))
     })
 }
 
-/// Writes the outputs of one call from every rank's message, in rank order: tensors of [T, H], uint8 tensors or bytes. Returns norm_out, else
-/// quant_out, else residual_out, else output, whichever is the first the pattern writes.
-#[pyfunction]
+#[doc = crate::help!("allreduce_finish")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_finish<'py>(
     py: Python<'py>,
     operands: Operands<'py>,
     messages: Vec<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        let checked = operands.check()?;
+        let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let dtype = checked.shape.dtype;
         let bytes = checked.bytes();
         let mut kept = Vec::with_capacity(messages.len());
         for message in &messages {
-            kept.push(Message::read(message, bytes)?);
+            kept.push(Message::read(message, bytes, &mut contract)?);
         }
         if kept.is_empty() {
             contract!("messages: expected one of each rank, got none");
         }
         let (rows, result) = checked.rows(kept.iter().map(Message::data).collect())?;
-        let rows = Shared(rows);
-        py.detach(|| {
-            let Shared(rows) = &rows;
-            // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
-            unsafe { cpu::reduce_rows(rows, dtype) }
-        });
+        // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
+        contract.finish()?.on_cpu(py, || unsafe { cpu::reduce_rows(&rows, dtype) });
         Ok(result)
     })
 }
 
 /// One rank's bytes, aligned for every dtype.
-enum Message {
-    Tensor(TensorRef),
+enum Message<'py> {
+    Tensor(Borrowed<'py>),
     Copy(Vec<u64>),
 }
 
-impl Message {
-    fn read(object: &Bound<'_, PyAny>, bytes: usize) -> Result<Message> {
+impl<'py> Message<'py> {
+    fn read(object: &Bound<'py, PyAny>, bytes: usize, contract: &mut Contract<'_>) -> Result<Message<'py>> {
         let copy = |from: *const u8| {
-            let mut copy = vec![0u64; bytes.div_ceil(8)];
+            let mut copy: Vec<u64> = try_filled(bytes.div_ceil(8), "an aligned copy of a message")?;
             // SAFETY: `bytes` bytes, checked below before this is called.
             unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr().cast::<u8>(), bytes) };
-            Message::Copy(copy)
+            Ok(Message::Copy(copy))
         };
         if let Ok(raw) = object.cast::<PyBytes>() {
             if raw.as_bytes().len() != bytes {
                 contract!("messages: expected {bytes} bytes of each rank, got {}", raw.as_bytes().len());
             }
-            return Ok(copy(raw.as_bytes().as_ptr()));
+            return copy(raw.as_bytes().as_ptr());
         }
-        let tensor = TensorRef::borrow("messages", object)?;
-        if tensor.bytes() != bytes || tensor.place != Place::Cpu {
-            contract!("messages: expected {bytes} bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
+        let tensor = contract.input("messages", object)?;
+        if tensor.bytes() != bytes || tensor.place != Place::Cpu || !tensor.contiguous() {
+            contract!("messages: expected {bytes} contiguous bytes on cpu, got {} on {}", tensor.bytes(), tensor.place);
         }
-        Ok(if tensor.data.align_offset(8) == 0 { Message::Tensor(tensor) } else { copy(tensor.data) })
+        if tensor.data.align_offset(8) == 0 {
+            return Ok(Message::Tensor(tensor));
+        }
+        copy(tensor.data)
     }
 
     fn data(&self) -> *const u8 {
@@ -113,8 +101,8 @@ impl Message {
     }
 }
 
-/// What a shape word says, for messages to people: "pattern kAllReduce of bfloat16 [6, 2880]".
-#[pyfunction]
+#[doc = crate::help!("allreduce_shape")]
+#[pyfunction(crate = "crate::python")]
 pub fn allreduce_shape(word: u64) -> String {
     let Shape { pattern, dtype, tokens, hidden } = Shape::from_word(word);
     let name = pattern::PATTERNS.get(pattern as usize).map_or("unknown", |p| p.name);
@@ -123,9 +111,8 @@ pub fn allreduce_shape(word: u64) -> String {
     format!("pattern {name} of {dtype} [{tokens}, {hidden}]")
 }
 
-/// Bytes of a workspace on each rank, exact, for messages of up to max_token_num x hidden_dim elements of `dtype` ("bfloat16", "float16" or
-/// "float32"): on "cpu" a receive buffer for each other rank, on "cuda" the slots of protocol.rs.
-#[pyfunction]
+#[doc = crate::help!("allreduce_bytes")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (world_size, max_token_num, hidden_dim, dtype, *, device="cpu", force_oneshot_support=false))]
 pub fn allreduce_bytes(
     world_size: i64,

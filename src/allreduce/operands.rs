@@ -7,7 +7,7 @@ use crate::contract;
 use crate::cpu::{Contribution, Quantise, ReduceRows, ScaleLayout};
 use crate::error::{Error, Result};
 use crate::params::{Dtype, ExpertRows};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 /// The attributes of `oxmoe.allreduce._Operands`: the arguments of `allreduce_fusion`.
@@ -42,34 +42,29 @@ pub struct Checked<'a, 'py> {
     pattern: &'static Pattern,
     pub shape: Shape,
     elem: Elem,
-    input: Option<TensorRef>,
-    residual_in: Option<TensorRef>,
-    gamma: Option<TensorRef>,
-    output: Option<TensorRef>,
-    residual_out: Option<TensorRef>,
-    norm_out: Option<TensorRef>,
-    quant_out: Option<TensorRef>,
-    scale_out: Option<TensorRef>,
+    input: Option<Borrowed<'py>>,
+    residual_in: Option<Borrowed<'py>>,
+    gamma: Option<Borrowed<'py>>,
+    output: Option<Borrowed<'py>>,
+    residual_out: Option<Borrowed<'py>>,
+    norm_out: Option<Borrowed<'py>>,
+    quant_out: Option<Borrowed<'py>>,
+    scale_out: Option<Borrowed<'py>>,
     quantise: Quantise,
-    scale_factor: Option<TensorRef>,
-    experts: Option<Experts>,
+    scale_factor: Option<Borrowed<'py>>,
+    experts: Option<Experts<'py>>,
 }
 
 /// Where the MoE patterns take their contribution from.
-struct Experts {
-    rows: TensorRef,
-    table: Option<TensorRef>,
-    weights: Option<TensorRef>,
-    shared: Option<TensorRef>,
+struct Experts<'py> {
+    rows: Borrowed<'py>,
+    table: Option<Borrowed<'py>>,
+    weights: Option<Borrowed<'py>>,
+    shared: Option<Borrowed<'py>>,
     slots: i64,
 }
 
 const COMPUTE: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
-/// torch.float8_e4m3fn in DLPack.
-const E4M3: Elem = Elem::Other(10, 8);
-/// torch.float4_e2m1fn_x2 in DLPack: two lanes of four bits.
-const E2M1: Elem = Elem::Other(17, 4);
-
 pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
     let multiple = CHUNK_BYTES as i64 / elem.bytes() as i64;
     if hidden < multiple || hidden > Shape::MAX_HIDDEN || hidden % multiple != 0 {
@@ -81,12 +76,28 @@ pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
     Ok(())
 }
 
-fn borrow(name: &'static str, object: &Option<Bound<'_, PyAny>>) -> Result<Option<TensorRef>> {
-    object.as_ref().map(|object| TensorRef::borrow(name, object)).transpose()
+/// Inputs that an output of rows may be itself: kernels read a row whole before they write it. A rank's own message is its input.
+const ROWS: &[&str] = &["input", "residual_in", "messages"];
+
+fn input<'py>(
+    name: &'static str,
+    object: &Option<Bound<'py, PyAny>>,
+    contract: &mut Contract<'_>,
+) -> Result<Option<Borrowed<'py>>> {
+    object.as_ref().map(|object| contract.input(name, object)).transpose()
+}
+
+fn output<'py>(
+    name: &'static str,
+    object: &Option<Bound<'py, PyAny>>,
+    contract: &mut Contract<'_>,
+) -> Result<Option<Borrowed<'py>>> {
+    object.as_ref().map(|object| contract.output_over(name, object, ROWS)).transpose()
 }
 
 impl<'py> Operands<'py> {
-    pub fn check(&self) -> Result<Checked<'_, 'py>> {
+    /// The checked operands, and the contract that has borrowed them: who runs the call finishes it.
+    pub fn check(&self) -> Result<(Checked<'_, 'py>, Contract<'static>)> {
         let Some(pattern) = usize::try_from(self.pattern).ok().and_then(|i| PATTERNS.get(i)) else {
             let known: Vec<String> = PATTERNS.iter().enumerate().map(|(i, p)| format!("{i} {}", p.name)).collect();
             contract!("pattern: expected one of {}; got {}", known.join(", "), self.pattern);
@@ -98,8 +109,8 @@ impl<'py> Operands<'py> {
             _ => (self.residual_in.as_ref(), "residual_in"),
         };
         let Some(leader) = leader else { contract!("residual_in: {} needs it", pattern.name) };
-        let leader = TensorRef::borrow(name, leader)?;
         let mut contract = Contract::new();
+        let leader = contract.input(name, leader)?;
         contract.check(name, &leader, &[Dim::Named("tokens"), Dim::Named("hidden")], &COMPUTE)?;
         let (tokens, hidden, elem) = (leader.shape()[0], leader.shape()[1], leader.elem);
         check_hidden(name, hidden, elem)?;
@@ -107,20 +118,28 @@ impl<'py> Operands<'py> {
             contract!("{name}: expected at most {} tokens, got {tokens}", u32::MAX);
         }
         let rows = [Dim::Named("tokens"), Dim::Named("hidden")];
-        let mut row_tensor = |name: &'static str, object: &Option<Bound<'py, PyAny>>| -> Result<Option<TensorRef>> {
-            let tensor = borrow(name, object)?;
+        let of_rows = |name: &'static str, tensor: Option<Borrowed<'py>>, contract: &mut Contract<'_>| {
             if let Some(tensor) = &tensor {
                 contract.check(name, tensor, &rows, &[elem])?;
             }
-            Ok(tensor)
+            Ok::<_, Error>(tensor)
         };
-        let output = row_tensor("output", &self.output)?;
-        let residual_in = row_tensor("residual_in", &self.residual_in)?;
-        let residual_out = row_tensor("residual_out", &self.residual_out)?;
-        let norm_out = row_tensor("norm_out", &self.norm_out)?;
-        let shared = row_tensor("shared_expert_output", &self.shared_expert_output)?;
-        let token_input = row_tensor("moe_reduction_token_input", &self.moe_reduction_token_input)?;
-        let gamma = borrow("rms_gamma", &self.rms_gamma)?;
+        let contract_of_rows = &mut contract;
+        let mut read = |name, object| {
+            let tensor = input(name, object, contract_of_rows)?;
+            of_rows(name, tensor, contract_of_rows)
+        };
+        let residual_in = read("residual_in", &self.residual_in)?;
+        let shared = read("shared_expert_output", &self.shared_expert_output)?;
+        let token_input = read("moe_reduction_token_input", &self.moe_reduction_token_input)?;
+        let mut written = |name, object| {
+            let tensor = output(name, object, &mut contract)?;
+            of_rows(name, tensor, &mut contract)
+        };
+        let output_rows = written("output", &self.output)?;
+        let residual_out = written("residual_out", &self.residual_out)?;
+        let norm_out = written("norm_out", &self.norm_out)?;
+        let gamma = input("rms_gamma", &self.rms_gamma, &mut contract)?;
         if let Some(gamma) = &gamma {
             contract.check("rms_gamma", gamma, &[Dim::Named("hidden")], &[elem])?;
         }
@@ -129,12 +148,12 @@ impl<'py> Operands<'py> {
             Source::MoeFinalize => Some(self.finalize(shared, elem, &mut contract)?),
             Source::MoeReduction => Some(self.reduction(token_input, (tokens, elem), &mut contract)?),
         };
-        let quant_out = borrow("quant_out", &self.quant_out)?;
-        let scale_out = borrow("scale_out", &self.scale_out)?;
+        let quant_out = output("quant_out", &self.quant_out, &mut contract)?;
+        let scale_out = output("scale_out", &self.scale_out, &mut contract)?;
         let (quantise, scale_factor) = match &quant_out {
             None => (Quantise::None, None),
             Some(quant_out) => {
-                self.quantisation(pattern, quant_out, scale_out.as_ref(), (tokens, hidden), &mut contract)?
+                self.quantisation(pattern, quant_out, scale_out.as_deref(), (tokens, hidden), &mut contract)?
             }
         };
         let shape =
@@ -148,7 +167,7 @@ impl<'py> Operands<'py> {
             input,
             residual_in,
             gamma,
-            output,
+            output: output_rows,
             residual_out,
             norm_out,
             quant_out,
@@ -157,8 +176,9 @@ impl<'py> Operands<'py> {
             scale_factor,
             experts,
         };
-        checked.overlaps()?;
-        Ok(checked)
+        // Who runs the call adds nothing that is written to a caller's tensor: the caller's operands are compared now.
+        contract.finish()?;
+        Ok((checked, contract))
     }
 
     /// Refuses what a pattern needs and has not, and tensors that it neither reads nor writes.
@@ -211,12 +231,12 @@ impl<'py> Operands<'py> {
     }
 
     /// input [rows, H], expanded_idx_to_permuted_idx int32 [T, k], expert_scale_factor [T, k].
-    fn finalize(&self, shared: Option<TensorRef>, elem: Elem, contract: &mut Contract) -> Result<Experts> {
-        let rows = TensorRef::borrow("input", &self.input)?;
+    fn finalize(&self, shared: Option<Borrowed<'py>>, elem: Elem, contract: &mut Contract<'_>) -> Result<Experts<'py>> {
+        let rows = contract.input("input", &self.input)?;
         contract.check("input", &rows, &[Dim::Named("rows"), Dim::Named("hidden")], &[elem])?;
         let name = "expanded_idx_to_permuted_idx";
         let slots = [Dim::Named("tokens"), Dim::Named("top_k")];
-        let table = borrow(name, &self.expanded_idx_to_permuted_idx)?;
+        let table = input(name, &self.expanded_idx_to_permuted_idx, contract)?;
         if let Some(table) = &table {
             contract.check(name, table, &slots, &[Elem::I32])?;
             let count = rows.shape()[0];
@@ -232,7 +252,7 @@ impl<'py> Operands<'py> {
                 contract!("{name}: slot {slot}: expected -1 to {} (rows of input), got {row}", count - 1);
             }
         }
-        let weights = borrow("expert_scale_factor", &self.expert_scale_factor)?;
+        let weights = input("expert_scale_factor", &self.expert_scale_factor, contract)?;
         if let Some(weights) = &weights {
             contract.check("expert_scale_factor", weights, &slots, &COMPUTE)?;
         }
@@ -240,18 +260,23 @@ impl<'py> Operands<'py> {
     }
 
     /// moe_reduction_active_experts_token_input [E T, H], moe_reduction_scale_input fp32 [E, T], moe_reduction_token_input [T, H].
-    fn reduction(&self, shared: Option<TensorRef>, shape: (i64, Elem), contract: &mut Contract) -> Result<Experts> {
+    fn reduction(
+        &self,
+        shared: Option<Borrowed<'py>>,
+        shape: (i64, Elem),
+        contract: &mut Contract<'_>,
+    ) -> Result<Experts<'py>> {
         let (tokens, elem) = shape;
         let slots = self.moe_reduction_device_num_experts.unwrap_or(0);
         if !(0..=i32::MAX as i64 / tokens.max(1)).contains(&slots) {
             contract!("moe_reduction_device_num_experts: expected 0 to 2^31 / tokens, got {slots}");
         }
         let (rows_name, weights_name) = ("moe_reduction_active_experts_token_input", "moe_reduction_scale_input");
-        let rows = borrow(rows_name, &self.moe_reduction_active_experts_token_input)?;
+        let rows = input(rows_name, &self.moe_reduction_active_experts_token_input, contract)?;
         let Some(rows) = rows else { contract!("{rows_name}: is missing") };
         let count = Dim::Is("experts x tokens", slots * tokens);
         contract.check(rows_name, &rows, &[count, Dim::Named("hidden")], &[elem])?;
-        let weights = borrow(weights_name, &self.moe_reduction_scale_input)?;
+        let weights = input(weights_name, &self.moe_reduction_scale_input, contract)?;
         if let Some(weights) = &weights {
             contract.check(weights_name, weights, &[Dim::Is("experts", slots), Dim::Named("tokens")], &[Elem::F32])?;
         }
@@ -261,26 +286,26 @@ impl<'py> Operands<'py> {
     fn quantisation(
         &self,
         pattern: &Pattern,
-        quant_out: &TensorRef,
-        scale_out: Option<&TensorRef>,
+        quant_out: &View,
+        scale_out: Option<&View>,
         shape: (i64, i64),
-        contract: &mut Contract,
-    ) -> Result<(Quantise, Option<TensorRef>)> {
+        contract: &mut Contract<'_>,
+    ) -> Result<(Quantise, Option<Borrowed<'py>>)> {
         let (tokens, hidden) = shape;
         let fp8 = [Dim::Named("tokens"), Dim::Named("hidden")];
         match (pattern.narrow, scale_out) {
             (Narrow::Fp8, _) => {
-                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
-                let (scale, tensor) = self.scale(quant_out.place)?;
+                contract.check("quant_out", quant_out, &fp8, &[Elem::E4M3, Elem::U8])?;
+                let (scale, tensor) = self.scale(quant_out.place, contract)?;
                 Ok((Quantise::Fp8 { scale }, tensor))
             }
             (Narrow::PerToken, Some(scale_out)) => {
-                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
+                contract.check("quant_out", quant_out, &fp8, &[Elem::E4M3, Elem::U8])?;
                 contract.check("scale_out", scale_out, &[Dim::Named("tokens"), Dim::Is("one", 1)], &[Elem::F32])?;
                 Ok((Quantise::PerToken, None))
             }
             (Narrow::Groups, Some(scale_out)) => {
-                contract.check("quant_out", quant_out, &fp8, &[E4M3, Elem::U8])?;
+                contract.check("quant_out", quant_out, &fp8, &[Elem::E4M3, Elem::U8])?;
                 let group = self.block_quant_group_size.unwrap_or(0);
                 if group < 1 || hidden % group != 0 {
                     contract!("block_quant_group_size: expected a divisor of hidden {hidden}, got {group}");
@@ -314,11 +339,11 @@ impl<'py> Operands<'py> {
                     contract!("quant_out: NVFP4 needs a hidden size divisible by 16, got {hidden}");
                 }
                 let half = [Dim::Named("tokens"), Dim::Is("hidden / 2", hidden / 2)];
-                contract.check("quant_out", quant_out, &half, &[Elem::U8, E2M1])?;
+                contract.check("quant_out", quant_out, &half, &[Elem::U8, Elem::E2M1_X2])?;
                 // Callers shape it as they like; what counts is the bytes.
                 let bytes = layout.bytes(tokens as usize, hidden as usize / 16);
                 let dims = scale_out.shape().iter().map(|&n| Dim::Is("any", n)).collect::<Vec<_>>();
-                contract.check("scale_out", scale_out, &dims, &[Elem::U8, E4M3, Elem::I32])?;
+                contract.check("scale_out", scale_out, &dims, &[Elem::U8, Elem::E4M3, Elem::I32])?;
                 if scale_out.bytes() != bytes {
                     contract!(
                         "scale_out: expected {bytes} bytes ({:?} scales of {tokens} rows of {} blocks), got {}",
@@ -327,7 +352,7 @@ impl<'py> Operands<'py> {
                         scale_out.bytes()
                     );
                 }
-                let (scale, tensor) = self.scale(quant_out.place)?;
+                let (scale, tensor) = self.scale(quant_out.place, contract)?;
                 Ok((Quantise::Nvfp4 { scale, layout }, tensor))
             }
             (Narrow::None, _) | (_, None) => contract!("quant_out: pattern {} writes none", pattern.name),
@@ -335,7 +360,7 @@ impl<'py> Operands<'py> {
     }
 
     /// scale_factor: a number, or a tensor of one fp32 on the CPU or beside the other operands on `place`, where kernels read it.
-    fn scale(&self, place: Place) -> Result<(f32, Option<TensorRef>)> {
+    fn scale(&self, place: Place, contract: &mut Contract<'_>) -> Result<(f32, Option<Borrowed<'py>>)> {
         let Some(object) = &self.scale_factor else { contract!("scale_factor: is missing") };
         if object.getattr_opt("__dlpack__")?.is_none() {
             let Ok(number) = object.extract::<f64>() else {
@@ -343,7 +368,7 @@ impl<'py> Operands<'py> {
             };
             return Ok((number as f32, None));
         }
-        let tensor = TensorRef::borrow("scale_factor", object)?;
+        let tensor = contract.input("scale_factor", object)?;
         if tensor.elem != Elem::F32 || tensor.numel() != 1 || ![Place::Cpu, place].contains(&tensor.place) {
             contract!(
                 "scale_factor: expected a number or one float32 on {place}, got {} of shape {:?} on {}",
@@ -360,22 +385,12 @@ impl<'py> Operands<'py> {
     }
 }
 
-fn read(tensor: &Option<TensorRef>) -> *const u8 {
+fn read(tensor: &Option<Borrowed<'_>>) -> *const u8 {
     tensor.as_ref().map_or(std::ptr::null(), |t| t.data.cast_const())
 }
 
-fn write(tensor: &Option<TensorRef>) -> *mut u8 {
+fn write(tensor: &Option<Borrowed<'_>>) -> *mut u8 {
     tensor.as_ref().map_or(std::ptr::null_mut(), |t| t.data)
-}
-
-/// The extent of a tensor in memory, also of one with gaps between its columns.
-fn extent(t: &TensorRef) -> usize {
-    if t.numel() == 0 {
-        return 0;
-    }
-    let last: i64 = t.shape().iter().zip(t.strides()).map(|(n, stride)| (n - 1) * stride).sum();
-    // Four-bit elements come in pairs of lanes: a byte each.
-    (last as usize + 1) * t.elem.bytes().max(1)
 }
 
 impl<'py> Checked<'_, 'py> {
@@ -396,7 +411,7 @@ impl<'py> Checked<'_, 'py> {
     }
 
     /// The tensor that gives the result its shape, where kernels can read and write all tensors in chunks.
-    pub fn on_gpu(&self) -> Result<&TensorRef> {
+    pub fn on_gpu(&self) -> Result<&Borrowed<'py>> {
         let experts = self.experts.as_ref();
         let tensors = [
             ("input", self.input.as_ref()),
@@ -452,73 +467,25 @@ impl<'py> Checked<'_, 'py> {
         })
     }
 
-    /// Outputs must be apart from each other and from what is read, unless an output is exactly an input of the same shape and dtype.
-    fn overlaps(&self) -> Result<()> {
-        let outputs = [
-            ("output", &self.output),
-            ("residual_out", &self.residual_out),
-            ("norm_out", &self.norm_out),
-            ("quant_out", &self.quant_out),
-            ("scale_out", &self.scale_out),
-        ];
-        let experts = self.experts.as_ref();
-        let rows = [("input", self.input.as_ref()), ("residual_in", self.residual_in.as_ref())];
-        let others = [
-            ("rms_gamma", self.gamma.as_ref()),
-            ("the experts' rows", experts.map(|e| &e.rows)),
-            ("expanded_idx_to_permuted_idx", experts.and_then(|e| e.table.as_ref())),
-            ("the experts' weights", experts.and_then(|e| e.weights.as_ref())),
-            ("the shared expert's output", experts.and_then(|e| e.shared.as_ref())),
-        ];
-        for (i, (name, output)) in outputs.iter().enumerate() {
-            let Some(output) = output else { continue };
-            let bytes = extent(output);
-            let clash = |other: &TensorRef| {
-                let (a, b) = (output.data as usize, other.data as usize);
-                a < b + extent(other) && b < a + bytes
-            };
-            for (other_name, other) in outputs[..i].iter() {
-                if other.as_ref().is_some_and(clash) {
-                    contract!("{name}: overlaps {other_name}");
-                }
-            }
-            for (other_name, other) in rows {
-                let Some(other) = other else { continue };
-                let same = other.data == output.data && other.elem == output.elem;
-                if clash(other) && !same {
-                    contract!("{name}: overlaps {other_name} without being the same tensor");
-                }
-            }
-            for (other_name, other) in others {
-                if other.is_some_and(clash) {
-                    contract!("{name}: overlaps {other_name}");
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// The contribution of a MoE pattern: its parameters and the new tensor.
-    pub fn contribution(&self) -> Result<Option<(Contribution, Bound<'py, PyAny>)>> {
-        let (Some(experts), Some(object), Some(like)) = (&self.experts, &self.given.residual_in, &self.residual_in)
-        else {
+    pub fn contribution(&self, contract: &mut Contract<'_>) -> Result<Option<(Contribution, Bound<'py, PyAny>)>> {
+        let (Some(experts), Some(like)) = (&self.experts, &self.residual_in) else {
             return Ok(None);
         };
         let shape = [self.shape.tokens as i64, self.shape.hidden as i64];
-        let out = tensor::empty(object, like, &shape, self.elem)?;
-        let borrowed = TensorRef::borrow("message", &out)?;
+        let out = contract.new_output("message", like, &shape, self.elem)?;
         let contribution = Contribution {
             rows: experts.rows.data,
             row_of_slot: experts.table.as_ref().map_or(std::ptr::null(), |t| t.data.cast::<i32>().cast_const()),
             weights: read(&experts.weights),
             weight_dtype: experts.weights.as_ref().map(|w| dtype_of(w.elem)),
             shared: read(&experts.shared),
-            out: borrowed.data,
+            out: out.data,
             tokens: self.shape.tokens as usize,
             slots: experts.slots as usize,
             hidden: self.shape.hidden as usize,
         };
-        Ok(Some((contribution, out)))
+        Ok(Some((contribution, out.into_object())))
     }
 
     /// Parameters of the rows, and the tensor that the call returns.

@@ -3,7 +3,7 @@
 //! Contributions are added in rank order in fp32 and rounded once, so every rank gets the same bits. The order of additions in the norm
 //! depends on the hidden size and dtype alone.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::narrow::e4m3;
 use super::{for_dtype, Element, Shared};
@@ -251,15 +251,13 @@ unsafe fn contribute_row<T: Element>(p: &Contribution, token: usize, sums: &mut 
     for slot in 0..p.slots {
         // Without a table weights lie expert by expert.
         let (place, weight_at) = if p.row_of_slot.is_null() {
-            ((slot * p.tokens + token) as i32, slot * p.tokens + token)
+            (slot * p.tokens + token, slot * p.tokens + token)
         } else {
             let at = token * p.slots + slot;
             // SAFETY: tokens x slots numbers.
-            (unsafe { *p.row_of_slot.add(at) }, at)
+            let Ok(place) = usize::try_from(unsafe { *p.row_of_slot.add(at) }) else { continue };
+            (place, at)
         };
-        if place < 0 {
-            continue;
-        }
         let weight = match p.weight_dtype {
             None => 1.0,
             Some(dtype) => for_dtype!(dtype, W => {
@@ -267,7 +265,7 @@ unsafe fn contribute_row<T: Element>(p: &Contribution, token: usize, sums: &mut 
                 unsafe { (*p.weights.cast::<W>().add(weight_at)).to_f32() }
             }),
         };
-        for (sum, x) in sums.iter_mut().zip(row(p.rows, place as usize)) {
+        for (sum, x) in sums.iter_mut().zip(row(p.rows, place)) {
             *sum += weight * x.to_f32();
         }
     }

@@ -1,6 +1,6 @@
 //! Weighted sum of a token's expert rows.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element, Shared};
 use crate::params::{CombineParams, Dtype};
@@ -30,7 +30,7 @@ unsafe fn combine_typed<T: Element>(p: &CombineParams) {
     let blocks = (p.hidden as usize).div_ceil(COLUMNS);
     let tasks_each = (ELEMENTS_PER_TASK / (slots * COLUMNS).max(1)).max(1);
     let shared = Shared(p);
-    (0..rows * blocks).into_par_iter().with_min_len(tasks_each).for_each(|i| {
+    (0..rows * blocks).into_par_iter().for_each_least(tasks_each, |i| {
         // SAFETY: each (row, block) of `out` is written by one task; the rest is the caller's contract.
         unsafe { combine_block::<T>(shared.get(), i / blocks, slots, i % blocks * COLUMNS) }
     });

@@ -1,10 +1,10 @@
 //! csrc/quant/quantize_rows_e4m3.cuh on host memory.
 
 use super::narrow::{e4m3, e4m3_value};
-use super::{schedule, Shared};
+use super::{schedule, slice, slice_mut, Shared};
+use crate::parallel::*;
 use crate::params::QuantizeRowsParams;
 use half::bf16;
-use rayon::prelude::*;
 use std::sync::LazyLock;
 
 /// The value of every code; exact.
@@ -47,7 +47,7 @@ unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, u
         let columns = p.columns as usize;
         // SAFETY: a row of x, by the caller's contract, and its scale, which this thread alone writes.
         let scale = unsafe {
-            let scale = scale(std::slice::from_raw_parts(p.x.cast::<bf16>().add(row * columns), columns));
+            let scale = scale(slice(p.x.cast::<bf16>().add(row * columns), columns));
             *p.scales.add(row) = scale;
             scale
         };
@@ -64,9 +64,8 @@ pub unsafe fn quantize_rows_e4m3(p: &QuantizeRowsParams) {
     unsafe {
         for_each_row(p, |p, row, inverse| {
             let (columns, out_columns) = (p.columns as usize, p.out_columns as usize);
-            let x = std::slice::from_raw_parts(p.x.cast::<bf16>().add(row * columns), columns);
-            let (codes, padding) =
-                std::slice::from_raw_parts_mut(p.out.add(row * out_columns), out_columns).split_at_mut(columns);
+            let x = slice(p.x.cast::<bf16>().add(row * columns), columns);
+            let (codes, padding) = slice_mut(p.out.add(row * out_columns), out_columns).split_at_mut(columns);
             for (code, x) in codes.iter_mut().zip(x) {
                 *code = e4m3(x.to_f32() * inverse);
             }

@@ -1,6 +1,6 @@
 //! Grouped GEMM: every tile's token rows times its expert's weight rows, with the activation on the way out.
 //!
-//! Work items are (tile, panel of output columns), run by rayon. A panel's weight rows stay in the second-level cache
+//! Work items are (tile, panel of output columns), run on many threads. A panel's weight rows stay in the second-level cache
 //! while the tile's tokens pass in groups, so weights come from memory once a tile. Weights in blocks are expanded once a tile into a
 //! buffer of the thread, just before the first group is multiplied, and from there on are rows like any other.
 
@@ -16,7 +16,7 @@ mod scalar;
 
 use std::cell::RefCell;
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};

@@ -1,9 +1,10 @@
 //! The dense MXFP8 GEMM of csrc/gemm on host memory: elements times scales in fp32, products summed in fp32, rounded once.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element, Shared};
 use crate::cpu::narrow::e4m3_value;
+use crate::error::{try_filled, Result};
 use crate::params::{MmMxfp8Params, ScaleView};
 use crate::quant::e2m1;
 use crate::quant::mxfp8::BLOCK;
@@ -17,9 +18,11 @@ const LANES: usize = 16;
 
 static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3_value(code as u8)));
 
+/// An error, before anything is written, where the host has no memory for the expanded matrices.
+///
 /// # Safety
 /// The pointers must be valid for the shapes in [`MmMxfp8Params`]; out is writable and apart from everything read.
-pub unsafe fn mm_mxfp8(p: &MmMxfp8Params) {
+pub unsafe fn mm_mxfp8(p: &MmMxfp8Params) -> Result<()> {
     // SAFETY: the caller's contract, unchanged.
     for_dtype!(p.out_dtype, T => unsafe { multiply::<T>(p) })
 }
@@ -45,9 +48,15 @@ unsafe fn expand(codes: *const u8, scales: &ScaleView, row: usize, to: &mut [f32
 
 /// # Safety
 /// As for [`mm_mxfp8`]; out is of type `T`.
-unsafe fn multiply<T: Element>(p: &MmMxfp8Params) {
+unsafe fn multiply<T: Element>(p: &MmMxfp8Params) -> Result<()> {
     let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
-    let mut a = vec![0f32; m * k];
+    // Every worker has room for a panel of b.
+    let panels = n.div_ceil(PANEL);
+    let workers = rayon::current_num_threads().min(panels);
+    let mut a: Vec<f32> = try_filled(m * k, "mm_mxfp8: a expanded to fp32")?;
+    // At least one number each, so that k = 0 has workers too.
+    let room = (PANEL * k).max(1);
+    let mut rooms: Vec<f32> = try_filled(workers * room, "mm_mxfp8: rows of b expanded to fp32")?;
     let shared = Shared(p);
     if k > 0 {
         a.par_chunks_mut(k).enumerate().for_each(|(row, to)| {
@@ -56,22 +65,33 @@ unsafe fn multiply<T: Element>(p: &MmMxfp8Params) {
             unsafe { expand(p.a, &p.a_scales, row, to) }
         });
     }
-    (0..n.div_ceil(PANEL)).into_par_iter().for_each(|panel| {
-        let p = shared.get();
-        let (first, rows) = (panel * PANEL, PANEL.min(n - panel * PANEL));
-        let mut b = vec![0f32; rows * k];
-        for row in 0..rows {
-            // SAFETY: a row of b.
-            unsafe { expand(p.b, &p.b_scales, first + row, &mut b[row * k..][..k]) }
-        }
-        for token in 0..m {
-            for row in 0..rows {
-                let sum = dot(&a[token * k..][..k], &b[row * k..][..k]);
-                // SAFETY: these columns of out are this thread's.
-                unsafe { *p.out.cast::<T>().add(token * n + first + row) = T::from_f32(sum) };
-            }
+    rooms.par_chunks_mut(room).enumerate().for_each(|(worker, b)| {
+        for panel in (worker..panels).step_by(workers) {
+            // SAFETY: the caller's contract; the panels' columns of out are this worker's.
+            unsafe { multiply_panel::<T>(shared.get(), &a, b, panel * PANEL) }
         }
     });
+    Ok(())
+}
+
+/// Up to [`PANEL`] columns of out from column `first` on.
+///
+/// # Safety
+/// As for [`multiply`]; `a` is expanded, `b` has room for a panel, and nobody else writes these columns of out.
+unsafe fn multiply_panel<T: Element>(p: &MmMxfp8Params, a: &[f32], b: &mut [f32], first: usize) {
+    let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
+    let rows = PANEL.min(n - first);
+    for row in 0..rows {
+        // SAFETY: a row of b.
+        unsafe { expand(p.b, &p.b_scales, first + row, &mut b[row * k..][..k]) }
+    }
+    for token in 0..m {
+        for row in 0..rows {
+            let sum = dot(&a[token * k..][..k], &b[row * k..][..k]);
+            // SAFETY: these columns of out are the caller's.
+            unsafe { *p.out.cast::<T>().add(token * n + first + row) = T::from_f32(sum) };
+        }
+    }
 }
 
 /// The sum of products in a fixed order; k is a multiple of [`BLOCK`].

@@ -45,6 +45,26 @@ mod tests;
 
 use half::{bf16, f16};
 
+/// # Safety
+/// `data` must be valid for reads of `len` values; it may be anything for none.
+pub(crate) unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts(data, len) }
+}
+
+/// # Safety
+/// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
+pub(crate) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
+    if len == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts_mut(data, len) }
+}
+
 /// An element type that the CPU kernels read and write.
 pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
@@ -111,23 +131,30 @@ impl<'a, P> Shared<'a, P> {
     }
 }
 
-// SAFETY: parameter structs are plain data; who follows their pointers answers for disjoint writes.
-unsafe impl<P> Sync for Shared<'_, P> {}
-
 macro_rules! shared_between_threads {
-    ($($params:ident),*) => {$(
-        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow.
-        unsafe impl Send for crate::params::$params {}
+    ($($params:path),* $(,)?) => {$(
+        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow, and the loops
+        // divide what they write among their tasks.
+        unsafe impl Send for $params {}
         // SAFETY: as above.
-        unsafe impl Sync for crate::params::$params {}
+        unsafe impl Sync for $params {}
     )*};
 }
 shared_between_threads!(
-    GroupedGemmParams,
-    QuantizeFp8Params,
-    QuantizeNvfp4Params,
-    PackMxfp4Params,
-    QuantizeRowsParams,
-    QuantizeMxfp8Params,
-    MmMxfp8Params
+    Contribution,
+    ReduceRows,
+    crate::params::CombineParams,
+    crate::params::ExpandScalesParams,
+    crate::params::GroupedGemmParams,
+    crate::params::MmMxfp8Params,
+    crate::params::PackMxfp4Params,
+    crate::params::QuantizeFp8Params,
+    crate::params::QuantizeMxfp8Params,
+    crate::params::QuantizeNvfp4Params,
+    crate::params::QuantizeRowsParams,
+    crate::params::RaggedParams,
+    crate::params::RoundNvfp4Params,
+    crate::params::RouteParams,
+    crate::params::ScheduleParams,
+    crate::params::SelectParams,
 );

@@ -1,7 +1,7 @@
 //! Rows of bf16 rounded to MXFP8, as csrc/quant/round_rows_mxfp8.cuh and the epilogue of the MXFP8 GEMM round them.
 
+use crate::parallel::*;
 use half::bf16;
-use rayon::prelude::*;
 
 use super::e4m3::placed_rows;
 use super::Shared;

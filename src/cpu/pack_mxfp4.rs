@@ -1,9 +1,9 @@
 //! The kernels of csrc/quant/pack_mxfp4.cuh on host memory.
 
+use crate::parallel::*;
 use crate::params::{PackMxfp4Params, W13Layout};
 use crate::quant::packed::{self, Extent, Form, CODE_BYTES, SCALE_BYTES};
 use crate::quant::packed_e4m3 as e4m3;
-use rayon::prelude::*;
 
 const SCALED: usize = 32;
 const SCALED_BYTES: usize = SCALED / 2;

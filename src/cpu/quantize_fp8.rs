@@ -1,8 +1,8 @@
 //! The kernels of csrc/quant/quantize_fp8.cuh, quantize_fp8_rows.cuh and expand_scales.cuh on host memory.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
-use super::{for_dtype, schedule, Element, Shared};
+use super::{for_dtype, schedule, slice, slice_mut, Element, Shared};
 use crate::params::{ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::quant::fp8::{peak, power_of, quantize_group, quantize_with, scale_of};
 
@@ -24,17 +24,15 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
     let rows = if p.row_count.is_null() { p.rows } else { p.rows.min(i64::from(unsafe { *p.row_count })) } as usize;
     let (tasks_each, shared) = ((ELEMENTS_PER_TASK / columns.max(1)).max(1), Shared(p));
     // SAFETY: rows of x, by the caller's contract.
-    let row_of =
-        |p: &QuantizeFp8Params, row| unsafe { std::slice::from_raw_parts(p.x.cast::<T>().add(row * columns), columns) };
+    let row_of = |p: &QuantizeFp8Params, row| unsafe { slice(p.x.cast::<T>().add(row * columns), columns) };
     // SAFETY: a schedule, by the caller's contract.
     let listed = (!p.tiles.is_null()).then(|| unsafe { schedule::rows(p.tiles, p.tile_count) });
     let count = listed.as_ref().map_or(rows, Vec::len);
     let number = |i: usize| listed.as_ref().map_or(i, |rows| rows[i]);
     let given = match p.scaling {
         Fp8Scaling::Peak => {
-            let of_rows =
-                (0..count).into_par_iter().with_min_len(tasks_each).map(|i| peak(row_of(shared.get(), number(i)), 0.0));
-            let amax = of_rows.reduce(|| 0.0, f32::max);
+            let rows = (0..count).into_par_iter();
+            let amax = rows.largest(tasks_each, |i| peak(row_of(shared.get(), number(i)), 0.0));
             // SAFETY: one number, by the caller's contract.
             unsafe { *p.given = amax };
             scale_of(amax, p.eps)
@@ -43,12 +41,12 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
         Fp8Scaling::Given => unsafe { *p.given },
         _ => 0.0,
     };
-    (0..count).into_par_iter().with_min_len(tasks_each).for_each(|i| {
+    (0..count).into_par_iter().for_each_least(tasks_each, |i| {
         let row = number(i);
         let p = shared.get();
         let x = row_of(p, row);
         // SAFETY: the caller's contract; this task alone writes the row.
-        let codes = unsafe { std::slice::from_raw_parts_mut(p.codes.add(row * columns), columns) };
+        let codes = unsafe { slice_mut(p.codes.add(row * columns), columns) };
         let of_row = match p.scaling {
             Fp8Scaling::Groups => None,
             Fp8Scaling::Rows => Some(scale_of(peak(x, 0.0), p.eps)),

@@ -1,6 +1,6 @@
 //! The kernels of csrc/quant/quantize_mxfp8.cuh on host memory.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element, Shared};
 use crate::params::QuantizeMxfp8Params;
@@ -37,7 +37,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeMxfp8Params) {
     let (rows, groups, stored, real) = extent(p);
     let tasks_each = (ELEMENTS_PER_TASK / (groups * BLOCK).max(1)).max(1);
     let shared = Shared(p);
-    (0..rows).into_par_iter().with_min_len(tasks_each).for_each(|row| {
+    (0..rows).into_par_iter().for_each_least(tasks_each, |row| {
         let p = shared.get();
         let layout = ScaleLayout::of_tile_rows(p.tile_rows);
         for group in 0..groups {
@@ -69,7 +69,7 @@ unsafe fn dequantize<T: Element>(p: &QuantizeMxfp8Params) {
     let columns = p.columns as usize;
     let tasks_each = (ELEMENTS_PER_TASK / columns.max(1)).max(1);
     let shared = Shared(p);
-    (0..p.rows as usize).into_par_iter().with_min_len(tasks_each).for_each(|row| {
+    (0..p.rows as usize).into_par_iter().for_each_least(tasks_each, |row| {
         let p = shared.get();
         let layout = ScaleLayout::of_tile_rows(p.tile_rows);
         for group in 0..columns / BLOCK {

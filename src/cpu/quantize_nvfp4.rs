@@ -1,6 +1,6 @@
 //! The kernel of csrc/quant/quantize_nvfp4.cuh on host memory.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element, Shared};
 use crate::params::QuantizeNvfp4Params;
@@ -24,8 +24,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeNvfp4Params) {
     let (layout, blocks) = (ScaleLayout::of_tile_rows(p.tile_rows), columns / block);
     let (padded_rows, padded_blocks) = layout.padded(p.rows as usize, blocks);
     let (tasks_each, shared) = ((ELEMENTS_PER_TASK / columns.max(1)).max(1), Shared(p));
-    let work = (0..p.batches as usize * padded_rows).into_par_iter().with_min_len(tasks_each);
-    work.for_each(|number| {
+    (0..p.batches as usize * padded_rows).into_par_iter().for_each_least(tasks_each, |number| {
         let p = shared.get();
         let (batch, row) = (number / padded_rows, number % padded_rows);
         // SAFETY: one number, or one a batch, by the caller's contract.

@@ -1,21 +1,21 @@
 //! triton_kernels' tables of a sorted batch; the twin of csrc/moe/ragged.cuh.
 
+use super::{slice, slice_mut};
 use crate::params::{Dtype, RaggedParams};
 use half::{bf16, f16};
-use std::slice::{from_raw_parts, from_raw_parts_mut};
 
 /// # Safety
 /// All pointers are valid for the shapes stated at `RaggedParams`; outputs overlap nothing.
 pub unsafe fn ragged(p: &RaggedParams) {
     let (experts, slots, most) = (p.experts as usize, p.slots as usize, p.max_blocks as usize);
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's promise; without slots, tables of slots may be null.
     let (histogram, slot_of_place, weights, offsets, schedule) = unsafe {
         (
-            from_raw_parts(p.histogram, experts),
-            from_raw_parts(p.slot_of_place, slots),
-            from_raw_parts(p.slot_weights, slots),
-            from_raw_parts_mut(p.block_offsets, 4 * (experts + 1)),
-            from_raw_parts_mut(p.block_schedule, 4 * most),
+            slice(p.histogram, experts),
+            slice(p.slot_of_place, slots),
+            slice(p.slot_weights, slots),
+            slice_mut(p.block_offsets, 4 * (experts + 1)),
+            slice_mut(p.block_schedule, 4 * most),
         )
     };
     schedule.fill(-1);

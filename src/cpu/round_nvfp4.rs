@@ -1,7 +1,7 @@
 //! Rows of a layer rounded to NVFP4, or expanded from it, on their way into a GEMM of NVFP4 weights: as numbers of the compute type, which
 //! holds an element times its block's scale exactly.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::narrow::e4m3_value;
 use super::{for_dtype, Element, Shared};

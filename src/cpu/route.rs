@@ -1,6 +1,6 @@
 //! Stable sort of the slots by expert, its inverse, and the grouped GEMM's tile schedule.
 
-use super::schedule;
+use super::{schedule, slice, slice_mut};
 use crate::params::{RouteParams, Tile};
 
 const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, done: 0 };
@@ -86,24 +86,4 @@ fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usiz
     }
     out.tiles[tiles..].fill(NO_TILE);
     tiles as i32
-}
-
-/// # Safety
-/// `data` must be valid for reads of `len` values; it may be anything for none.
-unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
-    if len == 0 {
-        return &[];
-    }
-    // SAFETY: the caller's contract.
-    unsafe { std::slice::from_raw_parts(data, len) }
-}
-
-/// # Safety
-/// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
-unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
-    if len == 0 {
-        return &mut [];
-    }
-    // SAFETY: the caller's contract.
-    unsafe { std::slice::from_raw_parts_mut(data, len) }
 }

@@ -1,6 +1,6 @@
 //! Top-k: router logits to expert ids and weights, one token at a time.
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 use super::{for_dtype, Element};
 use crate::params::{GroupScore, Scoring, SelectParams};
@@ -13,27 +13,29 @@ const SOFTPLUS_THRESHOLD: f32 = 20.0;
 /// Tokens that one task takes: a token costs well under a microsecond.
 const TOKENS_PER_TASK: usize = 16;
 
-/// Chooses the experts of every token, all arithmetic in fp32.
+/// Chooses the experts of every token, all arithmetic in fp32. csrc/moe/select.cuh and python/oxmoe/reference.py have the same rules.
 ///
 /// - Order: choices compare as numbers, `-0 == +0`, every NaN equal and above `+inf`; equal choices go to the lower id.
 ///   Columns are best first.
 /// - Groups count only when `topk_group < groups`. A group is `experts / groups` neighbours; its score is its best
-///   choice (`Max`) or the sum of its two best (`Top2`; its only one in groups of one), in the same order as above.
+///   choice (`Max`) or the sum of its two best (`Top2`; its only one in groups of one). Groups compare as choices do, so
+///   one that holds a NaN, or `+inf` and `-inf` as its two best, is above all others; equal groups go to the lower one.
+/// - Experts outside the best groups are never chosen, not even for one whose choice is `-inf`: SGLang gives them 0 or
+///   `-inf` for a choice, which differs only where that ties with an expert of the best groups.
 /// - Without bias and groups the choice is the logit. Else it is the score plus the bias; `SoftmaxTopk` and `Identity`
 ///   have the logit for a score here.
-/// - Experts outside the best groups are masked, not removed, as in SGLang: with 0 when the choice is a softmax,
-///   sigmoid or sqrtsoftplus without bias, else with -inf. One is chosen only when the best groups hold fewer than
-///   `top_k`.
-/// - weight = score; in the grouped form without bias it is the choice, mask included.
+/// - weight = score, without the bias.
 /// - A softmax over all experts sums in id order: NaN or +inf among the logits makes all weights of the token NaN. A
 ///   softmax over the chosen (`SoftmaxTopk`, or `Softmax` renormalized without bias and groups) sums in column order.
 /// - Any other renormalizing divides by the sum in column order plus 1e-20.
+/// - Sums on GPUs have another order, the same in every call.
 /// - A shared expert's weight is `shared_weight`.
 /// - Padded rows get id -1 and weight 0 in every column, shared ones included.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`SelectParams`], `ids` and `weights` must be writable and overlap
-/// nothing, and `experts <= 512`, `top_k - shared_experts <= experts`, `groups` must divide `experts`.
+/// nothing, and `experts <= 512`, `groups` must divide `experts`, and all experts, or those of `topk_group` groups, must be at
+/// least `top_k - shared_experts`.
 pub unsafe fn select(p: &SelectParams) {
     if p.tokens > 0 && p.top_k > 0 {
         // SAFETY: the caller's contract, unchanged.
@@ -70,7 +72,7 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
         order_by_id: p.order_by_id,
     };
     let rows = ids.par_chunks_mut(top_k).zip(weights.par_chunks_mut(top_k)).enumerate();
-    rows.with_min_len(TOKENS_PER_TASK).for_each(|(token, (ids, weights))| {
+    rows.for_each_least(TOKENS_PER_TASK, |(token, (ids, weights))| {
         if token >= valid {
             ids.fill(-1);
             weights.fill(0.0);
@@ -113,17 +115,17 @@ impl Rules<'_> {
         if let Some(bias) = self.bias {
             choice.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
         }
+        let mut keys = [0; MAX_EXPERTS];
+        let keys = keys_of(choice, &mut keys);
         if let Some(groups) = &self.groups {
-            let scored = matches!(self.scoring, Scoring::Softmax | Scoring::Sigmoid | Scoring::SqrtSoftplus);
-            groups.mask(choice, if scored && self.bias.is_none() { 0.0 } else { f32::NEG_INFINITY });
+            groups.mask(choice, keys);
         }
 
         let (routed_ids, shared_ids) = ids.split_at_mut(self.routed);
         let (routed_weights, shared_weights) = weights.split_at_mut(self.routed);
-        top(choice, routed_ids);
+        top(keys, routed_ids);
         for (weight, &id) in routed_weights.iter_mut().zip(&*routed_ids) {
-            let choice_is_weight = self.bias.is_none() && self.groups.is_some();
-            *weight = if choice_is_weight { choice[id as usize] } else { scorer.score(logits[id as usize]) };
+            *weight = scorer.score(logits[id as usize]);
         }
         if over_chosen {
             softmax(routed_weights);
@@ -158,22 +160,23 @@ struct Groups {
 }
 
 impl Groups {
-    /// Replaces the choices of all groups but the best.
-    fn mask(&self, choice: &mut [f32], mask: f32) {
+    /// Takes the keys of all groups but the best away.
+    fn mask(&self, choice: &[f32], keys: &mut [u32]) {
         let size = choice.len() / self.count;
         let mut score = [0.0; MAX_EXPERTS];
-        for (score, group) in score.iter_mut().zip(choice.chunks_exact(size)) {
+        let score = &mut score[..self.count];
+        for ((score, choice), keys) in score.iter_mut().zip(choice.chunks_exact(size)).zip(keys.chunks_exact(size)) {
             let mut best = [0; 2];
             let best = &mut best[..size.min(if self.score == GroupScore::Top2 { 2 } else { 1 })];
-            top(group, best);
-            *score = best.iter().map(|&i| group[i as usize]).reduce(|a, b| a + b).unwrap_or_default();
+            top(keys, best);
+            *score = best.iter().map(|&i| choice[i as usize]).reduce(|a, b| a + b).unwrap_or_default();
         }
-        let mut kept = [0; MAX_EXPERTS];
+        let (mut score_keys, mut kept) = ([0; MAX_EXPERTS], [0; MAX_EXPERTS]);
         let kept = &mut kept[..self.kept];
-        top(&score[..self.count], kept);
-        for (group, choice) in choice.chunks_exact_mut(size).enumerate() {
+        top(keys_of(score, &mut score_keys), kept);
+        for (group, keys) in keys.chunks_exact_mut(size).enumerate() {
             if !kept.contains(&(group as i32)) {
-                choice.fill(mask);
+                keys.fill(NOBODY);
             }
         }
     }
@@ -207,6 +210,16 @@ impl Scorer {
     }
 }
 
+/// Below the key of every number.
+const NOBODY: u32 = 0;
+
+/// The keys of some numbers, in the front of `room`.
+fn keys_of<'a>(values: &[f32], room: &'a mut [u32; MAX_EXPERTS]) -> &'a mut [u32] {
+    let keys = &mut room[..values.len()];
+    keys.iter_mut().zip(values).for_each(|(key, &value)| *key = order(value));
+    keys
+}
+
 /// An integer that orders like the number: `-0 == +0`, NaN on top.
 fn order(x: f32) -> u32 {
     let bits = x.to_bits();
@@ -221,25 +234,24 @@ fn order(x: f32) -> u32 {
     }
 }
 
-/// Indices of the `best.len()` largest values, largest first, ties to the lower index.
-fn top(values: &[f32], best: &mut [i32]) {
-    let mut keys = [0; MAX_EXPERTS];
+/// Indices of the `best.len()` largest keys, largest first, ties to the lower index.
+fn top(keys: &[u32], best: &mut [i32]) {
+    let mut taken = [NOBODY; MAX_EXPERTS];
     let mut found = 0;
-    for (i, &value) in values.iter().enumerate() {
-        let key = order(value);
+    for (i, &key) in keys.iter().enumerate() {
         if found == best.len() {
-            if found == 0 || key <= keys[found - 1] {
+            if found == 0 || key <= taken[found - 1] {
                 continue;
             }
             found -= 1;
         }
         let mut at = found;
-        while at > 0 && keys[at - 1] < key {
-            keys[at] = keys[at - 1];
+        while at > 0 && taken[at - 1] < key {
+            taken[at] = taken[at - 1];
             best[at] = best[at - 1];
             at -= 1;
         }
-        keys[at] = key;
+        taken[at] = key;
         best[at] = i as i32;
         found += 1;
     }

@@ -12,14 +12,12 @@ use crate::quant::mxfp8::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::ops::float_dtype;
 use crate::quant::packed_ops::check_vectors;
-use crate::tensor::{self, Contract, Dim, Elem, Origin, Place, TensorRef};
+use crate::sizes::int;
+use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
-/// bf16, f16 or fp32 [m, n] of a float8_e4m3fn [m, k] and b float8_e4m3fn [k, n] with strides (1, k): the product, in fp32, rounded once.
-///
-/// a_descale: E8M0 uint8 [m, k / 32] of any strides, or flat in the 128x4 (`use_8x4_sf_layout`: 8x4) order; b_descale: [k / 32, n] of any
-/// strides, or flat in the 128x4 order of [n, k / 32]. Elements times their scales are exact wherever bf16 holds them.
-#[pyfunction]
+#[doc = crate::help!("mm_mxfp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (a, b, a_descale, b_descale, *, out=None, out_dtype=None, use_8x4_sf_layout=false))]
 pub fn mm_mxfp8<'py>(
     a: &Bound<'py, PyAny>,
@@ -32,8 +30,9 @@ pub fn mm_mxfp8<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = a.py();
     guard(|| {
-        let (from_a, from_b) = (TensorRef::borrow("a", a)?, TensorRef::borrow("b", b)?);
-        for (operand, matrix) in [("a", &from_a), ("b", &from_b)] {
+        let mut contract = Contract::new();
+        let (from_a, from_b) = (contract.input("a", a)?, contract.input("b", b)?);
+        for (operand, matrix) in [("a", &*from_a), ("b", &*from_b)] {
             if matrix.shape().len() != 2 {
                 contract!("{operand}: mm_mxfp8 accepts 2d tensors, got shape {:?}", matrix.shape());
             }
@@ -52,7 +51,6 @@ pub fn mm_mxfp8<'py>(
         }
         // numpy has no float8.
         let codes: &[Elem] = if from_a.origin == Origin::Other { &[Elem::U8] } else { &[Elem::E4M3] };
-        let mut contract = Contract::new();
         contract.check("a", &from_a, &[Dim::Named("m"), Dim::Named("k")], codes)?;
         contract.check("b", &columns, &[Dim::Named("n"), Dim::Named("k")], codes)?;
         let m = contract.get("m");
@@ -63,26 +61,17 @@ pub fn mm_mxfp8<'py>(
             return Err(Error::Unsupported(format!("m, n, k {m}, {n}, {k}; supported: up to 2^23")));
         }
         let of_a = if use_8x4_sf_layout { ScaleLayout::Swizzled8x4 } else { ScaleLayout::Swizzled128x4 };
-        let a_tensor = TensorRef::borrow("a_descale", a_descale)?;
-        let b_tensor = TensorRef::borrow("b_descale", b_descale)?;
+        let a_tensor = contract.input("a_descale", a_descale)?;
+        let b_tensor = contract.input("b_descale", b_descale)?;
         let a_scales = scales("a_descale", &a_tensor, &from_a, ("m", m), k, of_a, false)?;
         let b_scales = scales("b_descale", &b_tensor, &from_a, ("n", n), k, ScaleLayout::Swizzled128x4, true)?;
-        let elem = out_dtype.map_or(Ok(Elem::Bf16), float_dtype)?;
-        let object = match out {
-            Some(out) => out.clone(),
-            None => tensor::empty(a, &from_a, &[m, n], elem)?,
+        let elem = out_dtype.map_or(Ok(Elem::Bf16), |dtype| float_dtype("out_dtype", dtype))?;
+        let to = match out {
+            Some(out) => contract.output("out", out)?,
+            None => contract.new_output("out", &from_a, &[m, n], elem)?,
         };
-        let to = TensorRef::borrow("out", &object)?;
         contract.check("out", &to, &[Dim::Named("m"), Dim::Named("n")], &[elem])?;
-        if out.is_some() {
-            for (operand, tensor) in
-                [("a", &from_a), ("b", &columns), ("a_descale", &a_tensor), ("b_descale", &b_tensor)]
-            {
-                if to.overlaps(tensor) {
-                    contract!("out: overlaps {operand}");
-                }
-            }
-        }
+        let checked = contract.finish()?;
         let mut params = MmMxfp8Params {
             a: from_a.data,
             b: columns.data,
@@ -90,9 +79,9 @@ pub fn mm_mxfp8<'py>(
             b_scales,
             out: to.data,
             out_dtype: elem.dtype().unwrap_or(Dtype::F32),
-            m: m as i32,
-            n: n as i32,
-            k: k as i32,
+            m: int("m", m)?,
+            n: int("n", n)?,
+            k: int("k", k)?,
             splits: 1,
             shared_tiles: 0,
             tokens: std::ptr::null_mut(),
@@ -102,15 +91,12 @@ pub fn mm_mxfp8<'py>(
             arrivals: 0,
         };
         if m == 0 || n == 0 {
-            return Ok(object);
+            return Ok(to.into_object());
         }
         match from_a.place {
             Place::Cpu => {
-                if !(to.data as usize).is_multiple_of(elem.bytes()) {
-                    contract!("out: expected data aligned to {} bytes, got {:p}", elem.bytes(), to.data);
-                }
                 // SAFETY: shapes, dtypes and extents were checked, and out overlaps nothing.
-                py.detach(|| unsafe { cpu::mm_mxfp8(&params) });
+                checked.on_cpu(py, || unsafe { cpu::mm_mxfp8(&params) })?;
             }
             Place::Cuda(ordinal) => {
                 for (operand, tensor) in [("a", &from_a), ("b", &columns), ("out", &to)] {
@@ -128,10 +114,10 @@ pub fn mm_mxfp8<'py>(
                 let arrivals = i64::from(plan.arrivals);
                 let workspace = match plan.token_bytes + plan.partial_bytes + arrivals * 4 {
                     0 => None,
-                    bytes => Some(tensor::empty(a, &from_a, &[bytes], Elem::U8)?),
+                    bytes => Some(contract.new_output("workspace", &from_a, &[bytes], Elem::U8)?),
                 };
                 if let Some(workspace) = &workspace {
-                    params.tokens = TensorRef::borrow("workspace", workspace)?.data;
+                    params.tokens = workspace.data;
                     params.partial_sums = params.tokens.wrapping_add(plan.token_bytes as usize);
                     params.arrived = params.partial_sums.wrapping_add(plan.partial_bytes as usize).cast();
                 }
@@ -139,7 +125,7 @@ pub fn mm_mxfp8<'py>(
                 params.shared_tiles = plan.shared_tiles as i32;
                 params.tile_tokens = plan.tile_tokens as i32;
                 params.arrivals = plan.arrivals as i32;
-                let stream = Stream::new(gpu, from_a.current_stream(py)?)?;
+                let stream = Stream::new(gpu, from_a.current_stream(py)?, &checked)?;
                 let (passes, pass_rows) = (plan.passes as i32, plan.pass_rows as i32);
                 let few = MmMxfp8FewParams { product: params, passes, pass_rows };
                 let args = || if passes > 0 { Args::MmMxfp8Few(&few) } else { Args::MmMxfp8(&params) };
@@ -148,15 +134,15 @@ pub fn mm_mxfp8<'py>(
                 }
             }
         }
-        Ok(object)
+        Ok(to.into_object())
     })
 }
 
 /// A matrix' scales: two dimensions as they lie, or one in the tiles of `layout`. `turned`: [blocks, rows].
 fn scales(
     operand: &'static str,
-    scales: &TensorRef,
-    like: &TensorRef,
+    scales: &View,
+    like: &View,
     (name, rows): (&str, i64),
     k: i64,
     layout: ScaleLayout,

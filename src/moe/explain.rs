@@ -9,21 +9,21 @@ use crate::error::guard;
 use crate::quant;
 use pyo3::prelude::*;
 
-/// Bytes of workspace that `moe` needs for up to num_tokens tokens with these weights: exact, never decreasing in num_tokens.
-#[pyfunction]
+#[doc = crate::help!("workspace_bytes")]
+#[pyfunction(crate = "crate::python")]
 pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
     guard(|| {
         if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
             contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
         }
-        Ok(plan::workspace(&weights.get().layer.desc, num_tokens, top_k).bytes)
+        let layer = weights.get().desc();
+        super::require_countable("num_tokens", layer, num_tokens, top_k)?;
+        Ok(plan::workspace(layer, num_tokens, top_k).bytes)
     })
 }
 
-/// The plan for a shape, as text: launches, tiles, warps, grids, shared memory, workspace and the roofline floor. Needs no GPU.
-///
-/// arch: "sm_80", "sm_90", "sm_100", "sm_120" or "cpu"; default: this machine's first GPU, else the CPU.
-#[pyfunction]
+#[doc = crate::help!("explain")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
 pub fn explain(
@@ -77,7 +77,7 @@ pub fn explain(
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
                 Some(arch) => Some(Device::typical(arch)),
-                None => contract!("arch: expected \"cpu\" or \"sm_80\" ... \"sm_129\", got {name:?}"),
+                None => contract!("arch: expected \"cpu\" or one of {}, got {name:?}", Arch::known()),
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };

@@ -56,12 +56,12 @@ impl From<Activations> for Scaling {
 }
 
 /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases.
-pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_>) -> Result<Layer> {
+pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_>) -> Result<Layer> {
     let activations = scaling.activations;
     let name = if activations.format().is_fp8_tensor() { "fp8_tensor" } else { "fp8_block" };
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
-    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+    let Some([w13_scale, w2_scale]) = scales else {
         contract!("w13_scale and w2_scale: both are needed for format {name:?}");
     };
     if gated && layout == W13Layout::Interleaved {

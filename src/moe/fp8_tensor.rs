@@ -1,15 +1,12 @@
 //! e4m3 experts whose matrices have one scale, or one for each row: the block scales that kernels read, and the scales of activations.
 
 use super::fp8::{Activations, Scaling};
-use super::weights::ExpertWeights;
+use super::weights::{ExpertWeights, Extra};
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::quant::fp8::GROUP;
-use crate::tensor::{Contract, Dim, Elem, Origin, Place, TensorRef};
+use crate::tensor::{self, Borrowed, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
-
-/// A tensor and the borrow of it.
-type Borrowed<'py> = (Bound<'py, PyAny>, TensorRef);
 
 pub struct Fp8Tensor<'py> {
     /// Scales of w13 and w2, one for each 128 x 128.
@@ -21,53 +18,63 @@ pub struct Fp8Tensor<'py> {
     scales: Option<[Borrowed<'py>; 2]>,
 }
 
-impl Fp8Tensor<'_> {
+const OF_ROWS: [&str; 2] = ["w13_scale", "w2_scale"];
+const OF_ACTIVATIONS: [&str; 2] = ["a13_scale", "a2_scale"];
+
+impl<'py> Fp8Tensor<'py> {
     pub fn scaling(&self) -> Scaling {
-        let address = |rows: &Option<Borrowed<'_>>| rows.as_ref().map_or(std::ptr::null(), |(_, t)| t.data.cast());
+        let address =
+            |rows: &Option<Borrowed<'_>>| rows.as_ref().map_or(std::ptr::null(), |t| t.data.cast_const().cast());
         Scaling { activations: self.activations, rows: self.rows.each_ref().map(address) }
     }
 
-    /// Hands what the layer reads to its owner: scales of activations, and those of rows in place of the tables.
-    pub fn keep(self, made: &mut ExpertWeights) {
-        let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, _borrows, _tensors, .. } = made;
-        let mut hold = |(object, borrowed): Borrowed<'_>| {
-            _borrows.push(borrowed);
-            Some(object.unbind())
-        };
+    /// What the layer reads beside the tables.
+    pub fn tensors(&self) -> Vec<Extra<'py>> {
+        let rows = OF_ROWS.into_iter().zip(&self.rows).filter_map(|(name, rows)| Some((name, rows.clone()?)));
+        let scales = self.scales.iter().flatten().cloned();
+        rows.chain(OF_ACTIVATIONS.into_iter().zip(scales)).collect()
+    }
+
+    /// Makes the scales attributes: those of activations, and those of rows in place of the tables.
+    pub fn show(self, made: &mut ExpertWeights) {
+        let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, .. } = made;
+        let object = |tensor: Borrowed<'_>| Some(tensor.into_object().unbind());
         for (rows, attribute) in self.rows.into_iter().zip([w13_scale, w2_scale]) {
             if let Some(rows) = rows {
-                _tensors.extend(std::mem::replace(attribute, hold(rows)));
+                *attribute = object(rows);
             }
         }
         if let Some([x, hidden]) = self.scales {
-            (*a13_scale, *a2_scale) = (hold(x), hold(hidden));
+            (*a13_scale, *a2_scale) = (object(x), object(hidden));
         }
     }
 }
 
-/// `given`: scales of activations, both or none.
+/// `given`: scales of activations, both or none; without them, `per_token`, by default a scale for each row, else one for all of a call.
 pub fn prepare<'py>(
+    contract: &mut Contract<'_>,
     (w13, w2): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
     scales: [Option<&Bound<'py, PyAny>>; 2],
     given: [Option<&Bound<'py, PyAny>>; 2],
-    per_token: bool,
+    per_token: Option<bool>,
     gated: bool,
 ) -> Result<Fp8Tensor<'py>> {
     let [Some(w13_scale), Some(w2_scale)] = scales else {
         contract!("w13_scale and w2_scale: both are needed for format \"fp8_tensor\"");
     };
-    let w13_ref = TensorRef::borrow("w13", w13)?;
-    let (w13_table, w13_rows) = table("w13_scale", w13_scale, &w13_ref, if gated { 2 } else { 1 })?;
-    let (w2_table, w2_rows) = table("w2_scale", w2_scale, &TensorRef::borrow("w2", w2)?, 1)?;
+    let (w13, w2) = (tensor::describe("w13", w13)?, tensor::describe("w2", w2)?);
+    let (w13_table, w13_rows) = table(contract, "w13_scale", w13_scale, &w13, if gated { 2 } else { 1 })?;
+    let (w2_table, w2_rows) = table(contract, "w2_scale", w2_scale, &w2, 1)?;
     let (activations, scales) = match given {
-        [None, None] if per_token => (Activations::Token, None),
+        [None, None] if per_token.unwrap_or(true) => (Activations::Token, None),
         [None, None] => (Activations::Tensor, None),
-        [Some(_), Some(_)] if per_token => {
+        [Some(_), Some(_)] if per_token == Some(true) => {
             contract!("per_token: excludes a13_scale and a2_scale");
         }
         [Some(x), Some(hidden)] => {
-            let scales = [of_activations("a13_scale", x, &w13_ref)?, of_activations("a2_scale", hidden, &w13_ref)?];
-            (Activations::Static([scales[0].1.data.cast(), scales[1].1.data.cast()]), Some(scales))
+            let mut of = |name, object| of_activations(contract, name, object, &w13);
+            let scales = [of("a13_scale", x)?, of("a2_scale", hidden)?];
+            (Activations::Static(scales.each_ref().map(|scale| scale.data.cast_const().cast())), Some(scales))
         }
         _ => contract!("a13_scale and a2_scale: give both or none"),
     };
@@ -77,9 +84,10 @@ pub fn prepare<'py>(
 /// The scales of `weights`' blocks: its scale repeated, or what is such a table already, or ones beside the scales of rows. `parts`: of its
 /// rows that may differ.
 fn table<'py>(
+    contract: &mut Contract<'_>,
     name: &'static str,
     object: &Bound<'py, PyAny>,
-    weights: &TensorRef,
+    weights: &View,
     parts: i64,
 ) -> Result<(Bound<'py, PyAny>, Option<Borrowed<'py>>)> {
     let block = GROUP as i64;
@@ -88,7 +96,7 @@ fn table<'py>(
         // The contract of the weights says it.
         return Ok((object.clone(), None));
     }
-    let scale = TensorRef::borrow(name, object)?;
+    let scale = contract.input(name, object)?;
     let shape = [experts, rows / block, columns / block];
     if scale.shape() == shape {
         return Ok((object.clone(), None));
@@ -103,8 +111,12 @@ fn table<'py>(
         [e, r] | [e, r, 1] if e == experts && r == rows => {
             refuse_numpy(name, &scale)?;
             let dims = [Dim::Is("experts", experts), Dim::Is("rows of weights", rows), Dim::Is("one", 1)];
-            let mut contract = Contract::new().with("the weights", weights.place, &[]);
-            contract.check(name, &scale, &dims[..scale.shape().len()], &[Elem::F32])?;
+            Contract::new().with("the weights", weights.place, &[]).check(
+                name,
+                &scale,
+                &dims[..scale.shape().len()],
+                &[Elem::F32],
+            )?;
             let alignment = if weights.place == Place::Cpu { 4 } else { 16 };
             if !(scale.data as usize).is_multiple_of(alignment) {
                 contract!(
@@ -113,7 +125,7 @@ fn table<'py>(
                 );
             }
             let ones = object.call_method1("new_ones", (shape,))?;
-            return Ok((ones, Some((object.clone(), scale))));
+            return Ok((ones, Some(scale)));
         }
         _ => {
             let halves = if parts > 1 { format!(", [{experts}, {parts}]") } else { String::new() };
@@ -131,7 +143,7 @@ fn table<'py>(
     Ok((repeated.call_method1("reshape", ((experts, blocks, columns),))?.call_method0("contiguous")?, None))
 }
 
-fn refuse_numpy(name: &str, scale: &TensorRef) -> Result<()> {
+fn refuse_numpy(name: &str, scale: &View) -> Result<()> {
     if scale.origin == Origin::Other {
         return Err(Error::Unsupported(format!("{name}: numpy; supported for fp8_tensor experts: torch tensors")));
     }
@@ -140,12 +152,12 @@ fn refuse_numpy(name: &str, scale: &TensorRef) -> Result<()> {
 
 /// One number; of several the largest.
 fn of_activations<'py>(
+    contract: &mut Contract<'_>,
     name: &'static str,
     object: &Bound<'py, PyAny>,
-    weights: &TensorRef,
-) -> Result<(Bound<'py, PyAny>, TensorRef)> {
-    let mut object = object.clone();
-    let mut scale = TensorRef::borrow(name, &object)?;
+    weights: &View,
+) -> Result<Borrowed<'py>> {
+    let scale = contract.input(name, object)?;
     if scale.elem != Elem::F32 {
         contract!("{name}: expected dtype {}, got {}", Elem::F32, scale.elem);
     }
@@ -153,12 +165,10 @@ fn of_activations<'py>(
         contract!("{name}: is on {}, but w13 is on {}", scale.place, weights.place);
     }
     match *scale.shape() {
-        [] | [1] => {}
+        [] | [1] => Ok(scale),
         [experts] | [experts, 1] if Some(&experts) == weights.shape().first() => {
-            object = object.call_method0("max")?;
-            scale = TensorRef::borrow(name, &object)?;
+            contract.input(name, &object.call_method0("max")?)
         }
         _ => contract!("{name}: expected one number or one for each expert, got shape {:?}", scale.shape()),
     }
-    Ok((object, scale))
 }

@@ -2,6 +2,7 @@
 
 use super::plan::{fp8_sm90, sm90, Counters, Overlap};
 use super::weights::{Layer, LayerDesc, Matrix};
+use crate::counters::{self, Counts};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
@@ -258,19 +259,22 @@ fn pair(up: &GroupedGemmParams, down: &GroupedGemmParams) -> GemmPairParams {
         rows_each: 0,
         tile_tokens: 1,
         tile_step: 1,
-        counter_slot: 0,
+        counters: std::ptr::null_mut(),
     }
 }
 
-/// The same of rows that lie expert by expert, whose schedule nobody has made. `counter_slot`: the workspace's.
+/// The same of rows that lie expert by expert, whose schedule nobody has made. `workspace`: where it starts, by which its counters
+/// are known.
 pub fn launch_both_of_rows(
     stream: &Stream<'_>,
     op: &str,
     launch: &Launch,
     (up, down): (&GroupedGemmParams, &GroupedGemmParams),
     schedule: &ScheduleParams,
-    counter_slot: i32,
+    workspace: *mut u8,
 ) -> Result<()> {
+    let counts = Counts::Pair { experts: schedule.experts.into() };
+    let counters = counters::of_launch(stream, op, counts, workspace, schedule.counters)?;
     let of_rows = GemmPairParams {
         tiles: std::ptr::null_mut(),
         row_counts: schedule.row_counts,
@@ -278,8 +282,8 @@ pub fn launch_both_of_rows(
         rows_each: schedule.rows_each,
         tile_tokens: schedule.tile_tokens,
         tile_step: schedule.tile_step,
-        counter_slot,
-        ..pair(up, down)
+        counters,
+        ..pair(&GroupedGemmParams { next_unit: counters, ..*up }, down)
     };
     stream.launch(op, launch, Args::GemmPair(&of_rows))
 }

@@ -1,16 +1,16 @@
 //! A layer's weights: what a plan needs to know of them, and where they lie.
 
 use super::grouped_gemm::WeightMaps;
-use super::per_expert::PerExpert;
+use super::per_expert::{PerExpert, NAMES};
 use super::plan::{fp8_sm90, mxfp4_sm90};
 use crate::device::Device;
 use crate::error::Result;
 use crate::params::{Activation, Dtype, W13Layout};
 use crate::quant::blocks::{Blocks, Nvfp4};
 use crate::quant::fp8::GROUP;
-use crate::quant::packed::{Extent, Packed};
+use crate::quant::packed::{Extent, Form, Packed};
 use crate::quant::Format;
-use crate::tensor::{Place, TensorRef};
+use crate::tensor::{Borrowed, Place, Span, View};
 use std::sync::Arc;
 
 /// Weights as a call uses them: from `ExpertWeights`, or made for one call of `fused_experts`.
@@ -32,6 +32,25 @@ pub struct Layer {
 }
 
 impl Layer {
+    /// Everything that a call reads of the layer, but for what the layer itself holds (`least_scales`, `numbers`).
+    pub fn spans(&self) -> Vec<Span> {
+        // Without `..`: a new field must be thought of here.
+        let Layer { desc, place, up, down, layout: _, activation: _, per_expert, .. } = self;
+        let Layer { up_maps: _, down_maps: _, least_scales: _, numbers, .. } = self;
+        let on_host = |address: *const f32| numbers.iter().any(|held| held.as_ptr() == address);
+        let PerExpert { alpha, beta, limit, limit_after: _ } = *per_expert;
+        let of_experts = NAMES.into_iter().zip([alpha, beta, limit]);
+        let of_experts =
+            of_experts.map(|(name, address)| (name, address.cast(), desc.experts as usize * size_of::<f32>()));
+        let [up_names, down_names] = [
+            ["w13", "w13_scale", "w13_scale of rows", "b13", "a13_scale"],
+            ["w2", "w2_scale", "w2_scale of rows", "b2", "a2_scale"],
+        ];
+        let of_weights = up.spans(up_names, desc, on_host).into_iter().chain(down.spans(down_names, desc, on_host));
+        let spans = of_weights.chain(of_experts).map(|(name, address, bytes)| Span::new(name, *place, address, bytes));
+        spans.filter(|span| span.start != 0 && !span.is_empty()).collect()
+    }
+
     /// Without tensor maps, and without numbers of single experts.
     pub fn described(
         (desc, place): (LayerDesc, Place),
@@ -113,14 +132,14 @@ pub struct Matrix {
     pub k: i64,
 }
 
-// SAFETY: addresses of tensors that ExpertWeights keeps alive and never writes.
+// SAFETY: addresses of memory that `ExpertWeights` owns (it compares `Layer::spans` with its tensors) or that a call has borrowed; it is only read.
 unsafe impl Send for Matrix {}
 // SAFETY: as above.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
     /// `rows` x `k` of an expert, without scales; what it multiplies is of `dtype`.
-    pub fn new(data: &TensorRef, bias: &Option<TensorRef>, dtype: Dtype, (rows, k): (i64, i64)) -> Matrix {
+    pub fn new(data: &View, bias: &Option<Borrowed<'_>>, dtype: Dtype, (rows, k): (i64, i64)) -> Matrix {
         Matrix {
             data: data.data,
             blocks: None,
@@ -146,26 +165,59 @@ impl Matrix {
         self.packed.map_or_else(plain, |packed| packed.expert_scales)
     }
 
-    /// What of `experts` experts is read, as (address, bytes): weights and scales.
-    pub fn ranges(&self, experts: i64, dtype: Dtype) -> [(*const u8, usize); 2] {
-        let rows = (experts * self.rows) as usize;
-        if let Some(Packed { form, codes, scales, .. }) = self.packed {
-            let extent = Extent { form, experts, rows: self.rows, k: self.k };
-            return [(codes, extent.code_bytes()), (scales, extent.scale_bytes())];
-        }
-        if !self.block_scales.is_null() {
-            let bytes = rows * self.k as usize;
-            if !self.row_scales.is_null() {
-                return [(self.data, bytes), (self.row_scales.cast(), rows * size_of::<f32>())];
-            }
-            return [(self.data, bytes), (self.block_scales.cast(), bytes / (GROUP * GROUP) * size_of::<f32>())];
-        }
-        match self.blocks {
-            Some(blocks) => {
-                let codes = rows * blocks.row_blocks * blocks.code_bytes();
-                [(self.data, codes), (blocks.scales, experts as usize * blocks.scale_bytes(self.rows as usize))]
-            }
-            None => [(self.data, rows * self.k as usize * if dtype == Dtype::F32 { 4 } else { 2 }), (self.data, 0)],
-        }
+    /// What is read of it, as (operand, address, bytes): weights, scales, scales of rows, bias, scales of activations. Null where there is
+    /// none. `on_host`: whether the layer itself holds these numbers.
+    fn spans(
+        &self,
+        names: [&'static str; 5],
+        desc: &LayerDesc,
+        on_host: impl Fn(*const f32) -> bool,
+    ) -> [(&'static str, *const u8, usize); 5] {
+        // Without `..`: a new field must be thought of here.
+        let Matrix {
+            data,
+            blocks,
+            packed,
+            block_scales,
+            row_scales,
+            bias,
+            bias_dtype,
+            x_scale,
+            one_x_scale: _,
+            rows,
+            k,
+        } = *self;
+        let (rows, k, experts, number) = (rows as usize, k as usize, desc.experts as usize, size_of::<f32>());
+        let all_rows = experts * rows;
+        let bytes_of = |dtype| if dtype == Dtype::F32 { 4 } else { 2 };
+        let none = (std::ptr::null(), 0);
+        let (weights, scales, of_rows) = if let Some(Packed { form, codes, scales, expert_scales }) = packed {
+            let extent = Extent { form, experts: desc.experts, rows: self.rows, k: self.k };
+            let factors = if form == Form::Nvfp4 && names[0] == "w13" && desc.gated { 2 } else { 1 };
+            let factors = (expert_scales.cast(), experts * factors * number);
+            ((codes, extent.code_bytes()), (scales, extent.scale_bytes()), factors)
+        } else if let Some(blocks) = blocks {
+            let Blocks { scales, e4m3: _, row_blocks, least: _, nvfp4 } = blocks;
+            let factors = nvfp4.map_or(std::ptr::null(), |Nvfp4 { layout: _, factors }| factors);
+            let factors = if factors.is_null() || on_host(factors) { none } else { (factors.cast(), experts * number) };
+            let codes = (data, all_rows * row_blocks * blocks.code_bytes());
+            (codes, (scales, experts * blocks.scale_bytes(rows)), factors)
+        } else if !block_scales.is_null() {
+            let blocks = (block_scales.cast(), all_rows * k / (GROUP * GROUP) * number);
+            ((data, all_rows * k), blocks, (row_scales.cast(), all_rows * number))
+        } else {
+            ((data, all_rows * k * bytes_of(desc.dtype)), none, none)
+        };
+        let of_x = if x_scale.is_null() || on_host(x_scale) {
+            none
+        } else {
+            (x_scale.cast(), number * if desc.format.is_nvfp4() { experts } else { 1 })
+        };
+        let parts = [weights, scales, of_rows, (bias, all_rows * bytes_of(bias_dtype)), of_x];
+        let mut i = 0;
+        names.map(|name| {
+            i += 1;
+            (name, parts[i - 1].0, parts[i - 1].1)
+        })
     }
 }

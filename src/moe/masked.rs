@@ -5,9 +5,9 @@ use super::grouped_gemm::{self, Gemm, Order};
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::rounding::Rounding;
-use super::scratch::{self, Scratch};
-use super::weights::{ExpertWeights, Layer};
-use super::{elem, fp8, nvfp4, routed};
+use super::scratch::Scratch;
+use super::weights::{ExpertWeights, Layer, LayerDesc};
+use super::{elem, fp8, nvfp4};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -17,7 +17,7 @@ use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, Sc
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::quant::Format;
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 /// The parameter structs of the stages; device and CPU run the same ones.
@@ -26,20 +26,15 @@ struct Stages {
     schedule: ScheduleParams,
     /// Of x, unless it came as codes, and of GEMM1's output.
     rounding: [Option<Rounding>; 2],
-    /// Of fp8: codes and scales that GEMM1 may write itself, and where scales lie.
-    fp8: Option<((*mut u8, *mut f32), [Order; 2])>,
+    /// Of fp8: the quantisation of GEMM1's output, which GEMM1 may do itself, and where scales lie.
+    fp8: Option<(QuantizeFp8Params, [Order; 2])>,
     up: GroupedGemmParams,
     down: GroupedGemmParams,
 }
 
-// SAFETY: addresses only; the tensors behind them are kept alive by the caller for the whole call.
-unsafe impl Send for Stages {}
-// SAFETY: as above.
-unsafe impl Sync for Stages {}
-
 /// How rows are divided among experts.
 struct Division<'a> {
-    counts: &'a TensorRef,
+    counts: &'a View,
     /// As in `ScheduleParams`.
     rows_each: i64,
     alignment: i64,
@@ -50,8 +45,8 @@ impl Stages {
     fn new(
         layer: &Layer,
         division: &Division<'_>,
-        (x, x_scales): (&TensorRef, Option<&TensorRef>),
-        out: &TensorRef,
+        (x, x_scales): (&View, Option<&View>),
+        out: &View,
         (ws, base): (&MoeWorkspace, *mut u8),
         (tile_tokens, in_one_launch): (i32, bool),
     ) -> Stages {
@@ -91,7 +86,7 @@ impl Stages {
                 let given = x_scales.map(|scales| scales.data.cast_const().cast());
                 let ([of_x, of_hidden], orders) =
                     fp8::both(layer, (ws, base), of_rows, (given, tile_tokens), (&mut up, &mut down));
-                fp8 = Some(((of_hidden.codes, of_hidden.scales.cast()), orders));
+                fp8 = Some((of_hidden, orders));
                 let of_tiles = |p| Rounding::Fp8(QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p });
                 [x_scales.is_none().then(|| of_tiles(of_x)), Some(of_tiles(of_hidden))]
             }
@@ -134,10 +129,10 @@ impl Stages {
         Stages { schedule, rounding, fp8, up, down }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         let Some(schedule) = plan.schedule else {
             let (op, gemms) = ("moe_masked: GEMM1 and GEMM2", (&self.up, &self.down));
-            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, counter_slot);
+            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, workspace);
         };
         stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
         let [of_x, of_hidden] = plan.quantize;
@@ -147,8 +142,8 @@ impl Stages {
         }
         // What rounds x stands between the schedule and GEMM1.
         up.schedule_is_older = of_x.iter().any(Option::is_some);
-        if let (Some((quantised, _)), [None, None]) = (self.fp8, of_hidden) {
-            (up.out, up.out_scales) = quantised;
+        if let (Some((inside, _)), [None, None]) = (self.fp8, of_hidden) {
+            (up.out, up.out_scales) = (inside.codes, inside.scales.cast());
         }
         let [up_order, down_order] = self.fp8.map_or([None; 2], |(_, orders)| orders.map(Some));
         let Some(plan_down) = plan.down else {
@@ -180,10 +175,22 @@ impl Stages {
     }
 }
 
+/// An error where kernels could not count the rows: rows in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
+fn require_countable(operand: &str, layer: &LayerDesc, rows: i64) -> Result<()> {
+    let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
+    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    if rows > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
+        return Err(Error::Unsupported(format!(
+            "{operand}: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"
+        )));
+    }
+    Ok(())
+}
+
 /// What both functions share: operands that their contracts have checked but for x_scale, out and workspace.
 struct Call<'a, 'py> {
     layer: &'a Layer,
-    x: (&'a Bound<'py, PyAny>, TensorRef),
+    x: Borrowed<'py>,
     x_scale: Option<&'a Bound<'py, PyAny>>,
     division: Division<'a>,
     /// Dimensions before the columns.
@@ -194,11 +201,11 @@ struct Call<'a, 'py> {
 }
 
 impl<'py> Call<'_, 'py> {
-    fn run(self, contract: &mut Contract) -> Result<Bound<'py, PyAny>> {
-        let (x_object, x) = &self.x;
-        let (py, layer, rows) = (x_object.py(), self.layer, self.division.rows);
+    fn run(self, mut contract: Contract<'_>) -> Result<Bound<'py, PyAny>> {
+        let (x, layer, rows) = (&self.x, self.layer, self.division.rows);
+        let py = x.object().py();
         let dims = |last: Dim| [self.lead.as_slice(), &[last]].concat();
-        let x_scale = self.x_scale.map(|scale| TensorRef::borrow("x_scale", scale)).transpose()?;
+        let x_scale = self.x_scale.map(|scale| contract.input("x_scale", scale)).transpose()?;
         if let Some(scale) = &x_scale {
             if layer.desc.format.is_nvfp4() {
                 let blocks = Dim::Is("hidden / 16", layer.desc.hidden / BLOCK as i64);
@@ -208,21 +215,14 @@ impl<'py> Call<'_, 'py> {
                 contract.check("x_scale", scale, &dims(groups), &[Elem::F32])?;
             }
         }
-        let widest = layer.desc.hidden.max(layer.desc.intermediate);
-        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
-        if rows > i64::from(i32::MAX) / 2 || rows * widest / vector > i64::from(i32::MAX) {
-            return Err(Error::Unsupported(format!(
-                "x: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"
-            )));
-        }
-        let (out_object, out) = match self.out {
-            Some(object) => (object.clone(), TensorRef::borrow("out", object)?),
+        require_countable("x", &layer.desc, rows)?;
+        let out = match self.out {
+            // GEMM1 has read a row of x before GEMM2 writes it.
+            Some(object) => contract.output_over("out", object, &["x"])?,
             None => {
                 let columns = [layer.desc.hidden];
                 let shape = [&x.shape()[..self.lead.len()], &columns].concat();
-                let object = tensor::empty(x_object, x, &shape, elem(layer.desc.dtype))?;
-                let borrowed = TensorRef::borrow("out", &object)?;
-                (object, borrowed)
+                contract.new_output("out", x, &shape, elem(layer.desc.dtype))?
             }
         };
         contract.check("out", &out, &dims(Dim::Named("hidden")), &[elem(layer.desc.dtype)])?;
@@ -233,52 +233,37 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
-        let apart = |name: &str, t: &TensorRef| match out.overlaps(t) {
-            true => contract!("out: overlaps {name}"),
-            false => Ok(()),
-        };
-        if out.data != x.data || out.elem != x.elem {
-            apart("x", x)?;
-        }
-        x_scale.iter().try_for_each(|scale| apart("x_scale", scale))?;
-        apart("masked_m", self.division.counts)?;
-        scratch::refuse_weights(layer, "out", &out)?;
-        if rows == 0 {
-            return Ok(out_object);
-        }
         let ws = workspace(&layer.desc, rows);
-        let scratch = Scratch::new((x_object, x), self.workspace, contract, ws.bytes, &out)?;
-        if let Some(given) = &scratch.given {
-            scratch::refuse_weights(layer, "workspace", given)?;
-            if given.overlaps(self.division.counts) || x_scale.as_ref().is_some_and(|scale| given.overlaps(scale)) {
-                contract!("workspace: overlaps masked_m or x_scale");
-            }
+        let scratch = Scratch::new(x, self.workspace, &mut contract, ws.bytes)?;
+        let checked = contract.finish()?;
+        if rows == 0 {
+            return Ok(out.into_object());
         }
         let stages = |tile_tokens, in_one_launch| {
-            let x = (x, x_scale.as_ref());
+            let x = (&**x, x_scale.as_deref());
             Stages::new(layer, &self.division, x, &out, (&ws, scratch.base), (tile_tokens, in_one_launch))
         };
         match x.place {
             Place::Cpu => {
                 let stages = stages(plan::CPU_TILE_TOKENS, false);
-                py.detach(|| stages.run_cpu(layer));
+                checked.on_cpu(py, || stages.run_cpu(layer));
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
                 let quantizes_x = x_scale.is_none();
                 let finds_tiles = self.division.rows_each > 0;
                 let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
-                let (plan, slot) = routed::plan_masked(&desc, &gpu.device, (ordinal, scratch.base as usize))?;
-                let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, slot)?;
+                let plan = MaskedPlan::new(&desc, &gpu.device)?;
+                let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
+                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, scratch.base)?;
             }
         }
-        Ok(out_object)
+        Ok(out.into_object())
     }
 }
 
 /// The dtypes of x: the weights', or with x_scale e4m3.
-fn check_x(contract: &mut Contract, layer: &Layer, x: &TensorRef, dims: &[Dim], scaled: bool) -> Result<()> {
+fn check_x(contract: &mut Contract<'_>, layer: &Layer, x: &View, dims: &[Dim], scaled: bool) -> Result<()> {
     if !scaled {
         return contract.check("x", x, dims, &[elem(layer.desc.dtype)]);
     }
@@ -302,10 +287,8 @@ fn expected_rows(given: Option<i64>, default: i64) -> Result<i64> {
     }
 }
 
-/// The experts on rows in expert order with gaps: out[e, i] = expert(e, x[e, i]) for i < masked_m[e]; other rows of out are not written.
-///
-/// x [El, m, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [El, m, H / 128]; masked_m int32 [El] on x's device.
-#[pyfunction]
+#[doc = crate::help!("moe_masked")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, masked_m, *, x_scale=None, expected_m=None, out=None, workspace=None))]
 pub fn moe_masked<'py>(
@@ -318,11 +301,11 @@ pub fn moe_masked<'py>(
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        let layer = &weights.get().layer;
-        let x_ref = TensorRef::borrow("x", x)?;
-        let counts = TensorRef::borrow("masked_m", masked_m)?;
+        let (layer, spans) = (weights.get().layer(x.py())?, weights.get().spans());
         let sizes = [("hidden", layer.desc.hidden), ("experts", layer.desc.experts)];
-        let mut contract = Contract::new().with("weights", layer.place, &sizes);
+        let mut contract = Contract::new().reads_layer(spans).with("weights", layer.place, &sizes);
+        let x_ref = contract.input("x", x)?;
+        let counts = contract.input("masked_m", masked_m)?;
         let lead = vec![Dim::Named("experts"), Dim::Named("m")];
         let dims = [lead.as_slice(), &[Dim::Named("hidden")]].concat();
         check_x(&mut contract, layer, &x_ref, &dims, x_scale.is_some())?;
@@ -332,16 +315,12 @@ pub fn moe_masked<'py>(
         // A full batch of tokens that choose 8 of 256 experts.
         let expected = expected_rows(expected_m, (m + 31) / 32)?;
         let division = Division { counts: &counts, rows_each: m, alignment: 1, rows };
-        Call { layer, x: (x, x_ref), x_scale, division, lead, expected, out, workspace }.run(&mut contract)
+        Call { layer, x: x_ref, x_scale, division, lead, expected, out, workspace }.run(contract)
     })
 }
 
-/// The experts on rows in expert order: the first counts[0] rows are expert 0's, those of the next expert begin at the next multiple of
-/// alignment, and so on. Rows of out that are nobody's are not written.
-///
-/// x [M, H] of the weights' dtype, or float8_e4m3fn with x_scale fp32 [M, H / 128]; counts int32 [El] on x's device. Rows from M on do not
-/// count.
-#[pyfunction]
+#[doc = crate::help!("moe_contiguous")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, counts, *, alignment=1, x_scale=None, expected_m=None, out=None, workspace=None))]
 pub fn moe_contiguous<'py>(
@@ -355,11 +334,11 @@ pub fn moe_contiguous<'py>(
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        let layer = &weights.get().layer;
-        let x_ref = TensorRef::borrow("x", x)?;
-        let counts_ref = TensorRef::borrow("counts", counts)?;
+        let (layer, spans) = (weights.get().layer(x.py())?, weights.get().spans());
         let sizes = [("hidden", layer.desc.hidden), ("experts", layer.desc.experts)];
-        let mut contract = Contract::new().with("weights", layer.place, &sizes);
+        let mut contract = Contract::new().reads_layer(spans).with("weights", layer.place, &sizes);
+        let x_ref = contract.input("x", x)?;
+        let counts_ref = contract.input("counts", counts)?;
         let lead = vec![Dim::Named("M")];
         check_x(&mut contract, layer, &x_ref, &[lead[0], Dim::Named("hidden")], x_scale.is_some())?;
         contract.check("counts", &counts_ref, &[Dim::Named("experts")], &[Elem::I32])?;
@@ -369,17 +348,19 @@ pub fn moe_contiguous<'py>(
         let (rows, experts) = (x_ref.shape()[0], layer.desc.experts);
         let expected = expected_rows(expected_m, (rows + experts - 1) / experts)?;
         let division = Division { counts: &counts_ref, rows_each: 0, alignment, rows };
-        Call { layer, x: (x, x_ref), x_scale, division, lead, expected, out, workspace }.run(&mut contract)
+        Call { layer, x: x_ref, x_scale, division, lead, expected, out, workspace }.run(contract)
     })
 }
 
-/// Bytes of workspace that `moe_masked` needs for El x m rows, and `moe_contiguous` for M: exact, never decreasing in num_rows.
-#[pyfunction]
+#[doc = crate::help!("masked_workspace_bytes")]
+#[pyfunction(crate = "crate::python")]
 pub fn masked_workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_rows: i64) -> PyResult<usize> {
     guard(|| {
         if num_rows < 0 {
             contract!("num_rows: expected 0 or more, got {num_rows}");
         }
-        Ok(workspace(&weights.get().layer.desc, num_rows).bytes)
+        let layer = weights.get().desc();
+        require_countable("num_rows", layer, num_rows)?;
+        Ok(workspace(layer, num_rows).bytes)
     })
 }

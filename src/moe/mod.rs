@@ -4,6 +4,7 @@ pub mod explain;
 mod fp8;
 mod fp8_tensor;
 pub mod grouped_gemm;
+mod ids;
 mod layer;
 pub mod masked;
 mod mxfp4;
@@ -31,7 +32,7 @@ use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Format};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Contract, Dim, Elem, Place, View};
 use grouped_gemm::Gemm;
 use numbers::Numbers;
 use per_expert::{Given, Scalar};
@@ -42,7 +43,7 @@ use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
-use weights::{Arguments, ExpertWeights, Layer, Operands};
+use weights::{Arguments, ExpertWeights, Layer, LayerDesc, Operands};
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -51,12 +52,22 @@ struct CallOptions {
     apply_router_weight_on_input: bool,
     no_combine: bool,
     keep_router_weight: bool,
+    ep_size: i64,
     first_expert: i64,
+}
+
+impl CallOptions {
+    fn check(&self) -> Result<()> {
+        if self.keep_router_weight && !self.no_combine {
+            contract!("keep_router_weight: is an option of no_combine, which was not given");
+        }
+        Ok(())
+    }
 }
 
 /// How tokens find their experts.
 enum Routing<'a> {
-    Given { weights: &'a TensorRef, ids: &'a TensorRef },
+    Given { weights: &'a View, ids: &'a View },
     Logits(SelectParams),
 }
 
@@ -167,11 +178,12 @@ impl Stages {
         Stages { select, route, down_schedule, rounding, fp8, up, down, combine }
     }
 
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, counter_slot: i32) -> Result<()> {
+    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
+        routed::require(stream, &plan.experts)?;
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
             let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
             let stages = (gemms.0, gemms.1, self.combine);
-            return routed::launch(stream, launch, layer, &select, &self.route, stages, counter_slot);
+            return routed::launch(stream, launch, layer, &select, &self.route, stages, workspace);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
@@ -236,17 +248,27 @@ impl Stages {
     }
 }
 
-// SAFETY: addresses only; the tensors behind them are kept alive by the caller for the whole call.
-unsafe impl Send for Stages {}
-// SAFETY: as above.
-unsafe impl Sync for Stages {}
-
 const MAX_TOP_K: i64 = 32;
+
+/// An error where kernels could not count a batch: slots in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
+fn require_countable(operand: &str, layer: &LayerDesc, tokens: i64, top_k: i64) -> Result<()> {
+    let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
+    let slots = tokens.saturating_mul(top_k);
+    // Rows may be rounded once for each of their slots.
+    let rows = if layer.format == Format::Nvfp4A4 { slots } else { tokens };
+    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    if slots > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
+        return Err(Error::Unsupported(format!(
+            "{operand}: {tokens} tokens x top-{top_k} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch"
+        )));
+    }
+    Ok(())
+}
 
 /// The layer on borrowed tensors.
 struct Call<'a, 'py> {
     layer: &'a Layer,
-    x: (&'a Bound<'py, PyAny>, Tokens),
+    tokens: Tokens<'py>,
     routing: Routing<'a>,
     desc: MoeDesc,
     options: CallOptions,
@@ -256,30 +278,18 @@ struct Call<'a, 'py> {
 
 impl<'py> Call<'_, 'py> {
     /// Contract of out and workspace, then the launches. Returns out.
-    fn run(self, contract: &mut Contract) -> Result<Bound<'py, PyAny>> {
-        let (x_object, tokens) = &self.x;
-        let (x, py) = (&tokens.x, x_object.py());
-        let (layer, desc) = (self.layer, &self.desc);
-        // Kernels count slots in 31 bits and vectors of 8 elements (1 in odd rows) in 32.
-        let vector = if layer.desc.hidden % 8 == 0 { 8 } else { 1 };
-        // Rows may be rounded once for each of their slots.
-        let rows = if layer.desc.format == Format::Nvfp4A4 { desc.tokens * desc.top_k } else { desc.tokens };
-        let elements = rows * layer.desc.hidden.max(layer.desc.intermediate);
-        if desc.tokens * desc.top_k > i32::MAX as i64 / 2 || elements / vector > i32::MAX as i64 {
-            return Err(Error::Unsupported(format!(
-                "x: {} tokens x top-{} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch",
-                desc.tokens, desc.top_k
-            )));
-        }
+    fn run(self, mut contract: Contract<'_>) -> Result<Bound<'py, PyAny>> {
+        let (x, layer, desc) = (&self.tokens.x, self.layer, &self.desc);
+        let py = x.object().py();
+        require_countable("x", &layer.desc, desc.tokens, desc.top_k)?;
         let out_elem = elem(layer.desc.dtype);
-        let (out_object, out) = match self.out {
-            Some(object) => (object.clone(), TensorRef::borrow("out", object)?),
+        let out = match self.out {
+            // GEMM1 has read x before anything is written to out.
+            Some(object) => contract.output_over("out", object, &["x"])?,
             None => {
                 let three = [desc.tokens, desc.top_k, layer.desc.hidden];
                 let two = [desc.tokens, layer.desc.hidden];
-                let object = tensor::empty(x_object, x, if self.options.no_combine { &three } else { &two }, out_elem)?;
-                let borrowed = TensorRef::borrow("out", &object)?;
-                (object, borrowed)
+                contract.new_output("out", x, if self.options.no_combine { &three } else { &two }, out_elem)?
             }
         };
         let out_dims: &[Dim] = if self.options.no_combine {
@@ -298,58 +308,37 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
-        if out.overlaps(x) && (out.data != x.data || tokens.scale.is_some()) {
-            contract!("out: overlaps x without being x");
-        }
-        if tokens.scale_overlaps(&out) {
-            contract!("out: overlaps x_scale");
-        }
-        self.refuse_overlap("out", &out)?;
-        if desc.tokens == 0 {
-            return Ok(out_object);
-        }
         let ws = plan::workspace(&layer.desc, desc.tokens, desc.top_k);
-        let scratch = Scratch::new((x_object, x), self.workspace, contract, ws.bytes, &out)?;
-        if let Some(given) = &scratch.given {
-            self.refuse_overlap("workspace", given)?;
+        let scratch = Scratch::new(x, self.workspace, &mut contract, ws.bytes)?;
+        let checked = contract.finish()?;
+        if desc.tokens == 0 {
+            return Ok(out.into_object());
         }
         let stages = |tiling| {
-            let data = (x.data.cast_const(), tokens.scales(), out.data);
+            let data = (x.data.cast_const(), self.tokens.scale, out.data);
             Stages::new(layer, desc, &self.options, &self.routing, data, (&ws, scratch.base), tiling)
         };
         match x.place {
             Place::Cpu => {
                 let stages = stages(Tiling::on_cpu(desc));
                 let dtype = layer.desc.dtype;
-                py.detach(|| stages.run_cpu(dtype, layer));
+                checked.on_cpu(py, || stages.run_cpu(dtype, layer));
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
-                let (plan, slot) = routed::plan_call(desc, &gpu.device, (ordinal, scratch.base as usize))?;
-                let stream = Stream::new(gpu, x.current_stream(py)?)?;
-                stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, slot)?;
+                let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
+                routed::whole_or_part(&stream, |device| {
+                    let plan = MoePlan::new(desc, device)?;
+                    stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)
+                })?;
             }
         }
-        Ok(out_object)
-    }
-
-    /// Nothing that is written may share memory with experts, ids or weights.
-    fn refuse_overlap(&self, operand: &str, written: &TensorRef) -> Result<()> {
-        scratch::refuse_weights(self.layer, operand, written)?;
-        if let Routing::Given { weights, ids } = &self.routing {
-            if written.overlaps(weights) || written.overlaps(ids) {
-                contract!("{operand}: overlaps topk_weights or topk_ids");
-            }
-        }
-        Ok(())
+        Ok(out.into_object())
     }
 }
 
-/// The MoE layer: out[t] = routed_scaling_factor * sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]).
-///
-/// x [T, H] of the weights' dtype; topk_weights fp32 [T, k] and topk_ids int32 or int64 [T, k] (-1: no expert), or router_logits
-/// [T, E] with top_k and the options of `topk`. Returns out [T, H] ([T, k, H] with no_combine). Deterministic.
-#[pyfunction]
+#[doc = crate::help!("moe")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, weights, topk_weights=None, topk_ids=None, *, router_logits=None, top_k=0, scoring_func="softmax", renormalize=true,
     correction_bias=None, num_expert_group=0, topk_group=0, num_token_non_padded=None, routed_scaling_factor=1.0,
@@ -378,15 +367,17 @@ pub fn moe<'py>(
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
-        let layer = &weights.get().layer;
-        let experts = layer.desc.experts * ep_size;
+        let (layer, spans) = (weights.get().layer(x.py())?, weights.get().spans());
+        let contract = Contract::new().reads_layer(spans);
         let options = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
+            ep_size,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
+        options.check()?;
         if let Some(logits) = router_logits {
             if topk_weights.is_some() || topk_ids.is_some() {
                 contract!("router_logits: give either router_logits or topk_weights and topk_ids, not both");
@@ -403,10 +394,11 @@ pub fn moe<'py>(
                 shared_weight: 1.0,
                 order: "weight",
             };
-            let mut contract =
-                Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden), ("experts", experts)]);
+            let experts = layer.desc.experts * ep_size;
+            let dims = [("hidden", layer.desc.hidden), ("experts", experts)];
+            let mut contract = contract.with("weights", layer.place, &dims);
             let tokens_of_x = Tokens::borrow(layer, (x, x_scale), &mut contract)?;
-            let operands = topk::Operands::borrow(logits, correction_bias, num_token_non_padded)?;
+            let operands = topk::Operands::borrow(&mut contract, logits, correction_bias, num_token_non_padded)?;
             let select = selection.params(&operands, &mut contract)?;
             // A layer in one launch quantises its tokens itself.
             let routes_inside =
@@ -414,26 +406,32 @@ pub fn moe<'py>(
             let (tokens, logits) = (tokens_of_x.x.shape()[0], Some(selection.logits(&select)));
             let plain_x = tokens_of_x.scale.is_none();
             let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside, plain_x };
-            return Call {
-                layer,
-                x: (x, tokens_of_x),
-                routing: Routing::Logits(select),
-                desc,
-                options,
-                out,
-                workspace,
-            }
-            .run(&mut contract);
+            let routing = Routing::Logits(select);
+            return Call { layer, tokens: tokens_of_x, routing, desc, options, out, workspace }.run(contract);
         }
         let (Some(topk_weights), Some(topk_ids)) = (topk_weights, topk_ids) else {
             contract!("topk_weights and topk_ids: both are needed, or router_logits with top_k");
         };
-        forward(layer, (x, x_scale), (topk_weights, topk_ids), options, out, workspace)
+        for (name, given) in [
+            ("top_k", top_k != 0),
+            ("scoring_func", scoring_func != "softmax"),
+            ("renormalize", !renormalize),
+            ("correction_bias", correction_bias.is_some()),
+            ("num_expert_group", num_expert_group != 0),
+            ("topk_group", topk_group != 0),
+            ("num_token_non_padded", num_token_non_padded.is_some()),
+        ] {
+            if given {
+                contract!("{name}: is an option of router_logits, but topk_weights and topk_ids were given");
+            }
+        }
+        forward(contract, layer, (x, x_scale), (topk_weights, topk_ids), options, out, workspace)
     })
 }
 
 /// The layer with given ids and weights: `moe` and `fused_experts` meet here.
 fn forward<'py>(
+    mut contract: Contract<'_>,
     layer: &Layer,
     (x, x_scale): (&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
     (topk_weights, topk_ids): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
@@ -441,9 +439,9 @@ fn forward<'py>(
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> Result<Bound<'py, PyAny>> {
-    let weights = TensorRef::borrow("topk_weights", topk_weights)?;
-    let ids = TensorRef::borrow("topk_ids", topk_ids)?;
-    let mut contract = Contract::new().with("weights", layer.place, &[("hidden", layer.desc.hidden)]);
+    contract.fix("weights", layer.place, &[("hidden", layer.desc.hidden)]);
+    let weights = contract.input("topk_weights", topk_weights)?;
+    let ids = contract.input("topk_ids", topk_ids)?;
     let tokens = Tokens::borrow(layer, (x, x_scale), &mut contract)?;
     contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
     contract.check("topk_ids", &ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
@@ -451,6 +449,7 @@ fn forward<'py>(
     if !(1..=MAX_TOP_K).contains(&top_k) {
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
+    ids::check(topk_ids.py(), &contract, &ids, layer.desc.experts * options.ep_size)?;
     let desc = MoeDesc {
         layer: layer.desc,
         tokens: tokens.x.shape()[0],
@@ -459,21 +458,12 @@ fn forward<'py>(
         routes_inside: false,
         plain_x: tokens.scale.is_none(),
     };
-    Call {
-        layer,
-        x: (x, tokens),
-        routing: Routing::Given { weights: &weights, ids: &ids },
-        desc,
-        options,
-        out,
-        workspace,
-    }
-    .run(&mut contract)
+    let routing = Routing::Given { weights: &weights, ids: &ids };
+    Call { layer, tokens, routing, desc, options, out, workspace }.run(contract)
 }
 
-/// `moe` on bare weight tensors: SGLang's `fused_experts` after its arguments were read. Describes the weights at every call
-/// (about 1 us more than `moe`), so nothing can go stale when a caller swaps or moves weights.
-#[pyfunction]
+#[doc = crate::help!("moe_tensors")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None,
     alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None,
@@ -517,7 +507,8 @@ pub fn moe_tensors<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let given = Given { alpha, beta, limit };
     guard(|| {
-        let options = weights::Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+        let mut contract = Contract::new();
+        let options = weights::Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
         if let Some(spec) =
             format.and_then(quant::by_name).filter(|spec| spec.format.is_packed() && !spec.format.is_nvfp4())
         {
@@ -531,7 +522,7 @@ pub fn moe_tensors<'py>(
                 }
                 let per_token = format == Format::Fp8TensorToken;
                 let (scales, given) = ([w13_scale, w2_scale], [a13_scale, a2_scale]);
-                Some(fp8_tensor::prepare((w13, w2), scales, given, per_token, options.gated())?)
+                Some(fp8_tensor::prepare(&mut contract, (w13, w2), scales, given, Some(per_token), options.gated())?)
             }
             None if a13_scale.is_some() || a2_scale.is_some() => {
                 contract!("a13_scale and a2_scale: only for format \"fp8_tensor\", got them with {format:?}")
@@ -541,7 +532,8 @@ pub fn moe_tensors<'py>(
         let [w13_scale, w2_scale] =
             tensor.as_ref().map_or([w13_scale, w2_scale], |tensor| tensor.tables.each_ref().map(Some));
         let fp8 = spec.is_some_and(Format::is_fp8);
-        let operands = Operands::borrow(&Arguments { w13, w2, b13, b2, w13_scale, w2_scale }, fp8)?;
+        let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
+        let operands = Operands::borrow(&mut contract, &arguments, (fp8, false))?;
         let numbers = match &tensor {
             Some(tensor) => Numbers::Fp8(tensor.scaling()),
             None => Numbers::new(format, dtype, hidden_size, operands.w13.elem)?,
@@ -552,16 +544,22 @@ pub fn moe_tensors<'py>(
             apply_router_weight_on_input,
             no_combine,
             keep_router_weight,
+            ep_size,
             first_expert: first_expert(layer.desc.experts, ep_size, ep_rank)?,
         };
-        forward(&layer, (x, x_scale), (topk_weights, topk_ids), call, out, workspace)
+        call.check()?;
+        forward(contract, &layer, (x, x_scale), (topk_weights, topk_ids), call, out, workspace)
     })
 }
 
 /// The global id of a rank's first expert.
 fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
-    if ep_size < 1 || ep_rank < 0 || ep_rank >= ep_size {
+    if ep_size < 1 || !(0..ep_size).contains(&ep_rank) {
         contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
     }
-    Ok(ep_rank * experts)
+    // Kernels take ids of all ranks as i32.
+    match experts.checked_mul(ep_size) {
+        Some(all) if all <= i32::MAX as i64 => Ok(ep_rank * experts),
+        _ => contract!("ep_size: {ep_size} ranks of {experts} experts each are beyond 2^31 - 1 experts"),
+    }
 }

@@ -2,21 +2,21 @@
 
 use super::mxfp4_a8;
 use super::weights::{
-    check_biases, check_sizes, intermediate_size, Arguments, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
+    check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
 };
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::kernel::Stream;
+use crate::parallel::*;
 use crate::params::{Dtype, PackMxfp4Params, ScaleBytesParams};
 use crate::quant::blocks::{e8m0, Blocks};
 use crate::quant::mxfp4::BLOCK;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::quant::packed_ops::check_vectors;
 use crate::quant::{self, Format};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{self, Borrowed, Checked, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
-use rayon::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
 pub const SCALES: [Elem; 3] = [Elem::U8, Elem::E8M0, Elem::F32];
@@ -29,7 +29,7 @@ pub fn layer(
     operands: &Operands<'_>,
     (dtype, e4m3): (Dtype, bool),
     hidden: Option<i64>,
-    options: &Options<'_>,
+    options: &Options<'_, '_>,
 ) -> Result<Layer> {
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
@@ -46,7 +46,7 @@ pub fn layer(
             quant::name(dtype)
         )));
     }
-    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+    let Some([w13_scale, w2_scale]) = scales else {
         contract!("w13_scale and w2_scale: both are needed for format \"mxfp4\"");
     };
     let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
@@ -99,53 +99,48 @@ pub fn layer(
 }
 
 /// The packed form of a CUDA layer's weights, in new tensors or in those of `operands`; `layer` then describes that form.
-pub fn pack(
+pub fn pack<'py>(
     layer: &mut Layer,
-    arguments: &Arguments<'_, '_>,
-    operands: &Operands<'_>,
+    contract: &mut Contract<'_>,
+    operands: &Operands<'py>,
     in_place: bool,
-) -> Result<[PackedTensors; 2]> {
+) -> Result<[PackedTensors<'py>; 2]> {
     let Some([up_scale, down_scale]) = &operands.scales else {
         contract!("w13_scale and w2_scale: both are needed for format {:?}", layer.desc.format.spec().name);
     };
     let form = if layer.desc.format == Format::Mxfp8 { Form::Mxfp8 } else { Form::Mxfp4 };
-    let up = Source { form, names: ["w13", "w13_scale"], codes: (arguments.w13, &operands.w13), scales: up_scale };
-    let down = Source { form, names: ["w2", "w2_scale"], codes: (arguments.w2, &operands.w2), scales: down_scale };
+    let up = Source { form, names: ["w13", "w13_scale"], codes: &operands.w13, scales: up_scale };
+    let down = Source { form, names: ["w2", "w2_scale"], codes: &operands.w2, scales: down_scale };
     let params = [up.params(layer, true), down.params(layer, false)];
     for (source, p) in [&up, &down].into_iter().zip(&params) {
         source.check(p, in_place)?;
     }
-    if in_place {
-        let tensors = [(up.names[0], up.codes.1), (up.names[1], &up.scales.1), (down.names[0], down.codes.1)];
-        for (i, (name, tensor)) in tensors.into_iter().chain([(down.names[1], &down.scales.1)]).enumerate() {
-            if let Some((other, _)) = tensors[..i.min(3)].iter().find(|(_, other)| tensor.overlaps(other)) {
-                contract!("{name}: overlaps {other}, which in_place writes to");
-            }
-        }
-    }
+    // Before anything is written.
+    contract.finish()?;
     let [mut up_params, mut down_params] = params;
-    Ok([up.pack(&mut layer.up, &mut up_params, in_place)?, down.pack(&mut layer.down, &mut down_params, in_place)?])
+    let up = up.pack(&mut layer.up, contract, &mut up_params, in_place)?;
+    Ok([up, down.pack(&mut layer.down, contract, &mut down_params, in_place)?])
 }
 
 /// A matrix to be packed: its names, codes and scales.
 struct Source<'a, 'py> {
     form: Form,
     names: [&'static str; 2],
-    codes: (&'a Bound<'py, PyAny>, &'a TensorRef),
-    scales: &'a (Bound<'py, PyAny>, TensorRef),
+    codes: &'a Borrowed<'py>,
+    scales: &'a Borrowed<'py>,
 }
 
 const OP: &str = "ExpertWeights: packing";
 /// Most bytes of codes that packing in place copies at a time, if more than one expert's.
 const SCRATCH: usize = 32 << 20;
 
-impl Source<'_, '_> {
+impl<'py> Source<'_, 'py> {
     /// Without the outputs.
     fn params(&self, layer: &Layer, up: bool) -> PackMxfp4Params {
         let matrix = if up { &layer.up } else { &layer.down };
         PackMxfp4Params {
-            codes: self.codes.1.data,
-            scales: self.scales.1.data,
+            codes: self.codes.data,
+            scales: self.scales.data,
             row_blocks: matrix.blocks.map_or(0, |b| b.row_blocks) as i32,
             experts: layer.desc.experts as i32,
             rows: matrix.rows as i32,
@@ -161,7 +156,7 @@ impl Source<'_, '_> {
     }
 
     fn check(&self, p: &PackMxfp4Params, in_place: bool) -> Result<()> {
-        for (name, tensor) in self.names.into_iter().zip([self.codes.1, &self.scales.1]) {
+        for (name, tensor) in self.names.into_iter().zip([self.codes, self.scales]) {
             check_vectors(name, tensor)?;
         }
         if in_place && !packed::fits_in_place(p) {
@@ -173,33 +168,36 @@ impl Source<'_, '_> {
         Ok(())
     }
 
-    fn pack(&self, matrix: &mut Matrix, p: &mut PackMxfp4Params, in_place: bool) -> Result<PackedTensors> {
-        let (object, borrowed) = self.codes;
+    fn pack(
+        &self,
+        matrix: &mut Matrix,
+        contract: &mut Contract<'_>,
+        p: &mut PackMxfp4Params,
+        in_place: bool,
+    ) -> Result<PackedTensors<'py>> {
+        let borrowed = self.codes;
         let Place::Cuda(ordinal) = borrowed.place else { contract!("{}: is on {}", self.names[0], borrowed.place) };
-        let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(object.py())?)?;
+        let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(borrowed.object().py())?, &contract.finish()?)?;
         let (form, extent) = (self.form, Extent::of(self.form, p));
-        let new = |shape: &[i64], elem| -> Result<_> {
-            let made = tensor::empty(object, borrowed, shape, elem)?;
-            let address = TensorRef::borrow("packed weights", &made)?.data;
-            Ok((made.unbind(), address))
-        };
-        let (factors, expert_scales) = new(&[extent.experts], Elem::F32)?;
-        p.expert_scales = expert_scales.cast();
+        let mut new = |shape: &[i64], elem| contract.new_output("packed weights", borrowed, shape, elem);
+        let factors = new(&[extent.experts], Elem::F32)?;
+        p.expert_scales = factors.data.cast();
         packed::launch_peak(&stream, OP, form, p)?;
         let (codes, scales) = if in_place {
             (p.packed_codes, p.packed_scales) = (p.codes, p.scales);
             let one = Extent { experts: 1, ..extent };
             let at_once = (SCRATCH / one.code_bytes()).clamp(1, p.experts as usize) as i64;
             // Freed after the launches: torch's caching allocator reuses it in stream order.
-            let (_codes, scratch_codes) = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
-            let (_scales, scratch_scales) = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
+            let scratch_codes = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
+            let scratch_scales = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
+            let scratch = [scratch_codes.data, scratch_scales.data];
             // SAFETY: the extents of both forms are equal (`check`); the scratch is new.
-            unsafe { packed::pack_in_place(&stream, OP, form, p, [scratch_codes, scratch_scales], at_once as i32)? };
-            (object.clone().unbind(), self.scales.0.clone().unbind())
+            unsafe { packed::pack_in_place(&stream, OP, form, p, scratch, at_once as i32)? };
+            (self.codes.clone(), self.scales.clone())
         } else {
-            let (codes, packed_codes) = new(&extent.codes_shape(), Elem::U8)?;
-            let (scales, packed_scales) = new(&extent.scales_shape(), Elem::U8)?;
-            (p.packed_codes, p.packed_scales) = (packed_codes, packed_scales);
+            let codes = new(&extent.codes_shape(), Elem::U8)?;
+            let scales = new(&extent.scales_shape(), Elem::U8)?;
+            (p.packed_codes, p.packed_scales) = (codes.data, scales.data);
             packed::launch_pack(&stream, OP, form, p)?;
             (codes, scales)
         };
@@ -207,14 +205,15 @@ impl Source<'_, '_> {
         matrix.blocks = None;
         matrix.packed =
             Some(Packed { form, codes: p.packed_codes, scales: p.packed_scales, expert_scales: p.expert_scales });
-        Ok((codes, scales, factors))
+        let [codes_name, scales_name] = self.names;
+        Ok([(codes_name, codes), (scales_name, scales), ("expert_scales", factors)])
     }
 }
 
 /// The error for MXFP4 and MXFP8 weights on CUDA that would have to be packed at every call.
 pub fn refuse_bare(w13: &Bound<'_, PyAny>, format: Format) -> Result<()> {
     let name = if format == Format::Mxfp8 { "mxfp8" } else { "mxfp4" };
-    match TensorRef::borrow("w13", w13)?.place {
+    match tensor::describe("w13", w13)?.place {
         Place::Cpu => Ok(()),
         place => Err(Error::Unsupported(format!(
             "{name} experts on {place} as bare tensors; supported there: oxmoe.moe with an ExpertWeights.{name}, which packs them once"
@@ -223,40 +222,42 @@ pub fn refuse_bare(w13: &Bound<'_, PyAny>, format: Format) -> Result<()> {
 }
 
 /// Borrows block scales and what owns them: fp32 powers of two become a new tensor of E8M0 bytes.
-pub fn borrow_scale<'py>(operand: &'static str, object: &Bound<'py, PyAny>) -> Result<(Bound<'py, PyAny>, TensorRef)> {
-    let given = TensorRef::borrow(operand, object)?;
-    if given.elem != Elem::F32 {
-        return Ok((object.clone(), given));
+pub fn borrow_scale<'py>(
+    operand: &'static str,
+    object: &Bound<'py, PyAny>,
+    contract: &mut Contract<'_>,
+    in_place: bool,
+) -> Result<Borrowed<'py>> {
+    let elem = tensor::describe(operand, object)?.elem;
+    if elem != Elem::F32 {
+        return if in_place { contract.output(operand, object) } else { contract.input(operand, object) };
     }
+    let given = contract.input(operand, object)?;
     let dims = ["experts", "rows", "blocks"].map(Dim::Named);
     Contract::new().check(operand, &given, &dims, &[Elem::F32])?;
-    if !(given.data as usize).is_multiple_of(align_of::<f32>()) {
-        contract!("{operand}: must be aligned to 4 bytes, got address {:p}; pass {operand}.clone()", given.data);
-    }
-    let bytes = tensor::empty(object, &given, given.shape(), Elem::U8)?;
-    let made = TensorRef::borrow(operand, &bytes)?;
+    let made = contract.new_output(operand, &given, given.shape(), Elem::U8)?;
     let wrong = match given.place {
         _ if given.numel() == 0 => None,
-        Place::Cpu => scale_bytes(object.py(), &given, &made),
-        Place::Cuda(ordinal) => scale_bytes_on_cuda(ordinal, object, &given, &made)?,
+        Place::Cpu => scale_bytes(object.py(), &contract.finish()?, &given, &made),
+        Place::Cuda(ordinal) => scale_bytes_on_cuda(ordinal, contract, &given, &made)?,
     };
     if let Some((wrong, scale)) = wrong {
         let [_, rows, blocks] = [0, 1, 2].map(|i| given.shape()[i] as usize);
         let place = [wrong / (rows * blocks), wrong / blocks % rows, wrong % blocks];
         contract!("{operand}: expected powers of two from 2^-127 to 2^127, got {scale:e} at {place:?}");
     }
-    Ok((bytes, made))
+    Ok(made)
 }
 
 /// Writes the bytes; returns the first number that has none, and its index.
-fn scale_bytes(py: Python<'_>, given: &TensorRef, made: &TensorRef) -> Option<(usize, f32)> {
+fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> Option<(usize, f32)> {
     // SAFETY: both are contiguous tensors of as many elements; nobody else has the new one.
     let (scales, out) = unsafe {
         let count = given.numel() as usize;
         (std::slice::from_raw_parts(given.data.cast::<f32>(), count), std::slice::from_raw_parts_mut(made.data, count))
     };
     const CHUNK: usize = 1 << 16;
-    let wrong = py.detach(|| {
+    let wrong = checked.on_cpu(py, || {
         out.par_chunks_mut(CHUNK).zip(scales.par_chunks(CHUNK)).enumerate().find_map_first(|(chunk, (out, scales))| {
             let mut wrong = None;
             for (i, (out, &scale)) in out.iter_mut().zip(scales).enumerate() {
@@ -274,21 +275,22 @@ fn scale_bytes(py: Python<'_>, given: &TensorRef, made: &TensorRef) -> Option<(u
 /// The same on the GPU. Waits for it: what is wrong must be said before the weights are used.
 fn scale_bytes_on_cuda(
     ordinal: i32,
-    object: &Bound<'_, PyAny>,
-    given: &TensorRef,
-    made: &TensorRef,
+    contract: &mut Contract<'_>,
+    given: &Borrowed<'_>,
+    made: &View,
 ) -> Result<Option<(usize, f32)>> {
-    let flag = tensor::empty(object, given, &[1], Elem::I64)?;
-    flag.call_method1("fill_", (-1,))?;
-    let stream = Stream::new(gpu(ordinal)?, given.current_stream(object.py())?)?;
+    let flag = contract.new_output("flag", given, &[1], Elem::I64)?;
+    let (object, flag_object) = (given.object(), flag.object());
+    flag_object.call_method1("fill_", (-1,))?;
+    let stream = Stream::new(gpu(ordinal)?, given.current_stream(object.py())?, &contract.finish()?)?;
     let params = ScaleBytesParams {
         scales: given.data.cast(),
         bytes: made.data,
         count: given.numel(),
-        first_wrong: TensorRef::borrow("flag", &flag)?.data.cast(),
+        first_wrong: flag.data.cast(),
     };
     packed::launch_scale_bytes(&stream, OP, &params)?;
-    let wrong: i64 = flag.call_method0("item")?.extract()?;
+    let wrong: i64 = flag_object.call_method0("item")?.extract()?;
     let Ok(wrong) = usize::try_from(wrong) else { return Ok(None) };
     let scale = object.call_method1("reshape", (-1,))?.get_item(wrong)?.call_method0("item")?.extract()?;
     Ok(Some((wrong, scale)))

@@ -4,11 +4,11 @@ use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
 use crate::contract;
 use crate::error::Result;
+use crate::parallel::*;
 use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::packed_e4m3;
 use pyo3::prelude::*;
-use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Whether activations become e4m3: torch.float8_e4m3fn or its name, or None.
@@ -75,13 +75,10 @@ pub unsafe fn least_scales(blocks: &Blocks, experts: i64, (rows, used_rows): (i6
     // SAFETY: the caller's contract.
     let scales = unsafe { std::slice::from_raw_parts(blocks.scales, experts as usize * rows * row_blocks) };
     let used = (k as usize).div_ceil(crate::quant::mxfp4::BLOCK);
-    let least: Vec<u8> = scales
-        .par_chunks(rows * row_blocks)
-        .map(|expert| {
-            let rows = expert.chunks(row_blocks).take(used_rows as usize).flat_map(|row| &row[..used]);
-            let largest = rows.copied().filter(|&scale| scale != 255).max().unwrap_or(0);
-            packed_e4m3::least(packed_e4m3::peak(largest))
-        })
-        .collect();
+    let least: Vec<u8> = scales.par_chunks(rows * row_blocks).map_collect(|expert| {
+        let rows = expert.chunks(row_blocks).take(used_rows as usize).flat_map(|row| &row[..used]);
+        let largest = rows.copied().filter(|&scale| scale != 255).max().unwrap_or(0);
+        packed_e4m3::least(packed_e4m3::peak(largest))
+    });
     least.into()
 }

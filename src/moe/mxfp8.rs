@@ -16,10 +16,10 @@ const CODES: [Elem; 2] = [Elem::E4M3, Elem::U8];
 
 /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I, H / 32] and [E, H, I / 32], and biases. `hidden`: columns of x and of the
 /// output, up to H; what lies beyond them is padding that is never read.
-pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_>) -> Result<Layer> {
+pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_, '_>) -> Result<Layer> {
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
-    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+    let Some([w13_scale, w2_scale]) = scales else {
         contract!("w13_scale and w2_scale: both are needed for format \"mxfp8\"");
     };
     let (block, experts) = (BLOCK as i64, Dim::Named("experts"));

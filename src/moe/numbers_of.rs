@@ -2,7 +2,8 @@
 
 use crate::contract;
 use crate::error::Result;
-use crate::tensor::{Elem, Place, TensorRef};
+use crate::python;
+use crate::tensor::{Contract, Elem, Place};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
@@ -10,10 +11,10 @@ use std::sync::Arc;
 pub fn numbers_of(operand: &'static str, object: &Bound<'_, PyAny>, experts: i64, parts: i64) -> Result<Arc<[f32]>> {
     let count = (experts * parts) as usize;
     if !object.hasattr("__dlpack__")? {
-        let number: f32 = object.extract()?;
+        let number: f32 = python::extract(operand, object)?;
         return Ok(vec![number; count].into());
     }
-    let given = TensorRef::borrow(operand, object)?;
+    let given = Contract::new().input(operand, object)?;
     if given.elem != Elem::F32 || given.place != Place::Cpu || !given.contiguous() {
         contract!("{operand}: expected contiguous float32 on the CPU, got {} on {}", given.elem, given.place);
     }

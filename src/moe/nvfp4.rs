@@ -14,7 +14,7 @@ use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
 use crate::quant::blocks::{self, Blocks};
 use crate::quant::nvfp4::{ScaleLayout, BLOCK};
 use crate::quant::{self, Format};
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{self, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
@@ -63,10 +63,10 @@ fn layout(name: &str) -> Result<W13Layout> {
 }
 
 /// Checks w13 [E, 2I, H / 2], w2 [E, H, I / 2], their scales and biases.
-pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_>) -> Result<Layer> {
+pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_, '_>) -> Result<Layer> {
     let Operands { w13, w2, b13, b2, scales } = operands;
     let (layout, activation, gated) = (layout(options.layout)?, options.activation()?, options.gated());
-    let Some([(_, w13_scale), (_, w2_scale)]) = scales else {
+    let Some([w13_scale, w2_scale]) = scales else {
         contract!("w13_scale and w2_scale: both are needed for format \"nvfp4\"");
     };
     let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
@@ -203,7 +203,7 @@ fn scales<'py>(
     (rows, blocks): (i64, i64),
     given: Option<&str>,
 ) -> Result<(Bound<'py, PyAny>, ScaleLayout)> {
-    let shape = TensorRef::borrow(operand, object)?.shape().to_vec();
+    let shape = tensor::describe(operand, object)?.shape().to_vec();
     if let [32, 4, _, 4, _, _] = shape[..] {
         let tiles = object.call_method1("permute", (5, 2, 4, 0, 1, 3))?.call_method0("contiguous")?;
         return Ok((tiles, ScaleLayout::Swizzled128x4));
@@ -219,7 +219,7 @@ fn scales<'py>(
 }
 
 /// What ExpertWeights.nvfp4 is.
-#[pyfunction]
+#[pyfunction(crate = "crate::python", name = "nvfp4")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
 #[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
     scale_layout=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0),
@@ -249,7 +249,8 @@ pub fn nvfp4_experts<'py>(
 ) -> PyResult<ExpertWeights> {
     let given = Given { alpha, beta, limit };
     guard(|| {
-        let (up, down) = (TensorRef::borrow("w13", w13)?, TensorRef::borrow("w2", w2)?);
+        let mut contract = Contract::new();
+        let (up, down) = (contract.input("w13", w13)?, tensor::describe("w2", w2)?);
         let cuda = up.place != Place::Cpu;
         let dtype = match quant::by_name(dtype) {
             Some(spec) if spec.block == 1 => spec.compute,
@@ -262,23 +263,23 @@ pub fn nvfp4_experts<'py>(
                 up.place
             )));
         }
-        let three = |name: &str, t: &TensorRef| match t.shape() {
+        let three = |name: &str, t: &View| match t.shape() {
             &[experts, rows, bytes] => Ok((experts, rows, 2 * bytes / BLOCK as i64)),
             shape => contract!("{name}: expected [experts, rows, columns / 2], got shape {shape:?}"),
         };
         let ((experts, rows, blocks), (_, w2_rows, w2_blocks)) = (three("w13", &up)?, three("w2", &down)?);
-        let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+        let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
         let parts = if options.gated() { 2 } else { 1 };
         let (w13_scale, up_layout) = scales("w13_scale", w13_scale, (rows, blocks), scale_layout)?;
         let (w2_scale, down_layout) = scales("w2_scale", w2_scale, (w2_rows, w2_blocks), scale_layout)?;
-        let mut tensors = Vec::new();
+        let mut extra = Vec::new();
         let mut values = |operand, object: &Bound<'py, PyAny>, parts| -> Result<Values> {
             if !cuda {
                 return Ok(Values::Host(numbers_of(operand, object, experts, parts)?));
             }
-            let (made, one) = numbers_on_device(operand, object, (w13, &up), experts, parts)?;
-            let address = TensorRef::borrow(operand, &made)?.data.cast_const().cast();
-            tensors.push(made.unbind());
+            let (made, one) = numbers_on_device(&mut contract, operand, object, &up, experts, parts)?;
+            let address = made.data.cast_const().cast();
+            extra.push((operand, made));
             Ok(Values::Device(address, one))
         };
         let activations = match (input_global_scale, a2_global_scale) {
@@ -300,7 +301,7 @@ pub fn nvfp4_experts<'py>(
         };
         let arranged = match b13 {
             Some(bias) if cuda && parts == 2 && nvfp4_gpu::is_in_64s(self::layout(layout)?) => {
-                let whole = TensorRef::borrow("b13", bias)?.shape() == [experts, rows] && rows % 128 == 0;
+                let whole = tensor::describe("b13", bias)?.shape() == [experts, rows] && rows % 128 == 0;
                 whole.then(|| nvfp4_gpu::bias_in_halves(bias, experts, rows)).transpose()?
             }
             _ => None,
@@ -313,12 +314,10 @@ pub fn nvfp4_experts<'py>(
             w13_scale: Some(&w13_scale),
             w2_scale: Some(&w2_scale),
         };
-        let mut made = ExpertWeights::new(&arguments, Numbers::Nvfp4(spec), options, &given, false)?;
-        made._tensors.extend(tensors);
-        if arranged.is_some() {
-            // The attribute is what was given.
-            made._tensors.extend(std::mem::replace(&mut made.b13, b13.map(|bias| bias.clone().unbind())));
-        }
+        let numbers = Numbers::Nvfp4(spec);
+        let mut made = ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
+        // The attribute is what was given.
+        made.b13 = b13.map(|bias| bias.clone().unbind());
         Ok(made)
     })
 }

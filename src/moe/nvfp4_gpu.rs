@@ -1,36 +1,39 @@
 //! NVFP4 experts on GPUs: the packed form of weights, and numbers of experts in device memory.
 
-use super::weights::{Arguments, Layer, Operands, PackedTensors};
+use super::weights::{Layer, Operands, PackedTensors};
 use crate::contract;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::kernel::Stream;
 use crate::params::{PackNvfp4Params, W13Layout};
+use crate::python;
 use crate::quant::blocks::Blocks;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::quant::packed_ops::check_vectors;
-use crate::tensor::{self, Elem, Origin, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
 use pyo3::prelude::*;
 
 /// fp32 [E, parts] beside `like`, as `numbers_of` takes them, and whether it is one number for all. Tensors may be on the CPU, too.
 pub fn numbers_on_device<'py>(
+    contract: &mut Contract<'_>,
     operand: &'static str,
     object: &Bound<'py, PyAny>,
-    like: (&Bound<'py, PyAny>, &TensorRef),
+    like: &Borrowed<'py>,
     experts: i64,
     parts: i64,
-) -> Result<(Bound<'py, PyAny>, bool)> {
+) -> Result<(Borrowed<'py>, bool)> {
     if !object.hasattr("__dlpack__")? && !object.hasattr("__dlpack_c_exchange_api__")? {
-        let number: f32 = object.extract()?;
-        let made = tensor::empty(like.0, like.1, &[experts, parts], Elem::F32)?;
-        return Ok((made.call_method1("fill_", (number,))?, true));
+        let number: f32 = python::extract(operand, object)?;
+        let made = contract.new_output(operand, like, &[experts, parts], Elem::F32)?;
+        made.object().call_method1("fill_", (number,))?;
+        return Ok((made, true));
     }
-    let given = TensorRef::borrow(operand, object)?;
+    let given = contract.input(operand, object)?;
     if given.elem != Elem::F32 || given.origin == Origin::Other {
         contract!("{operand}: expected a float32 torch tensor or a number, got {}", given.elem);
     }
-    if given.place != Place::Cpu && given.place != like.1.place {
-        contract!("{operand}: is on {}, but w13 is on {}", given.place, like.1.place);
+    if given.place != Place::Cpu && given.place != like.place {
+        contract!("{operand}: is on {}, but w13 is on {}", given.place, like.place);
     }
     let held = match *given.shape() {
         [] | [1] => [1, 1],
@@ -43,11 +46,12 @@ pub fn numbers_on_device<'py>(
     };
     let mut all = object.call_method1("reshape", (held,))?.call_method1("expand", ([experts, parts],))?;
     if given.place == Place::Cpu {
-        all = all.call_method1("to", (like.0.getattr("device")?,))?;
+        all = all.call_method1("to", (like.object().getattr("device")?,))?;
     }
     // NOTE: a copy: what the caller writes later would change the layer between two launches.
-    let made = tensor::empty(like.0, like.1, &[experts, parts], Elem::F32)?;
-    Ok((made.call_method1("copy_", (all,))?, given.numel() == 1))
+    let made = contract.new_output(operand, like, &[experts, parts], Elem::F32)?;
+    made.object().call_method1("copy_", (all,))?;
+    Ok((made, given.numel() == 1))
 }
 
 /// A bias of w13 [E, 2I] whose rows lie in 64s, with its halves one after the other, as `in_halves` has the layout.
@@ -71,18 +75,20 @@ fn in_halves(layout: W13Layout) -> W13Layout {
 }
 
 /// The packed form of a CUDA layer's weights in new tensors; `layer` then describes that form.
-pub fn pack(layer: &mut Layer, arguments: &Arguments<'_, '_>, operands: &Operands<'_>) -> Result<[PackedTensors; 2]> {
+pub fn pack<'py>(
+    layer: &mut Layer,
+    contract: &mut Contract<'_>,
+    operands: &Operands<'py>,
+) -> Result<[PackedTensors<'py>; 2]> {
     let (experts, gated, layout) = (layer.desc.experts, layer.desc.gated, layer.layout);
-    let (object, borrowed) = (arguments.w13, &operands.w13);
+    let borrowed = &operands.w13;
     let Place::Cuda(ordinal) = borrowed.place else { contract!("w13: is on {}", borrowed.place) };
-    let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(object.py())?)?;
-    let new = |shape: &[i64], elem| -> Result<_> {
-        let made = tensor::empty(object, borrowed, shape, elem)?;
-        let address = TensorRef::borrow("packed weights", &made)?.data;
-        Ok((made.unbind(), address))
-    };
+    let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(borrowed.object().py())?, &contract.finish()?)?;
+    let mut new = |shape: &[i64], elem| contract.new_output("packed weights", borrowed, shape, elem);
     let mut made = Vec::new();
-    for (name, matrix, gated) in [("w13", &mut layer.up, gated), ("w2", &mut layer.down, false)] {
+    for (name, scales_name, matrix, gated) in
+        [("w13", "w13_scale", &mut layer.up, gated), ("w2", "w2_scale", &mut layer.down, false)]
+    {
         let codes = if name == "w13" { &operands.w13 } else { &operands.w2 };
         check_vectors(name, codes)?;
         let Some(Blocks { scales: given, nvfp4: Some(own), .. }) = matrix.blocks else {
@@ -91,10 +97,10 @@ pub fn pack(layer: &mut Layer, arguments: &Arguments<'_, '_>, operands: &Operand
         let form = Form::Nvfp4;
         let extent = Extent { form, experts, rows: matrix.rows, k: matrix.k };
         let parts: &[i64] = if gated { &[experts, 2] } else { &[experts] };
-        let (codes, packed_codes) = new(&extent.codes_shape(), Elem::U8)?;
-        let (scales, packed_scales) = new(&extent.scales_shape(), Elem::U8)?;
-        let (factors, expert_scales) = new(parts, Elem::F32)?;
-        let expert_scales = expert_scales.cast();
+        let codes = new(&extent.codes_shape(), Elem::U8)?;
+        let scales = new(&extent.scales_shape(), Elem::U8)?;
+        let factors = new(parts, Elem::F32)?;
+        let (packed_codes, packed_scales, expert_scales) = (codes.data, scales.data, factors.data.cast());
         let params = PackNvfp4Params {
             codes: matrix.data,
             scales: given,
@@ -113,10 +119,10 @@ pub fn pack(layer: &mut Layer, arguments: &Arguments<'_, '_>, operands: &Operand
         matrix.data = packed_codes;
         matrix.blocks = None;
         matrix.packed = Some(Packed { form, codes: packed_codes, scales: packed_scales, expert_scales });
-        made.push((codes, scales, factors));
+        made.push([(name, codes), (scales_name, scales), ("expert_scales", factors)]);
     }
     layer.layout = in_halves(layout);
-    match <[PackedTensors; 2]>::try_from(made) {
+    match <[PackedTensors<'py>; 2]>::try_from(made) {
         Ok(both) => Ok(both),
         Err(_) => contract!("w13 and w2: both are needed"),
     }

@@ -6,11 +6,11 @@ use crate::error::{Error, Result};
 use crate::params::{Activation, ActivationKind, W13Layout};
 
 /// The Python arguments that describe a layer's arithmetic.
-pub struct Options<'a> {
+pub struct Options<'a, 'py> {
     pub layout: &'a str,
     pub activation: &'a str,
     pub gated: Option<bool>,
-    pub swiglu: Swiglu,
+    pub swiglu: Swiglu<'py>,
     pub clamp: &'a str,
 }
 
@@ -25,7 +25,7 @@ pub fn w13_layout(name: &str) -> Result<W13Layout> {
 
 const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";
 
-impl Options<'_> {
+impl Options<'_, '_> {
     pub fn gated(&self) -> bool {
         self.gated.unwrap_or(self.activation != "relu2")
     }

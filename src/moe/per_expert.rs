@@ -2,11 +2,11 @@
 
 use crate::contract;
 use crate::error::Result;
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 use pyo3::types::{PyFloat, PyInt};
 
-const NAMES: [&str; 3] = ["alpha", "beta", "limit"];
+pub const NAMES: [&str; 3] = ["alpha", "beta", "limit"];
 
 /// One of the three as Python gives it.
 pub enum Scalar<'py> {
@@ -18,7 +18,7 @@ pub enum Scalar<'py> {
 impl<'py> FromPyObject<'_, 'py> for Scalar<'py> {
     type Error = PyErr;
 
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Scalar<'py>> {
+    fn extract(object: pyo3::Borrowed<'_, 'py, PyAny>) -> PyResult<Scalar<'py>> {
         let number = object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyInt>();
         // NOTE: a tensor of one element would turn itself into a number, and wait for its GPU.
         if !number && object.hasattr("__dlpack__")? {
@@ -45,11 +45,11 @@ pub struct Given<'py> {
 }
 
 impl<'py> Given<'py> {
-    pub fn borrow(&self) -> Result<Swiglu> {
+    pub fn borrow(&self, contract: &mut Contract<'_>) -> Result<Swiglu<'py>> {
         let mut swiglu = Swiglu { alpha: 1.0, beta: 0.0, limit: None, experts: [None, None, None] };
         for (i, given) in [Some(&self.alpha), Some(&self.beta), self.limit.as_ref()].into_iter().enumerate() {
             match given {
-                Some(Scalar::Experts(tensor)) => swiglu.experts[i] = Some(TensorRef::borrow(NAMES[i], tensor)?),
+                Some(Scalar::Experts(tensor)) => swiglu.experts[i] = Some(contract.input(NAMES[i], tensor)?),
                 Some(Scalar::Layer(number)) => match i {
                     0 => swiglu.alpha = *number,
                     1 => swiglu.beta = *number,
@@ -68,15 +68,15 @@ impl<'py> Given<'py> {
 }
 
 /// The same, borrowed: numbers of the layer, neutral where the experts have their own.
-pub struct Swiglu {
+pub struct Swiglu<'py> {
     pub alpha: f32,
     pub beta: f32,
     pub limit: Option<f32>,
     /// alpha, beta and limit of the experts.
-    pub experts: [Option<TensorRef>; 3],
+    pub experts: [Option<Borrowed<'py>>; 3],
 }
 
-impl Swiglu {
+impl Swiglu<'_> {
     /// Whether any of the three is a tensor.
     pub fn of_experts(&self) -> bool {
         self.experts.iter().any(Option::is_some)
@@ -109,9 +109,6 @@ impl Swiglu {
             let name = NAMES[i];
             contract.check(name, tensor, &[Dim::Named("experts")], &[Elem::F32])?;
             let data = tensor.data.cast::<f32>().cast_const();
-            if !data.is_aligned() {
-                contract!("{name}: must be aligned to 4 bytes, got address {data:p}; pass {name}.clone()");
-            }
             if place == Place::Cpu {
                 // SAFETY: a contiguous, aligned tensor of this many numbers.
                 let numbers = unsafe { std::slice::from_raw_parts(data, experts as usize) };

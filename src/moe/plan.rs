@@ -292,6 +292,7 @@ impl MoePlan {
         let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
         let kernels = Kernels::of(device, layer);
         let one_launch = match kernels {
+            _ if !device.whole => None,
             Kernels::Hopper => {
                 let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
                 routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
@@ -571,7 +572,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
         }
     } else {
         let _ =
-            writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), rayon::current_num_threads());
+            writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), crate::parallel::threads());
     }
     let workspace = workspace(layer, desc.tokens, desc.top_k);
     let _ = writeln!(text, "workspace: {} bytes", workspace.bytes);

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::params::Dtype;
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
-use crate::tensor::{Contract, Dim, Elem, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, View};
 use pyo3::prelude::*;
 
 /// Scales of quantised rows as the caller has them: fp32, or words of four E8M0 bytes; of NVFP4 e4m3, row by row.
@@ -27,21 +27,20 @@ impl GivenScales {
     }
 }
 
-pub struct Tokens {
-    pub x: TensorRef,
-    /// The tensor and what it is.
-    pub scale: Option<(TensorRef, GivenScales)>,
+pub struct Tokens<'py> {
+    pub x: Borrowed<'py>,
+    pub scale: Option<GivenScales>,
 }
 
-impl Tokens {
+impl<'py> Tokens<'py> {
     /// x [T, H] of the layer's dtype; with x_scale float8_e4m3fn of fp8 layers, or of nvfp4 layers that round their tokens pairs of
     /// e2m1 codes [T, H / 2].
     pub fn borrow(
         layer: &Layer,
-        (x, x_scale): (&Bound<'_, PyAny>, Option<&Bound<'_, PyAny>>),
-        contract: &mut Contract,
-    ) -> Result<Tokens> {
-        let x = TensorRef::borrow("x", x)?;
+        (x, x_scale): (&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
+        contract: &mut Contract<'_>,
+    ) -> Result<Tokens<'py>> {
+        let x = contract.input("x", x)?;
         let dims = [Dim::Named("tokens"), Dim::Named("hidden")];
         let Some(scale) = x_scale else {
             if x.elem == Elem::E4M3 && layer.desc.format.is_fp8() {
@@ -52,13 +51,13 @@ impl Tokens {
         };
         if nvfp4::rounds(layer) {
             let hidden = layer.desc.hidden;
-            let scale = TensorRef::borrow("x_scale", scale)?;
+            let scale = contract.input("x_scale", scale)?;
             let of = |name, block| [dims[0], Dim::Is(name, hidden / block)];
             contract.check("x", &x, &of("hidden / 2", 2), &nvfp4::CODES)?;
             contract.check("x_scale", &scale, &of("hidden / 16", BLOCK as i64), &nvfp4::SCALES)?;
             let form =
                 GivenScales { data: scale.data, powers: false, row_stride: hidden / BLOCK as i64, group_stride: 1 };
-            return Ok(Tokens { x, scale: Some((scale, form)) });
+            return Ok(Tokens { x, scale: Some(form) });
         }
         if !layer.desc.format.is_fp8() {
             return Err(Error::Unsupported(format!(
@@ -67,25 +66,13 @@ impl Tokens {
             )));
         }
         contract.check("x", &x, &dims, &[Elem::E4M3])?;
-        let scale = TensorRef::borrow("x_scale", scale)?;
+        let scale = contract.input("x_scale", scale)?;
         let form = form(&x, &scale)?;
-        Ok(Tokens { x, scale: Some((scale, form)) })
-    }
-
-    pub fn scales(&self) -> Option<GivenScales> {
-        self.scale.as_ref().map(|(_, form)| *form)
-    }
-
-    /// Whether something that is written lies over the scales.
-    pub fn scale_overlaps(&self, written: &TensorRef) -> bool {
-        let Some((scale, _)) = &self.scale else { return false };
-        let last: i64 =
-            scale.shape().iter().zip(scale.strides()).map(|(&size, &stride)| (size - 1).max(0) * stride).sum();
-        written.place == scale.place && written.overlaps_range(scale.data, (last as usize + 1) * scale.elem.bytes())
+        Ok(Tokens { x, scale: Some(form) })
     }
 }
 
-fn form(x: &TensorRef, scale: &TensorRef) -> Result<GivenScales> {
+fn form(x: &View, scale: &View) -> Result<GivenScales> {
     let (tokens, hidden) = (x.shape()[0], x.shape()[1]);
     let (groups, words) = (hidden / GROUP as i64, (hidden + 511) / 512);
     if scale.place != x.place {

@@ -2,14 +2,15 @@
 
 use super::plan;
 use super::plan::routing::{block_histogram_bytes, ragged, select_alone, Logits};
-use super::{routing, MAX_TOP_K};
+use super::{ids, routing, MAX_TOP_K};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::sizes::int;
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
 /// The Python arguments that choose experts from logits.
@@ -28,29 +29,32 @@ pub struct Selection<'a> {
 }
 
 /// The tensors of a selection.
-pub struct Operands {
-    logits: TensorRef,
-    correction_bias: Option<TensorRef>,
-    num_token_non_padded: Option<TensorRef>,
+pub struct Operands<'py> {
+    logits: Borrowed<'py>,
+    correction_bias: Option<Borrowed<'py>>,
+    num_token_non_padded: Option<Borrowed<'py>>,
 }
 
-impl Operands {
+impl<'py> Operands<'py> {
     pub fn borrow(
-        logits: &Bound<'_, PyAny>,
-        correction_bias: Option<&Bound<'_, PyAny>>,
-        num_token_non_padded: Option<&Bound<'_, PyAny>>,
-    ) -> Result<Operands> {
+        contract: &mut Contract<'_>,
+        logits: &Bound<'py, PyAny>,
+        correction_bias: Option<&Bound<'py, PyAny>>,
+        num_token_non_padded: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Operands<'py>> {
+        let mut optional = |name, t: Option<&Bound<'py, PyAny>>| t.map(|t| contract.input(name, t)).transpose();
         Ok(Operands {
-            logits: TensorRef::borrow("router_logits", logits)?,
-            correction_bias: correction_bias.map(|t| TensorRef::borrow("correction_bias", t)).transpose()?,
-            num_token_non_padded: num_token_non_padded
-                .map(|t| TensorRef::borrow("num_token_non_padded", t))
-                .transpose()?,
+            correction_bias: optional("correction_bias", correction_bias)?,
+            num_token_non_padded: optional("num_token_non_padded", num_token_non_padded)?,
+            logits: contract.input("router_logits", logits)?,
         })
     }
 }
 
 const MAX_EXPERTS: i64 = 512;
+const MAX_GROUPS: i64 = 32;
+/// Kernels add a share of the tokens to their number in 32 bits.
+const MAX_TOKENS: i64 = 1 << 30;
 const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
 impl Selection<'_> {
@@ -64,7 +68,7 @@ impl Selection<'_> {
     }
 
     /// Checks the operands; ids and weights of the result are still null.
-    pub fn params(&self, operands: &Operands, contract: &mut Contract) -> Result<SelectParams> {
+    pub fn params(&self, operands: &Operands<'_>, contract: &mut Contract<'_>) -> Result<SelectParams> {
         let Operands { logits, correction_bias, num_token_non_padded } = operands;
         contract.check(
             "router_logits",
@@ -72,7 +76,7 @@ impl Selection<'_> {
             &[Dim::Named("tokens"), Dim::Named("experts")],
             &[Elem::F32, Elem::Bf16, Elem::F16],
         )?;
-        let experts = logits.shape()[1];
+        let (tokens, experts) = (logits.shape()[0], logits.shape()[1]);
         if let Some(bias) = correction_bias {
             contract.check("correction_bias", bias, &[Dim::Named("experts")], &[Elem::F32])?;
         }
@@ -80,20 +84,7 @@ impl Selection<'_> {
             let dims: &[Dim] = if n.shape().is_empty() { &[] } else { &[Dim::Is("one", 1)] };
             contract.check("num_token_non_padded", n, dims, &[Elem::I32])?;
         }
-        if !(1..=MAX_EXPERTS).contains(&experts) {
-            return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
-        }
-        if self.top_k > MAX_TOP_K {
-            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
-        }
-        let routed = self.top_k - self.num_fused_shared_experts;
-        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
-            contract!(
-                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
-                self.top_k,
-                self.num_fused_shared_experts
-            );
-        }
+        let routed = self.routed(tokens, experts)?;
         let scoring = match self.scoring_func {
             "softmax" => Scoring::Softmax,
             "sigmoid" => Scoring::Sigmoid,
@@ -107,42 +98,21 @@ impl Selection<'_> {
             "id" => true,
             other => contract!("order: expected \"weight\" or \"id\", got {other:?}"),
         };
-        let groups = self.num_expert_group;
-        let group_score = if groups <= 1 {
-            GroupScore::None
-        } else {
-            if experts % groups != 0 || groups > 32 {
-                contract!("num_expert_group: expected a divisor of {experts} experts up to 32, got {groups}");
-            }
-            if self.topk_group < 1 || self.topk_group > groups {
-                contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
-            }
-            if routed > experts / groups * self.topk_group {
-                contract!("top_k: {routed} experts do not fit in {} groups of {}", self.topk_group, experts / groups);
-            }
-            match self.group_score.unwrap_or(if correction_bias.is_some() { "top2" } else { "max" }) {
-                "max" => GroupScore::Max,
-                "top2" if experts / groups < 2 => {
-                    contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts")
-                }
-                "top2" => GroupScore::Top2,
-                other => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
-            }
-        };
+        let group_score = self.grouping(experts, routed, correction_bias.is_some())?;
         Ok(SelectParams {
             logits: logits.data,
             logits_dtype: logits.elem.dtype().unwrap_or(Dtype::F32),
-            tokens: logits.shape()[0] as i32,
-            experts: experts as i32,
-            top_k: self.top_k as i32,
+            tokens: int("router_logits: dimension 0 \"tokens\"", tokens)?,
+            experts: int("router_logits: dimension 1 \"experts\"", experts)?,
+            top_k: int("top_k", self.top_k)?,
             correction_bias: correction_bias.as_ref().map_or(std::ptr::null(), |b| b.data.cast::<f32>().cast_const()),
             scoring,
             renormalize: self.renormalize,
             scale: self.scale,
             group_score,
-            groups: groups as i32,
-            topk_group: self.topk_group as i32,
-            shared_experts: self.num_fused_shared_experts as i32,
+            groups: int("num_expert_group", self.num_expert_group)?,
+            topk_group: int("topk_group", self.topk_group)?,
+            shared_experts: int("num_fused_shared_experts", self.num_fused_shared_experts)?,
             shared_weight: self.shared_weight,
             order_by_id,
             num_token_non_padded: num_token_non_padded
@@ -152,6 +122,75 @@ impl Selection<'_> {
             weights: std::ptr::null_mut(),
         })
     }
+
+    /// Routed experts a token, of a shape that kernels take.
+    fn routed(&self, tokens: i64, experts: i64) -> Result<i64> {
+        if tokens > MAX_TOKENS {
+            return Err(Error::Unsupported(format!("router_logits: {tokens} tokens; supported: up to {MAX_TOKENS}")));
+        }
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(Error::Unsupported(format!("router_logits: {experts} experts; supported: 1 to {MAX_EXPERTS}")));
+        }
+        if self.top_k > MAX_TOP_K {
+            return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
+        }
+        let routed = self.top_k.saturating_sub(self.num_fused_shared_experts);
+        if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
+            contract!(
+                "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
+                self.top_k,
+                self.num_fused_shared_experts
+            );
+        }
+        Ok(routed)
+    }
+
+    /// How groups are scored. Every option of groups is checked, and those that need groups are refused without them.
+    fn grouping(&self, experts: i64, routed: i64, biased: bool) -> Result<GroupScore> {
+        let group_score = match self.group_score {
+            None if biased => GroupScore::Top2,
+            None | Some("max") => GroupScore::Max,
+            Some("top2") => GroupScore::Top2,
+            Some(other) => contract!("group_score: expected \"max\" or \"top2\", got {other:?}"),
+        };
+        let groups = self.num_expert_group;
+        if groups == 0 {
+            if self.topk_group != 0 {
+                contract!("topk_group: expected 0 without num_expert_group, got {}", self.topk_group);
+            }
+            if let Some(given) = self.group_score {
+                contract!("group_score: needs num_expert_group, got {given:?} without it");
+            }
+            return Ok(GroupScore::None);
+        }
+        if !(1..=MAX_GROUPS).contains(&groups) || experts % groups != 0 {
+            contract!(
+                "num_expert_group: expected 0 or a divisor of {experts} experts up to {MAX_GROUPS}, got {groups}"
+            );
+        }
+        if !(1..=groups).contains(&self.topk_group) {
+            contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
+        }
+        let size = experts / groups;
+        if routed > size * self.topk_group {
+            contract!("top_k: {routed} experts do not fit in {} groups of {size}", self.topk_group);
+        }
+        if groups == 1 {
+            return Ok(GroupScore::None);
+        }
+        if group_score == GroupScore::Top2 && size < 2 {
+            contract!("num_expert_group: group_score \"top2\" needs groups of 2 experts or more, got {groups} groups of {experts} experts");
+        }
+        Ok(group_score)
+    }
+}
+
+/// What multiplies the routed weights, and a shared expert's weight. The factor is checked where a call does not read it, too.
+fn scaling(factor: f32, on_output: bool) -> Result<(f32, f32)> {
+    if !(factor.is_finite() && factor > 0.0 && (1.0 / factor).is_finite()) {
+        contract!("routed_scaling_factor: expected a finite number above 0 whose inverse is finite, got {factor:?}");
+    }
+    Ok(if on_output { (factor, 1.0) } else { (1.0, 1.0 / factor) })
 }
 
 /// Whether a layer may route inside its launch.
@@ -161,39 +200,29 @@ pub fn routes_inside(select: &SelectParams, weights_on_input: bool) -> bool {
     by_chosen && !weights_on_input && select.shared_experts == 0
 }
 
-struct Shared<T>(T);
-// SAFETY: parameter structs hold addresses of tensors that the caller keeps alive while the CPU backend runs without the GIL.
-unsafe impl<T> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Shared<T> {}
-
 /// An output tensor: the caller's, checked, or a new one.
 fn output<'py>(
     operand: &'static str,
     given: Option<&Bound<'py, PyAny>>,
-    like: (&Bound<'py, PyAny>, &TensorRef),
+    like: &Borrowed<'py>,
     shape: &[(&'static str, i64)],
     elem: Elem,
-    contract: &mut Contract,
-) -> Result<(Bound<'py, PyAny>, TensorRef)> {
-    let object = match given {
-        Some(object) => object.clone(),
+    contract: &mut Contract<'_>,
+) -> Result<Borrowed<'py>> {
+    let borrowed = match given {
+        Some(object) => contract.output(operand, object)?,
         None => {
             let sizes: Vec<i64> = shape.iter().map(|s| s.1).collect();
-            tensor::empty(like.0, like.1, &sizes, elem)?
+            contract.new_output(operand, like, &sizes, elem)?
         }
     };
-    let borrowed = TensorRef::borrow(operand, &object)?;
     let dims: Vec<Dim> = shape.iter().map(|&(name, size)| Dim::Is(name, size)).collect();
     contract.check(operand, &borrowed, &dims, &[elem])?;
-    Ok((object, borrowed))
+    Ok(borrowed)
 }
 
-/// Top-k experts of each token: (topk_weights fp32 [T, k], topk_ids int32 [T, k]), best first (order="id": by id), ties to the lower id.
-///
-/// router_logits fp32, bf16 or f16 [T, E], E <= 512; top_k <= 32 includes num_fused_shared_experts, which take the last columns with
-/// ids E, E + 1, ... Semantics of SGLang's select_experts; see docs/architecture.md, "Top-k".
-#[pyfunction]
+#[doc = crate::help!("topk")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (router_logits, top_k, *, scoring_func="softmax", renormalize=true, correction_bias=None, num_expert_group=0, topk_group=0,
     group_score=None, num_fused_shared_experts=0, routed_scaling_factor=1.0, apply_routed_scaling_factor_on_output=false,
@@ -217,6 +246,7 @@ pub fn topk<'py>(
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let py = router_logits.py();
     guard(|| {
+        let (scale, shared_weight) = scaling(routed_scaling_factor, apply_routed_scaling_factor_on_output)?;
         let selection = Selection {
             top_k,
             scoring_func,
@@ -225,32 +255,28 @@ pub fn topk<'py>(
             topk_group,
             group_score,
             num_fused_shared_experts,
-            scale: if apply_routed_scaling_factor_on_output { routed_scaling_factor } else { 1.0 },
-            shared_weight: if apply_routed_scaling_factor_on_output { 1.0 } else { 1.0 / routed_scaling_factor },
+            scale,
+            shared_weight,
             order,
         };
-        let operands = Operands::borrow(router_logits, correction_bias, num_token_non_padded)?;
         let mut contract = Contract::new();
+        let operands = Operands::borrow(&mut contract, router_logits, correction_bias, num_token_non_padded)?;
         let mut select = selection.params(&operands, &mut contract)?;
         let logits = &operands.logits;
         let shape = [("tokens", logits.shape()[0]), ("top_k", top_k)];
-        let like = (router_logits, logits);
-        let (weights_object, weights) = output("topk_weights", topk_weights, like, &shape, Elem::F32, &mut contract)?;
-        let (ids_object, ids) = output("topk_ids", topk_ids, like, &shape, Elem::I32, &mut contract)?;
+        let weights = output("topk_weights", topk_weights, logits, &shape, Elem::F32, &mut contract)?;
+        let ids = output("topk_ids", topk_ids, logits, &shape, Elem::I32, &mut contract)?;
+        let checked = contract.finish()?;
         if select.tokens > 0 {
             (select.weights, select.ids) = (weights.data.cast(), ids.data.cast());
             match logits.place {
                 Place::Cpu => {
-                    let select = Shared(select);
-                    py.detach(|| {
-                        let Shared(select) = &select;
-                        // SAFETY: shapes were checked against the parameters above.
-                        unsafe { cpu::select(select) }
-                    });
+                    // SAFETY: shapes were checked against the parameters above.
+                    checked.on_cpu(py, || unsafe { cpu::select(&select) });
                 }
                 Place::Cuda(ordinal) => {
                     let gpu = gpu(ordinal)?;
-                    let stream = Stream::new(gpu, logits.current_stream(py)?)?;
+                    let stream = Stream::new(gpu, logits.current_stream(py)?, &checked)?;
                     let Some(launch) = select_alone(select.tokens as u32, selection.logits(&select)) else {
                         return Err(Error::Unsupported(format!(
                             "topk of {} experts in {num_expert_group} groups on a GPU",
@@ -261,90 +287,89 @@ pub fn topk<'py>(
                 }
             }
         }
-        Ok((weights_object, ids_object))
+        Ok((weights.into_object(), ids.into_object()))
     })
 }
 
 /// The tables of a stable sort of the slots by expert.
 struct Sorted<'py> {
-    histogram: (Bound<'py, PyAny>, TensorRef),
-    offsets: (Bound<'py, PyAny>, TensorRef),
-    place_of_slot: (Bound<'py, PyAny>, TensorRef),
-    slot_of_place: (Bound<'py, PyAny>, TensorRef),
+    histogram: Borrowed<'py>,
+    offsets: Borrowed<'py>,
+    place_of_slot: Borrowed<'py>,
+    slot_of_place: Borrowed<'py>,
 }
 
-/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns.
+/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns. `first_expert`: ids of other experts than
+/// those that are sorted are allowed.
 fn sort<'py>(
-    topk_ids: &Bound<'py, PyAny>,
-    ids: &TensorRef,
+    ids: &Borrowed<'py>,
     num_experts: i64,
-    first_expert: i64,
-    contract: &mut Contract,
+    first_expert: Option<i64>,
+    contract: &mut Contract<'_>,
 ) -> Result<Sorted<'py>> {
-    let py = topk_ids.py();
+    let py = ids.object().py();
     contract.check("topk_ids", ids, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::I32, Elem::I64])?;
     let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
+    let all_experts = first_expert.map_or(num_experts, |_| i64::MAX);
+    let first_expert = first_expert.unwrap_or(0);
     if !(1..=MAX_EXPERTS).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
         contract!(
             "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
         );
     }
     if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
-        contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and at most 2^30 slots, got shape {:?}", ids.shape());
+        contract!("topk_ids: expected 1 to {MAX_TOP_K} columns and fewer than 2^30 slots, got shape {:?}", ids.shape());
     }
-    let like = (topk_ids, ids);
-    let mut int = |operand, size| output(operand, None, like, &[("length", size)], Elem::I32, contract);
+    ids::check(py, contract, ids, all_experts)?;
+    let mut table = |operand, size| output(operand, None, ids, &[("length", size)], Elem::I32, contract);
     let sorted = Sorted {
-        histogram: int("histogram", num_experts)?,
-        offsets: int("offsets", num_experts + 1)?,
-        place_of_slot: int("place_of_slot", tokens * top_k)?,
-        slot_of_place: int("slot_of_place", tokens * top_k)?,
+        histogram: table("histogram", num_experts)?,
+        offsets: table("offsets", num_experts + 1)?,
+        place_of_slot: table("place_of_slot", tokens * top_k)?,
+        slot_of_place: table("slot_of_place", tokens * top_k)?,
     };
     // One tile an expert, in scratch memory: the schedule itself is not asked for.
     let tile_tokens = 1 << 30;
     let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_tokens);
-    let (_tiles_object, tiles) = int("tiles", max_tiles as i64 * 4)?;
-    let (_count_object, count) = int("tile_count", 1)?;
+    let tiles = table("tiles", max_tiles as i64 * 4)?;
+    let count = table("tile_count", 1)?;
     let blocks = block_histogram_bytes(tokens as u32, num_experts as u32, top_k as u32) as i64 / 4;
-    let (_blocks_object, block_histogram) = int("block_histogram", blocks)?;
+    let block_histogram = table("block_histogram", blocks)?;
     let route = RouteParams {
         ids: ids.data,
         ids_are_i64: ids.elem == Elem::I64,
-        tokens: tokens as i32,
-        top_k: top_k as i32,
-        experts: num_experts as i32,
-        first_expert: first_expert as i32,
+        tokens: int("topk_ids: dimension 0 \"tokens\"", tokens)?,
+        top_k: int("topk_ids: dimension 1 \"top_k\"", top_k)?,
+        experts: int("num_experts", num_experts)?,
+        first_expert: int("first_expert", first_expert)?,
         tile_tokens,
         tile_step: 16,
         max_tiles,
-        histogram: sorted.histogram.1.data.cast(),
-        offsets: sorted.offsets.1.data.cast(),
-        place_of_slot: sorted.place_of_slot.1.data.cast(),
-        slot_of_place: sorted.slot_of_place.1.data.cast(),
+        histogram: sorted.histogram.data.cast(),
+        offsets: sorted.offsets.data.cast(),
+        place_of_slot: sorted.place_of_slot.data.cast(),
+        slot_of_place: sorted.slot_of_place.data.cast(),
         tiles: tiles.data.cast(),
         tile_count: count.data.cast(),
         counters: std::ptr::null_mut(),
         counter_count: 0,
         block_histogram: block_histogram.data.cast(),
     };
+    let checked = contract.finish()?;
     match ids.place {
         Place::Cuda(ordinal) if tokens > 0 => {
             let gpu = gpu(ordinal)?;
             let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
-            let stream = Stream::new(gpu, ids.current_stream(py)?)?;
+            let stream = Stream::new(gpu, ids.current_stream(py)?, &checked)?;
             routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
         }
         Place::Cuda(_) => {
-            sorted.histogram.0.call_method0("zero_")?;
-            sorted.offsets.0.call_method0("zero_")?;
+            sorted.histogram.object().call_method0("zero_")?;
+            sorted.offsets.object().call_method0("zero_")?;
         }
         Place::Cpu => {
-            let route = Shared(route);
-            py.detach(|| {
-                let Shared(route) = &route;
-                // SAFETY: all tables were made above with the sizes that the parameters state.
-                unsafe { cpu::route(route) }
-            });
+            // SAFETY: all tables were made above with the sizes that the parameters state.
+            checked.on_cpu(py, || unsafe { cpu::route(&route) });
         }
     }
     Ok(sorted)
@@ -352,19 +377,22 @@ fn sort<'py>(
 
 type Tensors4<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
-/// Stable sort of the T k slots by expert: (histogram int32 [E], offsets int32 [E + 1], place_of_slot int32 [T k], slot_of_place int32
-/// [T k]); -1 where there is none. Ids outside [first_expert, first_expert + num_experts) are skipped.
-#[pyfunction]
-#[pyo3(signature = (topk_ids, num_experts, *, first_expert=0))]
+#[doc = crate::help!("sort_by_expert")]
+#[pyfunction(crate = "crate::python")]
+#[pyo3(signature = (topk_ids, num_experts, *, first_expert=None))]
 pub fn sort_by_expert<'py>(
     topk_ids: &Bound<'py, PyAny>,
     num_experts: i64,
-    first_expert: i64,
+    first_expert: Option<i64>,
 ) -> PyResult<Tensors4<'py>> {
     guard(|| {
-        let ids = TensorRef::borrow("topk_ids", topk_ids)?;
-        let sorted = sort(topk_ids, &ids, num_experts, first_expert, &mut Contract::new())?;
-        Ok((sorted.histogram.0, sorted.offsets.0, sorted.place_of_slot.0, sorted.slot_of_place.0))
+        let mut contract = Contract::new();
+        let ids = contract.input("topk_ids", topk_ids)?;
+        let Sorted { histogram, offsets, place_of_slot, slot_of_place } =
+            sort(&ids, num_experts, first_expert, &mut contract)?;
+        let [histogram, offsets, place_of_slot, slot_of_place] =
+            [histogram, offsets, place_of_slot, slot_of_place].map(Borrowed::into_object);
+        Ok((histogram, offsets, place_of_slot, slot_of_place))
     })
 }
 
@@ -378,13 +406,8 @@ type Tensors7<'py> = (
     Bound<'py, PyAny>,
 );
 
-/// triton_kernels' tables of a routed batch: (gate_scal [T k] of dtype gate_dtype, expt_hist int32 [E], slice_offs int32 [E + 1],
-/// combine_indx int32 [T k], dispatch_indx int32 [T k], block_offs_data int32 [4, E + 1], block_schedule_data int32 [4, N]).
-///
-/// combine_indx: place -> slot, grouped by expert, stable in the slot; dispatch_indx: slot -> place; -1 where there is none. gate_scal:
-/// weight of each place's slot, 0 where there is none. Row i of the block tables is for blocks of 16 << i rows.
-/// N = T k if T k <= E, else E - 1 - floor((E - T k - 1) / 16).
-#[pyfunction]
+#[doc = crate::help!("routing_tables")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (topk_weights, topk_ids, num_experts, *, gate_dtype="float32"))]
 pub fn routing_tables<'py>(
     topk_weights: &Bound<'py, PyAny>,
@@ -400,54 +423,127 @@ pub fn routing_tables<'py>(
             "bfloat16" => Elem::Bf16,
             other => contract!("gate_dtype: expected \"float32\", \"float16\" or \"bfloat16\", got {other:?}"),
         };
-        let (ids, weights) =
-            (TensorRef::borrow("topk_ids", topk_ids)?, TensorRef::borrow("topk_weights", topk_weights)?);
         let mut contract = Contract::new();
+        let (ids, weights) = (contract.input("topk_ids", topk_ids)?, contract.input("topk_weights", topk_weights)?);
         contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
-        let sorted = sort(topk_ids, &ids, num_experts, 0, &mut contract)?;
+        let sorted = sort(&ids, num_experts, None, &mut contract)?;
         let slots = ids.numel();
         let max_blocks =
             if slots <= num_experts { slots } else { num_experts - 1 - (num_experts - slots - 1).div_euclid(16) };
-        let like = (topk_ids, &ids);
-        let gate = output("gate_scal", None, like, &[("slots", slots)], gate_elem, &mut contract)?;
+        let gate = output("gate_scal", None, &ids, &[("slots", slots)], gate_elem, &mut contract)?;
         let offsets_shape = [("sizes", 4), ("experts", num_experts + 1)];
-        let offsets = output("block_offs_data", None, like, &offsets_shape, Elem::I32, &mut contract)?;
+        let offsets = output("block_offs_data", None, &ids, &offsets_shape, Elem::I32, &mut contract)?;
         let schedule_shape = [("sizes", 4), ("blocks", max_blocks)];
-        let schedule = output("block_schedule_data", None, like, &schedule_shape, Elem::I32, &mut contract)?;
+        let schedule = output("block_schedule_data", None, &ids, &schedule_shape, Elem::I32, &mut contract)?;
         let params = RaggedParams {
-            histogram: sorted.histogram.1.data.cast(),
-            slot_of_place: sorted.slot_of_place.1.data.cast(),
+            histogram: sorted.histogram.data.cast(),
+            slot_of_place: sorted.slot_of_place.data.cast(),
             slot_weights: weights.data.cast(),
-            gate: gate.1.data,
+            gate: gate.data,
             gate_dtype: gate_elem.dtype().unwrap_or(Dtype::F32),
-            experts: num_experts as i32,
-            slots: slots as i32,
-            block_offsets: offsets.1.data.cast(),
-            block_schedule: schedule.1.data.cast(),
-            max_blocks: max_blocks as i32,
+            experts: int("num_experts", num_experts)?,
+            slots: int("topk_ids: slots", slots)?,
+            block_offsets: offsets.data.cast(),
+            block_schedule: schedule.data.cast(),
+            max_blocks: int("block_schedule_data: dimension 1 \"blocks\"", max_blocks)?,
         };
+        let checked = contract.finish()?;
         match ids.place {
             Place::Cuda(ordinal) => {
-                let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?)?;
+                let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?, &checked)?;
                 stream.launch("routing_tables", &ragged(slots as u32), Args::Ragged(&params))?;
             }
             Place::Cpu => {
-                let params = Shared(params);
-                py.detach(|| {
-                    let Shared(params) = &params;
-                    // SAFETY: all tables were made above with the sizes that the parameters state.
-                    unsafe { cpu::ragged(params) }
-                });
+                // SAFETY: all tables were made above with the sizes that the parameters state.
+                checked.on_cpu(py, || unsafe { cpu::ragged(&params) });
             }
         }
         let Sorted { histogram, offsets: slice_offsets, place_of_slot, slot_of_place } = sorted;
-        Ok((gate.0, histogram.0, slice_offsets.0, slot_of_place.0, place_of_slot.0, offsets.0, schedule.0))
+        let [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule] =
+            [gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule]
+                .map(Borrowed::into_object);
+        Ok((gate, histogram, slice_offsets, slot_of_place, place_of_slot, offsets, schedule))
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn selection(top_k: i64, shared: i64) -> Selection<'static> {
+        Selection {
+            top_k,
+            scoring_func: "softmax",
+            renormalize: true,
+            num_expert_group: 0,
+            topk_group: 0,
+            group_score: None,
+            num_fused_shared_experts: shared,
+            scale: 1.0,
+            shared_weight: 1.0,
+            order: "weight",
+        }
+    }
+
+    fn text<T: std::fmt::Debug>(result: Result<T>) -> String {
+        result.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn sizes_that_would_wrap_are_refused() {
+        assert_eq!(selection(2, 0).routed(MAX_TOKENS, 8).unwrap(), 2);
+        for tokens in [MAX_TOKENS + 1, 1 << 31, 1 << 32, i64::MAX] {
+            assert!(text(selection(2, 0).routed(tokens, 8)).starts_with(&format!("router_logits: {tokens} tokens")));
+        }
+        for experts in [0, 513, (1 << 32) + 8] {
+            assert!(text(selection(2, 0).routed(1, experts)).contains(&format!("{experts} experts")));
+        }
+        for top_k in [33, (1 << 32) + 2, i64::MAX] {
+            assert!(text(selection(top_k, 0).routed(1, 8)).starts_with(&format!("top_k: {top_k}")));
+        }
+        for (top_k, shared) in [(0, 0), (i64::MIN, 1), (2, i64::MIN), (2, -1), (2, 2), (2, (1 << 32) + 1)] {
+            assert!(text(selection(top_k, shared).routed(1, 8)).starts_with("top_k: expected"), "{top_k} {shared}");
+        }
+    }
+
+    #[test]
+    fn options_of_groups_are_always_checked() {
+        let check = |groups, kept, score, biased| {
+            let selection =
+                Selection { num_expert_group: groups, topk_group: kept, group_score: score, ..selection(2, 0) };
+            selection.grouping(16, 2, biased)
+        };
+        assert_eq!(check(0, 0, None, true).unwrap(), GroupScore::None);
+        assert_eq!(check(1, 1, Some("top2"), false).unwrap(), GroupScore::None);
+        assert_eq!(check(4, 2, None, true).unwrap(), GroupScore::Top2);
+        assert_eq!(check(4, 2, None, false).unwrap(), GroupScore::Max);
+        for (groups, kept, score, message) in [
+            (0, 0, Some("mean"), "group_score: expected"),
+            (0, 0, Some("max"), "group_score: needs num_expert_group"),
+            (0, 1, None, "topk_group: expected 0 without num_expert_group, got 1"),
+            (1, 0, None, "topk_group: expected 1 to 1"),
+            (1, 2, None, "topk_group: expected 1 to 1"),
+            (-4, 1, None, "num_expert_group: expected 0 or a divisor of 16 experts up to 32, got -4"),
+            (i64::MIN, 1, None, "num_expert_group: "),
+            (5, 1, None, "num_expert_group: "),
+            (4, (1 << 32) + 1, None, "topk_group: expected 1 to 4"),
+            (16, 1, None, "top_k: 2 experts do not fit"),
+            (16, 2, Some("top2"), "num_expert_group: group_score \"top2\" needs groups of 2"),
+        ] {
+            assert!(text(check(groups, kept, score, false)).starts_with(message), "{groups} {kept} {score:?}");
+        }
+    }
+
+    #[test]
+    fn a_scaling_factor_has_an_inverse() {
+        assert_eq!(scaling(2.5, true).unwrap(), (2.5, 1.0));
+        assert_eq!(scaling(2.5, false).unwrap(), (1.0, 0.4));
+        for factor in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, 1e-45] {
+            for on_output in [true, false] {
+                assert!(text(scaling(factor, on_output)).starts_with("routed_scaling_factor: expected"), "{factor}");
+            }
+        }
+    }
 
     #[test]
     fn layers_that_route_inside() {

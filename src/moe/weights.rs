@@ -5,6 +5,7 @@ pub use super::layer::{Layer, LayerDesc, Matrix};
 use super::mxfp4_a8::is_e4m3;
 use super::numbers::Numbers;
 pub use super::options::{w13_layout, Options};
+use super::per_expert::NAMES;
 use super::per_expert::{Given, Scalar};
 use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4, nvfp4_gpu};
 use crate::contract;
@@ -12,7 +13,7 @@ use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
 use crate::quant::{self, Format};
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Owned, Place, Span, View};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -28,46 +29,47 @@ pub struct Arguments<'a, 'py> {
 
 /// The same, borrowed.
 pub struct Operands<'py> {
-    pub w13: TensorRef,
-    pub w2: TensorRef,
-    pub b13: Option<TensorRef>,
-    pub b2: Option<TensorRef>,
-    /// Of w13 and w2, with the objects that own them: E8M0 bytes that were made of fp32 scales are new tensors.
-    pub scales: Option<[(Bound<'py, PyAny>, TensorRef); 2]>,
+    pub w13: Borrowed<'py>,
+    pub w2: Borrowed<'py>,
+    pub b13: Option<Borrowed<'py>>,
+    pub b2: Option<Borrowed<'py>>,
+    /// Of w13 and w2: E8M0 bytes that were made of fp32 scales are new tensors.
+    pub scales: Option<[Borrowed<'py>; 2]>,
 }
 
 impl<'py> Operands<'py> {
-    /// `fp8`: block scales stay as they are; else they become E8M0.
-    pub fn borrow(arguments: &Arguments<'_, 'py>, fp8: bool) -> Result<Operands<'py>> {
-        let optional = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| TensorRef::borrow(name, b)).transpose();
+    /// `fp8`: block scales stay as they are; else they become E8M0. `in_place`: weights and scales are written, too.
+    pub fn borrow(
+        contract: &mut Contract<'_>,
+        arguments: &Arguments<'_, 'py>,
+        (fp8, in_place): (bool, bool),
+    ) -> Result<Operands<'py>> {
         let scales = match (arguments.w13_scale, arguments.w2_scale) {
             (None, None) => None,
             (Some(up), Some(down)) => {
-                let borrow = |name, scale: &Bound<'py, PyAny>| {
-                    if fp8 {
-                        Ok((scale.clone(), TensorRef::borrow(name, scale)?))
-                    } else {
-                        mxfp4::borrow_scale(name, scale)
-                    }
+                let mut borrow = |name, scale: &Bound<'py, PyAny>| match (fp8, in_place) {
+                    (true, _) => contract.input(name, scale),
+                    (false, _) => mxfp4::borrow_scale(name, scale, contract, in_place),
                 };
                 Some([borrow("w13_scale", up)?, borrow("w2_scale", down)?])
             }
             (None, _) => contract!("w13_scale: needed where w2_scale is given"),
             (_, None) => contract!("w2_scale: needed where w13_scale is given"),
         };
-        Ok(Operands {
-            w13: TensorRef::borrow("w13", arguments.w13)?,
-            w2: TensorRef::borrow("w2", arguments.w2)?,
-            b13: optional("b13", arguments.b13)?,
-            b2: optional("b2", arguments.b2)?,
-            scales,
-        })
+        let mut weights = |name, w: &Bound<'py, PyAny>| match in_place {
+            true => contract.output(name, w),
+            false => contract.input(name, w),
+        };
+        let (w13, w2) = (weights("w13", arguments.w13)?, weights("w2", arguments.w2)?);
+        let mut bias = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| contract.input(name, b)).transpose();
+        let (b13, b2) = (bias("b13", arguments.b13)?, bias("b2", arguments.b2)?);
+        Ok(Operands { w13, w2, b13, b2, scales })
     }
 }
 
 impl Layer {
     /// Checks the tensors and describes them.
-    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_>) -> Result<Layer> {
+    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_>) -> Result<Layer> {
         let mut layer = match numbers {
             Numbers::Plain(elem) => Layer::plain(operands, elem, options),
             Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
@@ -82,7 +84,7 @@ impl Layer {
     }
 
     /// `bias` tensors may be fp32 or of the weights' dtype.
-    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_>) -> Result<Layer> {
+    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_, '_>) -> Result<Layer> {
         let Operands { w13, w2, b13, b2, scales } = operands;
         let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
         let Some(dtype) = elem.dtype() else { contract!("w13: {elem} is no compute type") };
@@ -130,7 +132,7 @@ impl Layer {
 }
 
 /// Columns of GEMM1's output, from the rows of w13.
-pub fn intermediate_size(w13: &TensorRef, gated: bool) -> Result<i64> {
+pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
     let rows = w13.shape()[1];
     if gated && rows % 2 != 0 {
         contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
@@ -149,7 +151,7 @@ pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Di
 }
 
 /// What kernels can count, and no empty layer.
-pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
+pub fn check_sizes(w13: &View, hidden: i64) -> Result<()> {
     let (experts, rows, limit) = (w13.shape()[0], w13.shape()[1], i32::MAX as i64 / 2);
     if experts == 0 || rows == 0 || hidden == 0 {
         contract!("w13: no dimension may be 0, got shape {:?}", w13.shape());
@@ -161,66 +163,101 @@ pub fn check_sizes(w13: &TensorRef, hidden: i64) -> Result<()> {
 }
 
 /// Codes, scales and expert_scales of packed weights.
-pub type PackedTensors = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
+pub type PackedTensors<'py> = [Extra<'py>; 3];
+/// The same as attributes.
+type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
-/// The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable; keeps the tensors alive that it reads.
+#[doc = crate::help!("ExpertWeights")]
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
 pub struct ExpertWeights {
-    pub layer: Layer,
+    layer: Layer,
+    /// What calls read of the layer.
+    spans: Vec<Span>,
+    /// The tensors in which these spans lie.
+    owned: Vec<Owned>,
+    #[doc = crate::help!("ExpertWeights.w13")]
     #[pyo3(get)]
     w13: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w2")]
     #[pyo3(get)]
     w2: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.b13")]
     #[pyo3(get)]
     pub(super) b13: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.b2")]
     #[pyo3(get)]
     b2: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w13_scale")]
     #[pyo3(get)]
     pub(super) w13_scale: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.w2_scale")]
     #[pyo3(get)]
     pub(super) w2_scale: Option<Py<PyAny>>,
-    /// Of fp8_tensor with scales of activations, else None.
+    #[doc = crate::help!("ExpertWeights.a13_scale")]
     #[pyo3(get)]
     pub(super) a13_scale: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.a2_scale")]
     #[pyo3(get)]
     pub(super) a2_scale: Option<Py<PyAny>>,
-    /// (codes, scales, expert_scales) where the weights were packed: then the four above are None.
+    #[doc = crate::help!("ExpertWeights.w13_packed")]
     #[pyo3(get)]
-    w13_packed: Option<PackedTensors>,
+    w13_packed: Option<PackedObjects>,
+    #[doc = crate::help!("ExpertWeights.w2_packed")]
     #[pyo3(get)]
-    w2_packed: Option<PackedTensors>,
-    /// Keep the DLPack borrows of tensors that are not torch's.
-    pub(super) _borrows: Vec<TensorRef>,
-    /// Keep tensors that are read and no attribute.
-    pub(super) _tensors: Vec<Py<PyAny>>,
+    w2_packed: Option<PackedObjects>,
+    #[doc = crate::help!("ExpertWeights.layout")]
     #[pyo3(get)]
     layout: String,
+    #[doc = crate::help!("ExpertWeights.activation")]
     #[pyo3(get)]
     activation: String,
+    #[doc = crate::help!("ExpertWeights.alpha")]
     #[pyo3(get)]
     alpha: Py<PyAny>,
+    #[doc = crate::help!("ExpertWeights.beta")]
     #[pyo3(get)]
     beta: Py<PyAny>,
+    #[doc = crate::help!("ExpertWeights.limit")]
     #[pyo3(get)]
     limit: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.clamp")]
     #[pyo3(get)]
     clamp: String,
 }
 
-// SAFETY: the borrows hold addresses and Python references only; the references are dropped under the GIL by pyo3.
-unsafe impl Send for ExpertWeights {}
-// SAFETY: immutable.
-unsafe impl Sync for ExpertWeights {}
+/// A tensor that a layer reads beside its weights, scales, biases and numbers of SwiGLU, with the operand's name.
+pub type Extra<'py> = (&'static str, Borrowed<'py>);
 
 impl ExpertWeights {
-    pub fn new(
-        arguments: &Arguments<'_, '_>,
+    /// The layer for a call, or an error where memory that it reads is no longer where it was.
+    pub fn layer(&self, py: Python<'_>) -> Result<&Layer> {
+        for owned in &self.owned {
+            owned.unchanged(py)?;
+        }
+        Ok(&self.layer)
+    }
+
+    /// What calls read of the layer.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// The layer's shape, which reads no memory.
+    pub fn desc(&self) -> &LayerDesc {
+        &self.layer.desc
+    }
+
+    pub fn new<'py>(
+        mut contract: Contract<'_>,
+        arguments: &Arguments<'_, 'py>,
         numbers: Numbers,
-        options: Options<'_>,
-        given: &Given<'_>,
+        options: Options<'_, 'py>,
+        given: &Given<'py>,
         in_place: bool,
+        extra: Vec<Extra<'py>>,
     ) -> Result<ExpertWeights> {
-        let operands = Operands::borrow(arguments, matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_)))?;
+        let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_));
+        let operands = Operands::borrow(&mut contract, arguments, (fp8, in_place))?;
         let mut layer = Layer::new(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
@@ -228,34 +265,49 @@ impl ExpertWeights {
             kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
             if layer.desc.format.is_packed() {
                 packed = Some(match layer.desc.format.is_nvfp4() {
-                    true => nvfp4_gpu::pack(&mut layer, arguments, &operands)?,
-                    false => mxfp4::pack(&mut layer, arguments, &operands, in_place)?,
+                    true => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
+                    false => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
                 });
             }
         } else if in_place {
             contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
-        let Operands { w13, w2, b13, b2, scales } = operands;
-        let mut borrows: Vec<TensorRef> = [b13, b2].into_iter().chain(options.swiglu.experts).flatten().collect();
         let (alpha, beta, limit) = given.objects(arguments.w13.py());
+        let Operands { w13, w2, b13, b2, scales } = operands;
+        let biases = [("b13", b13), ("b2", b2)].into_iter().chain(NAMES.into_iter().zip(options.swiglu.experts));
+        let mut read: Vec<Extra<'py>> =
+            biases.filter_map(|(name, tensor)| Some((name, tensor?))).chain(extra).collect();
         // A layer that was packed keeps nothing that it does not read.
-        let kept = packed.is_none();
-        let [w13_scale, w2_scale] = match scales {
-            Some(scales) if kept => scales.map(|(object, borrowed)| {
-                borrows.push(borrowed);
-                Some(object.unbind())
+        let (mut weights, mut weight_scales) = ([None, None], [None, None]);
+        let [w13_packed, w2_packed] = match packed {
+            Some(pair) => pair.map(|tensors| {
+                let objects = tensors.each_ref().map(|(_, tensor)| tensor.object().clone().unbind());
+                read.extend(tensors);
+                Some(objects.into())
             }),
-            _ => [None, None],
+            None => {
+                weights = [&w13, &w2].map(|w| Some(w.object().clone().unbind()));
+                read.extend([("w13", w13), ("w2", w2)]);
+                if let Some(scales) = scales {
+                    weight_scales = scales.each_ref().map(|scale| Some(scale.object().clone().unbind()));
+                    read.extend(["w13_scale", "w2_scale"].into_iter().zip(scales));
+                }
+                [None, None]
+            }
         };
-        if kept {
-            borrows.extend([w13, w2]);
+        let owned = read.iter().map(|(name, tensor)| Owned::new(name, tensor)).collect::<Result<Vec<_>>>()?;
+        let spans = layer.spans();
+        if let Some(span) = spans.iter().find(|span| !owned.iter().any(|owned| owned.covers(span))) {
+            panic!("nothing keeps {} alive", span.operand);
         }
-        let [w13_packed, w2_packed] = packed.map_or([None, None], |pair| pair.map(Some));
+        let ([w13, w2], [w13_scale, w2_scale]) = (weights, weight_scales);
         Ok(ExpertWeights {
             layer,
-            w13: own(Some(arguments.w13).filter(|_| kept)),
-            w2: own(Some(arguments.w2).filter(|_| kept)),
+            spans,
+            owned,
+            w13,
+            w2,
             b13: own(arguments.b13),
             b2: own(arguments.b2),
             w13_scale,
@@ -264,8 +316,6 @@ impl ExpertWeights {
             a2_scale: None,
             w13_packed,
             w2_packed,
-            _borrows: borrows,
-            _tensors: Vec::new(),
             layout: options.layout.into(),
             activation: options.activation.into(),
             alpha,
@@ -278,11 +328,12 @@ impl ExpertWeights {
 
 /// One constructor per plain format, which differ in the element type alone, and the others.
 macro_rules! constructors {
-    ($($(#[$doc:meta])* $name:ident = $elem:expr;)*) => {
+    ($($name:ident = $elem:expr;)*) => {
         #[pymethods]
+        #[pyo3(crate = "crate::python")]
         impl ExpertWeights {
             $(
-                $(#[$doc])*
+                #[doc = crate::help!("ExpertWeights.", $name)]
                 #[staticmethod]
                 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
                 #[pyo3(signature = (w13, w2, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
@@ -303,18 +354,16 @@ macro_rules! constructors {
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
                     let given = Given { alpha, beta, limit };
                     guard(|| {
-                        let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                        ExpertWeights::new(&arguments, Numbers::Plain($elem), options, &given, false)
+                        let mut contract = Contract::new();
+                        let swiglu = given.borrow(&mut contract)?;
+                        let options = Options { layout, activation, gated, swiglu, clamp };
+                        let numbers = Numbers::Plain($elem);
+                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
                     })
                 }
             )*
 
-            /// MXFP4 experts: w13 uint8 [El, 2I, H / 2] and w2 uint8 [El, H, I / 2], two e2m1 codes a byte, the even column in the
-            /// low nibble; w13_scale [El, 2I, H / 32] and w2_scale [El, H, I / 32], E8M0 as uint8, or powers of two as fp32.
-            ///
-            /// The weights are e2m1 times scale in dtype ("bf16"; on CPU also "f16", "f32"), which x has too; the rest is as for bf16.
-            /// On CUDA they are packed once, into new tensors or (in_place) into those given. activation_dtype=torch.float8_e4m3fn: rows of x
-            /// and of GEMM1's output are quantised to e4m3 (on Hopper and CPU).
+            #[doc = crate::help!("ExpertWeights.mxfp4")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None),
@@ -341,19 +390,14 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
                     let numbers = Numbers::mxfp4(dtype, is_e4m3(activation_dtype)?, hidden_size)?;
-                    ExpertWeights::new(&arguments, numbers, options, &given, in_place)
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
                 })
             }
 
-            /// fp8 experts with block scales, as DeepSeek's and Qwen's checkpoints have them: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I];
-            /// w13_scale fp32 [El, 2I / 128, H / 128] and w2_scale [El, H / 128, I / 128] multiply their 128 x 128 weights (SGLang's
-            /// w13_weight_scale_inv, w2_weight_scale_inv). H and I are multiples of 128.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with a scale for each 128 columns of a row
-            /// (`oxmoe.quantize.per_token_group_quant_fp8`); products of 128 columns are added to fp32 sums times both scales. The rest is as
-            /// for bf16, without layout="interleaved".
+            #[doc = crate::help!("ExpertWeights.fp8_block")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
@@ -376,22 +420,18 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::Fp8(fp8::Activations::Groups.into()), options, &given, false)
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let numbers = Numbers::Fp8(fp8::Activations::Groups.into());
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
                 })
             }
 
-            /// fp8 experts with one scale for an expert's matrix: w13 float8_e4m3fn [El, 2I, H] and w2 [El, H, I]; w13_scale fp32 [El], [El, 2]
-            /// (one for each half of w13's rows) or one for all, w2_scale [El] or one for all; or either a scale for each row, [El, 2I] and
-            /// [El, H]. H and I are multiples of 128.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, become e4m3 with the scales a13_scale and a2_scale (fp32, one number; of [El]
-            /// the largest counts, as in SGLang), else with one scale for all of a call's numbers, or (per_token) one for each row. The rest
-            /// is as for fp8_block.
+            #[doc = crate::help!("ExpertWeights.fp8_tensor")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=false, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=False, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
             fn fp8_tensor(
                 w13: &Bound<'_, PyAny>,
                 w2: &Bound<'_, PyAny>,
@@ -399,7 +439,7 @@ macro_rules! constructors {
                 w2_scale: &Bound<'_, PyAny>,
                 a13_scale: Option<&Bound<'_, PyAny>>,
                 a2_scale: Option<&Bound<'_, PyAny>>,
-                per_token: bool,
+                per_token: Option<bool>,
                 b13: Option<&Bound<'_, PyAny>>,
                 b2: Option<&Bound<'_, PyAny>>,
                 layout: &str,
@@ -412,23 +452,22 @@ macro_rules! constructors {
             ) -> PyResult<ExpertWeights> {
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    let scales = [Some(w13_scale), Some(w2_scale)];
-                    let tensor = fp8_tensor::prepare((w13, w2), scales, [a13_scale, a2_scale], per_token, options.gated())?;
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let (scales, of_x) = ([Some(w13_scale), Some(w2_scale)], [a13_scale, a2_scale]);
+                    let gated = options.gated();
+                    let tensor = fp8_tensor::prepare(&mut contract, (w13, w2), scales, of_x, per_token, gated)?;
                     let [w13_scale, w2_scale] = tensor.tables.each_ref().map(Some);
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
+                    let (numbers, extra) = (Numbers::Fp8(tensor.scaling()), tensor.tensors());
                     let mut made =
-                        ExpertWeights::new(&arguments, Numbers::Fp8(tensor.scaling()), options, &given, false)?;
-                    tensor.keep(&mut made);
+                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
+                    tensor.show(&mut made);
                     Ok(made)
                 })
             }
 
-            /// MXFP8 experts: w13 e4m3 (float8_e4m3fn, or its bytes as uint8) [El, 2I, H] and w2 [El, H, I]; w13_scale [El, 2I, H / 32] and
-            /// w2_scale [El, H, I / 32], E8M0 as float8_e8m0fnu or uint8, or powers of two as fp32. H and I are multiples of 32.
-            ///
-            /// x is bf16. It, and GEMM1's output rounded to bf16, are rounded to MXFP8, 32 columns of a row a group: scale 2^ceil(log2(amax /
-            /// 448)), numbers to the nearest e4m3 times scale. Products are exact, sums fp32; the rest is as for mxfp4 (on Hopper and CPU).
+            #[doc = crate::help!("ExpertWeights.mxfp8")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", hidden_size=None, in_place=false),
@@ -453,12 +492,14 @@ macro_rules! constructors {
                 let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
                 let given = Given { alpha, beta, limit };
                 guard(|| {
-                    let options = Options { layout, activation, gated, swiglu: given.borrow()?, clamp };
-                    ExpertWeights::new(&arguments, Numbers::Mxfp8 { hidden: hidden_size }, options, &given, in_place)
+                    let mut contract = Contract::new();
+                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let numbers = Numbers::Mxfp8 { hidden: hidden_size };
+                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
                 })
             }
 
-            /// NVFP4 experts: `nvfp4_experts`.
+            #[doc = crate::help!("ExpertWeights.nvfp4")]
             #[staticmethod]
             #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
             fn nvfp4<'py>(
@@ -468,41 +509,43 @@ macro_rules! constructors {
                 pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
             }
 
-            /// Experts held here.
+            #[doc = crate::help!("ExpertWeights.num_experts")]
             #[getter]
             fn num_experts(&self) -> i64 {
                 self.layer.desc.experts
             }
 
+            #[doc = crate::help!("ExpertWeights.hidden_size")]
             #[getter]
             fn hidden_size(&self) -> i64 {
                 self.layer.desc.hidden
             }
 
+            #[doc = crate::help!("ExpertWeights.intermediate_size")]
             #[getter]
             fn intermediate_size(&self) -> i64 {
                 self.layer.desc.intermediate
             }
 
+            #[doc = crate::help!("ExpertWeights.gated")]
             #[getter]
             fn gated(&self) -> bool {
                 self.layer.desc.gated
             }
 
-            /// "bf16", "f16", "f32", "mxfp4", with an activation_dtype "mxfp4-a8", "fp8_block", "mxfp8", or "fp8_tensor", "fp8_tensor-token",
-            /// "fp8_tensor-static".
+            #[doc = crate::help!("ExpertWeights.format")]
             #[getter]
             fn format(&self) -> &'static str {
                 self.layer.desc.format.spec().name
             }
 
-            /// Of activations: "bf16", "f16" or "f32".
+            #[doc = crate::help!("ExpertWeights.dtype")]
             #[getter]
             fn dtype(&self) -> &'static str {
                 quant::name(self.layer.desc.dtype)
             }
 
-            /// "cpu" or "cuda:0".
+            #[doc = crate::help!("ExpertWeights.device")]
             #[getter]
             fn device(&self) -> String {
                 self.layer.place.to_string()
@@ -513,7 +556,7 @@ macro_rules! constructors {
                 let dtype = match d.format {
                     Format::Mxfp4 => format!(", dtype={:?}", self.dtype()),
                     Format::Mxfp4A8 => ", activation_dtype=float8_e4m3fn".into(),
-                    Format::Fp8TensorToken => ", per_token=True".into(),
+                    Format::Fp8Tensor => ", per_token=False".into(),
                     Format::Fp8TensorStatic => ", a13_scale, a2_scale".into(),
                     _ => String::new(),
                 };
@@ -528,14 +571,7 @@ macro_rules! constructors {
 }
 
 constructors! {
-    /// bf16 experts: w13 [El, 2I, H] ([El, I, H] when not gated), w2 [El, H, I], biases bf16 or fp32.
-    ///
-    /// silu with alpha, beta, limit: `silu'(g) * (u + beta)`, `silu'(g) = g sigmoid(alpha g)`, |u| <= limit, and g <= limit
-    /// (clamp="before") or silu'(g) <= limit (clamp="after"). Each of the three may be an fp32 tensor [El]: a number for each expert.
-    /// GPT-OSS: layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
     bf16 = Elem::Bf16;
-    /// fp16 experts, as bf16.
     f16 = Elem::F16;
-    /// fp32 experts on CPU, as bf16.
     f32 = Elem::F32;
 }

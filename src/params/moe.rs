@@ -271,8 +271,8 @@ pub mod ffi {
         rows_each: i32,
         tile_tokens: i32,
         tile_step: i32,
-        /// Which of the kernel's counters: launches that may overlap have different ones.
-        counter_slot: i32,
+        /// With `row_counts`: `PairCounters`, 0 before the launch and after it; `up.next_unit` is the first of them.
+        counters: *mut i32,
     }
 
     /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
@@ -328,11 +328,11 @@ pub mod ffi {
         layer: LayerParams,
         /// Plain; its `ids` and `weights` are not written.
         select: SelectParams,
+        /// `LayerCounters`: those of an earlier launch, or 0. Launches that may overlap have different ones.
+        counters: *mut i32,
         /// Local experts, as in `RouteParams`.
         experts: i32,
         first_expert: i32,
-        /// Which of the kernel's counters: launches that may overlap have different ones.
-        counter_slot: i32,
         /// Rounds of GEMM2's units for the CTAs alone that have one unit of GEMM1 less: as many as have the bytes of one.
         extra_rounds: i32,
     }

@@ -1,6 +1,6 @@
 //! What Python sees of fp8: quantisation of rows, on CPU and CUDA tensors.
 
-use super::ops::{check_aligned, check_multiple, dims, leading, new_tensor, shape};
+use super::ops::{check_aligned, check_multiple, dims, leading, shape};
 use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
@@ -8,16 +8,15 @@ use crate::device::gpu;
 use crate::error::{guard, Error};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::sizes::{int, product};
+use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{fp8::Fp8, Variant};
 use pyo3::prelude::*;
 
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
 
-/// e4m3 of bf16, f16 or fp32 x [..., K] with a scale for each `group` columns of a row: (codes [..., K], scales). Scales are fp32
-/// [..., K / group]; `column_major` (2-D x alone): fp32 [K / group, rows], rows padded to `row_multiple`; `powers`: int32
-/// [ceil(K / group / 4), rows], four E8M0 bytes each, those beyond the last group zero.
-#[pyfunction]
+#[doc = crate::help!("quantize_fp8")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (x, group, eps, *, column_major=false, row_multiple=1, powers=false))]
 pub fn quantize_fp8<'py>(
     x: &Bound<'py, PyAny>,
@@ -35,29 +34,30 @@ pub fn quantize_fp8<'py>(
         if !(1e-30..=1e30).contains(&eps) {
             contract!("eps: expected 1e-30 to 1e30, got {eps}");
         }
-        let from = TensorRef::borrow("x", x)?;
+        let mut contract = Contract::new();
+        let from = contract.input("x", x)?;
         let lead = leading("x", &from, 1, "K")?;
         let columns = from.shape()[lead.len()];
-        Contract::new().check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
+        contract.check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
         check_multiple("x", lead.len(), "K", columns, group)?;
-        let (rows, groups): (i64, i64) = (lead.iter().product(), columns / group);
+        let (rows, groups) = (product("x", lead)?, columns / group);
         if columns > i64::from(i32::MAX) || from.numel() / 8 > i64::from(i32::MAX) {
             return Err(Error::Unsupported(format!(
                 "x: {rows} rows of {columns} numbers; supported: up to 2^34 numbers"
             )));
         }
         let padded = (rows + row_multiple - 1) / row_multiple * row_multiple;
-        let (codes_object, codes) = new_tensor((x, &from), from.shape(), Elem::E4M3)?;
-        let (scales_object, scales) = if powers {
-            new_tensor((x, &from), &[(groups + 3) / 4, padded], Elem::I32)?
+        let codes = contract.new_output("codes", &from, from.shape(), Elem::E4M3)?;
+        let scales = if powers {
+            contract.new_output("scales", &from, &[(groups + 3) / 4, padded], Elem::I32)?
         } else if column_major {
-            new_tensor((x, &from), &[groups, padded], Elem::F32)?
+            contract.new_output("scales", &from, &[groups, padded], Elem::F32)?
         } else {
-            new_tensor((x, &from), &shape(lead, &[groups]), Elem::F32)?
+            contract.new_output("scales", &from, &shape(lead, &[groups]), Elem::F32)?
         };
         if powers {
             let zero = if from.origin == crate::tensor::Origin::Other { "fill" } else { "fill_" };
-            scales_object.call_method1(zero, (0,))?;
+            scales.object().call_method1(zero, (0,))?;
         }
         let (row_stride, group_stride) = if column_major || powers { (1, padded) } else { (groups, 1) };
         let params = QuantizeFp8Params {
@@ -67,8 +67,8 @@ pub fn quantize_fp8<'py>(
             scales: scales.data,
             rows,
             row_count: std::ptr::null(),
-            columns: columns as i32,
-            group: group as i32,
+            columns: int("x: K", columns)?,
+            group: int("group_size", group)?,
             row_stride,
             group_stride,
             eps,
@@ -83,12 +83,13 @@ pub fn quantize_fp8<'py>(
             top_k: 0,
             x_is_older: false,
         };
+        let checked = contract.finish()?;
         if from.numel() == 0 {
-            return Ok((codes_object, scales_object));
+            return Ok((codes.into_object(), scales.into_object()));
         }
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
-            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
             let launch = groups_of(from.numel(), group, from.elem);
             stream.launch("per_token_group_quant_fp8", &launch, Args::QuantizeFp8(&params))?;
         } else {
@@ -97,9 +98,9 @@ pub fn quantize_fp8<'py>(
                 _ => check_aligned::<u16>("x", &from)?,
             }
             // SAFETY: as the contract has them; the outputs are new.
-            py.detach(|| unsafe { cpu::quantize_fp8(&params) });
+            checked.on_cpu(py, || unsafe { cpu::quantize_fp8(&params) });
         }
-        Ok((codes_object, scales_object))
+        Ok((codes.into_object(), scales.into_object()))
     })
 }
 

@@ -2,13 +2,13 @@
 
 use super::layouts::cutlass::{self, Release};
 use super::layouts::{gpu, hopper, Conversion, Layout, Matrices};
-use super::ops::{check_multiple, dims, elements, elements_mut, leading, new_tensor, shape, Pair, BLOCK, E8M0};
+use super::ops::{check_multiple, dims, elements, elements_mut, leading, shape, Pair, BLOCK, E8M0};
 use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::device;
 use crate::error::{guard, Result};
 use crate::kernel::Stream;
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 fn matrices(leading: &[i64], rows: i64, columns: i64) -> Matrices {
@@ -20,14 +20,16 @@ fn convert(
     py: Python<'_>,
     op: &str,
     conversions: [Conversion; 2],
-    tensors: [(&'static str, &TensorRef, &TensorRef); 2],
+    tensors: [(&'static str, &View, &View); 2],
+    contract: &Contract<'_>,
 ) -> Result<()> {
+    let checked = contract.finish()?;
     match tensors[0].1.place {
         Place::Cpu => {
             for (conversion, (operand, from, to)) in conversions.iter().zip(tensors) {
                 // SAFETY: bytes of contiguous tensors (or contiguous as transposed); the outputs are new.
                 let (from, to) = unsafe { (elements(operand, from)?, elements_mut("out", to)?) };
-                py.detach(|| conversion.on_host(from, to));
+                checked.on_cpu(py, || conversion.on_host(from, to));
             }
         }
         Place::Cuda(ordinal) => {
@@ -37,7 +39,7 @@ fn convert(
                     check_vectors(operand, from)?;
                 }
             }
-            let stream = Stream::new(device::gpu(ordinal)?, tensors[0].1.current_stream(py)?)?;
+            let stream = Stream::new(device::gpu(ordinal)?, tensors[0].1.current_stream(py)?, &checked)?;
             for (conversion, (_, from, to)) in conversions.iter().zip(tensors) {
                 gpu::launch(&stream, op, conversion, from.data, to.data)?;
             }
@@ -53,12 +55,8 @@ fn check_num_warps(num_warps: i64) -> Result<()> {
     Ok(())
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, G], G >= K / 32) as triton_kernels holds them on Hopper:
-/// (values uint8 [..., 4 ceil64(K / 2), R' / 4], scales uint8 [..., 32 ceil2(G), R'' / 32]), each contiguous in its last dimension but one.
-///
-/// On CPU or CUDA. HopperMXValueLayout (mma_version 3) and HopperMXScaleLayout along K. R' is R rounded up to row_multiple: 64 in triton_kernels 3.6
-/// (sglang-kernel 0.4.2), 256 in 3.8 (0.4.10); R'' is R rounded up to 32 num_warps. Padding is 0.
-#[pyfunction]
+#[doc = crate::help!("swizzle_hopper_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, num_warps=8, row_multiple=64))]
 pub fn swizzle_hopper_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -68,10 +66,10 @@ pub fn swizzle_hopper_mxfp4<'py>(
 ) -> PyResult<Pair<'py>> {
     let py = codes.py();
     guard(|| {
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
+        let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
         let lead = leading("codes", &from, 2, "rows, K / 2")?;
         let (rows, bytes) = (from.shape()[lead.len()], from.shape()[lead.len() + 1]);
-        let mut contract = Contract::new();
         contract.check("codes", &from, &dims(lead, &[Dim::Named("rows"), Dim::Named("K / 2")]), &[Elem::U8])?;
         check_multiple("codes", lead.len() + 1, "K / 2", bytes, BLOCK / 2)?;
         contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Named("groups")]), &E8M0)?;
@@ -90,22 +88,25 @@ pub fn swizzle_hopper_mxfp4<'py>(
         let stored = |padded: &Matrices, fold: usize| {
             shape(lead, &[(padded.rows / fold) as i64, (padded.columns * fold) as i64])
         };
-        let like = (codes, &from);
-        let (values_object, to) = new_tensor(like, &stored(&padded, 4), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &stored(&padded_scales, 32), Elem::U8)?;
+        let to = contract.new_output("out", &from, &stored(&padded, 4), Elem::U8)?;
+        let to_scales = contract.new_output("out scales", &from, &stored(&padded_scales, 32), Elem::U8)?;
         let layout = Layout::Hopper { num_warps: num_warps as usize };
         let codes = Conversion { layout, scales: false, back: false, plain, held: padded };
         let scales = Conversion { scales: true, plain: plain_scales, held: padded_scales, ..codes };
-        let tensors = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
-        convert(py, "swizzle_hopper_mxfp4", [codes, scales], tensors)?;
+        let tensors: [(&'static str, &View, &View); 2] = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
+        convert(py, "swizzle_hopper_mxfp4", [codes, scales], tensors, &contract)?;
         let transpose = |object: Bound<'py, PyAny>| object.call_method1("swapaxes", (-2, -1));
-        Ok((transpose(values_object)?, transpose(scales_object)?))
+        Ok((transpose(to.into_object())?, transpose(to_scales.into_object())?))
     })
 }
 
 /// A tensor as triton_kernels stores it, transposed: its shape must be [leading, folded rows, row length].
-fn borrow_swizzled(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<TensorRef> {
-    let tensor = TensorRef::borrow(operand, object)?;
+fn borrow_swizzled<'py>(
+    operand: &'static str,
+    object: &Bound<'py, PyAny>,
+    contract: &mut Contract<'_>,
+) -> Result<Borrowed<'py>> {
+    let tensor = contract.input(operand, object)?;
     if tensor.shape().len() < 2 {
         contract!("{operand}: expected [..., K, rows] as triton_kernels stores it, got shape {:?}", tensor.shape());
     }
@@ -121,11 +122,8 @@ fn borrow_swizzled(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<T
     Ok(tensor)
 }
 
-/// The inverse of swizzle_hopper_mxfp4, on CPU or CUDA: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the checkpoint's form.
-///
-/// values and scales are the `storage.data` of triton_kernels' weight and weight scale, with its strides; rows, columns (K) are the sizes
-/// of the weight without padding (the last and the last but one of its `shape`), num_warps that of the scale's layout. Any row_multiple.
-#[pyfunction]
+#[doc = crate::help!("unswizzle_hopper_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (values, scales, *, rows, columns, num_warps=8))]
 pub fn unswizzle_hopper_mxfp4<'py>(
     values: &Bound<'py, PyAny>,
@@ -136,7 +134,9 @@ pub fn unswizzle_hopper_mxfp4<'py>(
 ) -> PyResult<Pair<'py>> {
     let py = values.py();
     guard(|| {
-        let (from, from_scales) = (borrow_swizzled("values", values)?, borrow_swizzled("scales", scales)?);
+        let mut contract = Contract::new();
+        let from = borrow_swizzled("values", values, &mut contract)?;
+        let from_scales = borrow_swizzled("scales", scales, &mut contract)?;
         check_num_warps(num_warps)?;
         if rows < 0 || columns < 0 || columns % BLOCK != 0 {
             contract!(
@@ -144,7 +144,6 @@ pub fn unswizzle_hopper_mxfp4<'py>(
             );
         }
         let lead = leading("values", &from, 2, "K, rows")?;
-        let mut contract = Contract::new();
         let trailing = [Dim::Named("folded rows"), Dim::Named("folded columns")];
         contract.check("values", &from, &dims(lead, &trailing), &[Elem::U8])?;
         let trailing = [Dim::Named("folded scale rows"), Dim::Named("folded scale columns")];
@@ -174,15 +173,14 @@ pub fn unswizzle_hopper_mxfp4<'py>(
         let padded = matrices(lead, folded_rows * 4, length / 4);
         let padded_scales = matrices(lead, folded_scale_rows * 32, scale_length / 32);
         let (plain, plain_scales) = (matrices(lead, rows, columns / 2), matrices(lead, rows, groups));
-        let like = (values, &from);
-        let (codes_object, to) = new_tensor(like, &shape(lead, &[rows, columns / 2]), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &[rows, groups]), Elem::U8)?;
+        let to = contract.new_output("out", &from, &shape(lead, &[rows, columns / 2]), Elem::U8)?;
+        let to_scales = contract.new_output("out scales", &from, &shape(lead, &[rows, groups]), Elem::U8)?;
         let layout = Layout::Hopper { num_warps: num_warps as usize };
         let codes = Conversion { layout, scales: false, back: true, plain, held: padded };
         let scales = Conversion { scales: true, plain: plain_scales, held: padded_scales, ..codes };
-        let tensors = [("values", &from, &to), ("scales", &from_scales, &to_scales)];
-        convert(py, "unswizzle_hopper_mxfp4", [codes, scales], tensors)?;
-        Ok((codes_object, scales_object))
+        let tensors: [(&'static str, &View, &View); 2] = [("values", &from, &to), ("scales", &from_scales, &to_scales)];
+        convert(py, "unswizzle_hopper_mxfp4", [codes, scales], tensors, &contract)?;
+        Ok((to.into_object(), to_scales.into_object()))
     })
 }
 
@@ -195,7 +193,7 @@ fn folded(release: Release, rows: i64, groups: i64) -> Vec<i64> {
     }
 }
 
-fn check_sm90(codes: &TensorRef, lead: &[i64], release: Release) -> Result<(i64, i64)> {
+fn check_sm90(codes: &View, lead: &[i64], release: Release) -> Result<(i64, i64)> {
     let (rows, bytes) = (codes.shape()[lead.len()], codes.shape()[lead.len() + 1]);
     let row_multiple = match release {
         Release::V0_6 => cutlass::ROWS,
@@ -206,13 +204,8 @@ fn check_sm90(codes: &TensorRef, lead: &[i64], release: Release) -> Result<(i64,
     Ok((rows, bytes))
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]) as flashinfer's CUTLASS MoE for Hopper reads them:
-/// (codes uint8 [..., R, K / 2], scales), the results of interleave_moe_weights_for_sm90_mixed_gemm ("fp4") and
-/// interleave_moe_scales_for_sm90_mixed_gemm.
-///
-/// flashinfer "0.6": scales [..., K / 128, 4 R], R a multiple of 16; "0.7": scales [..., R / 64, K / 128, 16, 16], R a multiple of 64.
-/// On CPU or CUDA. K is a multiple of 128. Rows keep their order: flashinfer wants [up; gate].
-#[pyfunction]
+#[doc = crate::help!("interleave_sm90_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, flashinfer="0.7"))]
 pub fn interleave_sm90_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -226,36 +219,34 @@ pub fn interleave_sm90_mxfp4<'py>(
             "0.7" => Release::V0_7,
             other => contract!("flashinfer: expected \"0.6\" or \"0.7\", got {other:?}"),
         };
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
-        let lead = leading("codes", &from, 2, "rows, K / 2")?;
         let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
+        let lead = leading("codes", &from, 2, "rows, K / 2")?;
         contract.check("codes", &from, &dims(lead, &[Dim::Named("rows"), Dim::Named("K / 2")]), &[Elem::U8])?;
         let (rows, bytes) = check_sm90(&from, lead, release)?;
         let groups = bytes * 2 / BLOCK;
         contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Is("K / 32", groups)]), &E8M0)?;
-        let like = (codes, &from);
-        let (codes_object, to) = new_tensor(like, from.shape(), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &folded(release, rows, groups)), Elem::U8)?;
+        let to = contract.new_output("out", &from, from.shape(), Elem::U8)?;
+        let folded = folded(release, rows, groups);
+        let to_scales = contract.new_output("out scales", &from, &shape(lead, &folded), Elem::U8)?;
         let (all, all_scales) = (matrices(lead, rows, bytes), matrices(lead, rows, groups));
         let layout = Layout::Cutlass(release);
         let codes = Conversion { layout, scales: false, back: false, plain: all, held: all };
         let scales = Conversion { scales: true, plain: all_scales, held: all_scales, ..codes };
-        let tensors = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
-        convert(py, "interleave_sm90_mxfp4", [codes, scales], tensors)?;
-        Ok((codes_object, scales_object))
+        let tensors: [(&'static str, &View, &View); 2] = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
+        convert(py, "interleave_sm90_mxfp4", [codes, scales], tensors, &contract)?;
+        Ok((to.into_object(), to_scales.into_object()))
     })
 }
 
-/// The inverse of interleave_sm90_mxfp4, on CPU or CUDA: (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]), the checkpoint's form.
-///
-/// Which flashinfer is told by the scales' dimensions: as many as the codes have (0.6), or two more (0.7). Rows keep their order, [up; gate],
-/// and the padding that was added before stays.
-#[pyfunction]
+#[doc = crate::help!("deinterleave_sm90_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales))]
 pub fn deinterleave_sm90_mxfp4<'py>(codes: &Bound<'py, PyAny>, scales: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
     let py = codes.py();
     guard(|| {
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
+        let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
         let lead = leading("codes", &from, 2, "rows, K / 2")?;
         let release = match from_scales.shape().len().checked_sub(from.shape().len()) {
             Some(0) => Release::V0_6,
@@ -267,7 +258,6 @@ pub fn deinterleave_sm90_mxfp4<'py>(codes: &Bound<'py, PyAny>, scales: &Bound<'p
                 from_scales.shape()
             ),
         };
-        let mut contract = Contract::new();
         contract.check("codes", &from, &dims(lead, &[Dim::Named("rows"), Dim::Named("K / 2")]), &[Elem::U8])?;
         let (rows, bytes) = check_sm90(&from, lead, release)?;
         let groups = bytes * 2 / BLOCK;
@@ -278,15 +268,14 @@ pub fn deinterleave_sm90_mxfp4<'py>(codes: &Bound<'py, PyAny>, scales: &Bound<'p
         let trailing: Vec<Dim> =
             names.iter().zip(folded(release, rows, groups)).map(|(name, size)| Dim::Is(name, size)).collect();
         contract.check("scales", &from_scales, &dims(lead, &trailing), &E8M0)?;
-        let like = (codes, &from);
-        let (codes_object, to) = new_tensor(like, from.shape(), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &[rows, groups]), Elem::U8)?;
+        let to = contract.new_output("out", &from, from.shape(), Elem::U8)?;
+        let to_scales = contract.new_output("out scales", &from, &shape(lead, &[rows, groups]), Elem::U8)?;
         let (all, all_scales) = (matrices(lead, rows, bytes), matrices(lead, rows, groups));
         let layout = Layout::Cutlass(release);
         let codes = Conversion { layout, scales: false, back: true, plain: all, held: all };
         let scales = Conversion { scales: true, plain: all_scales, held: all_scales, ..codes };
-        let tensors = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
-        convert(py, "deinterleave_sm90_mxfp4", [codes, scales], tensors)?;
-        Ok((codes_object, scales_object))
+        let tensors: [(&'static str, &View, &View); 2] = [("codes", &from, &to), ("scales", &from_scales, &to_scales)];
+        convert(py, "deinterleave_sm90_mxfp4", [codes, scales], tensors, &contract)?;
+        Ok((to.into_object(), to_scales.into_object()))
     })
 }

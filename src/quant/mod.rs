@@ -51,7 +51,7 @@ pub struct QuantSpec {
     pub format: Format,
     /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `nvfp4-a4`: nvfp4 with an
     /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
-    /// with per_token or with scales), and on the command line.
+    /// as it is by default or with scales; `fp8_tensor`: with per_token=False), and on the command line.
     pub name: &'static str,
     /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,
@@ -199,8 +199,10 @@ impl Format {
     }
 }
 
+/// A hyphen counts as an underscore and the reverse: "fp8-block" is "fp8_block".
 pub fn by_name(name: &str) -> Option<&'static QuantSpec> {
-    FORMATS.iter().find(|f| f.name == name)
+    let letters = |text: &str| text.replace('-', "_");
+    FORMATS.iter().find(|f| f.name == name).or_else(|| FORMATS.iter().find(|f| letters(f.name) == letters(name)))
 }
 
 /// The error for a name that is none.
@@ -224,5 +226,15 @@ mod tests {
             assert_eq!(row.format.spec(), row);
             assert!(row.block != 1 || Format::plain(row.compute) == row.format);
         }
+    }
+
+    #[test]
+    fn a_name_has_either_spelling() {
+        for row in &FORMATS {
+            for name in [row.name.into(), row.name.replace('_', "-"), row.name.replace('-', "_")] {
+                assert_eq!(by_name(&name), Some(row), "{name}");
+            }
+        }
+        assert!(by_name("fp8 block").is_none() && by_name("").is_none() && by_name("fp8__block").is_none());
     }
 }

@@ -2,8 +2,8 @@
 
 use super::e2m1;
 use crate::cpu::Element;
+use crate::parallel::*;
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;

@@ -67,10 +67,10 @@ pub fn amax(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |max, x| x.abs().max(max))
 }
 
-/// `x` rounded up to a power of two; infinity stays.
+/// `x` rounded up to a power of two; infinity stays, and NaN becomes 0.
 pub fn power_of_two_above(x: f32) -> f32 {
     let bits = x.to_bits();
-    f32::from_bits(if bits & 0x7F_FFFF == 0 { bits } else { (bits + 0x80_0000) & 0x7F80_0000 })
+    f32::from_bits(if bits & 0x7F_FFFF == 0 { bits } else { bits.wrapping_add(0x80_0000) & 0x7F80_0000 })
 }
 
 /// Values that share a scale to e2m1; returns the scale's byte: e4m3, or with `powers` E8M0 (rounded up), of `scale` x amax / 6. Values are
@@ -109,6 +109,16 @@ mod tests {
             }
         }
         assert_eq!(ScaleLayout::Swizzled128x4.offset(129 + 32, 5, 9), (3 + 1) * 512 + 16 + 4 + 1);
+    }
+
+    #[test]
+    fn powers_of_two() {
+        for (x, power) in [(0.0, 0.0), (1.0, 1.0), (1.1, 2.0), (0.26, 0.5), (f32::INFINITY, f32::INFINITY)] {
+            assert_eq!(power_of_two_above(x), power);
+        }
+        for nan in [f32::NAN, -f32::NAN] {
+            assert_eq!(power_of_two_above(nan), 0.0);
+        }
     }
 
     #[test]

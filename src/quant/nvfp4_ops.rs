@@ -1,7 +1,7 @@
 //! What Python sees of the quantisation to NVFP4, on CPU and CUDA tensors.
 
 use super::nvfp4::ScaleLayout;
-use super::ops::{check_aligned, check_multiple, new_tensor, Pair};
+use super::ops::{check_aligned, check_multiple, Pair};
 use super::packed;
 use super::packed_ops::check_vectors;
 use crate::contract;
@@ -10,17 +10,13 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, QuantizeNvfp4Params};
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::sizes::int;
+use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{dense::Dense, Variant};
 use pyo3::prelude::*;
 
-/// e2m1 of bf16, f16 or fp32 x [B, M, K] with a scale for each `block` (16 or 32) columns of a row: (codes uint8 [B, M, K / 2], scales
-/// uint8 [B, M', G']).
-///
-/// global_scale: fp32 [1] or [B] that multiplies x (`inverse`: divides it), None: 1. scale_layout: "linear" (M' = M, G' = K / block),
-/// "128x4" or "8x4" (padded to whole tiles, zeros there). scale_dtype: "e4m3" or "e8m0". masked_m: int32 [B], the rows of each batch; the
-/// codes and scales of those beyond stay undefined.
-#[pyfunction]
+#[doc = crate::help!("quantize_nvfp4")]
+#[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, global_scale=None, *, block=16, scale_dtype="e4m3", scale_layout="128x4", inverse=false, masked_m=None))]
 pub fn quantize_nvfp4<'py>(
@@ -48,8 +44,8 @@ pub fn quantize_nvfp4<'py>(
             "8x4" => ScaleLayout::Swizzled8x4,
             other => contract!("scale_layout: expected \"128x4\", \"8x4\" or \"linear\", got {other:?}"),
         };
-        let from = TensorRef::borrow("x", x)?;
         let mut contract = Contract::new();
+        let from = contract.input("x", x)?;
         let batch_dim = Dim::Named("batches");
         let floats = [Elem::Bf16, Elem::F16, Elem::F32];
         contract.check("x", &from, &[batch_dim, Dim::Named("M"), Dim::Named("K")], &floats)?;
@@ -58,8 +54,8 @@ pub fn quantize_nvfp4<'py>(
         if batches.max(rows).max(columns) > i64::from(i32::MAX) / 2 || batches * (rows + 127) > i64::from(i32::MAX) {
             return Err(Error::Unsupported(format!("x: shape {:?}; supported: fewer than 2^31 rows", from.shape())));
         }
-        let given = global_scale.map(|s| TensorRef::borrow("global_scale", s)).transpose()?;
-        let counts = masked_m.map(|m| TensorRef::borrow("masked_m", m)).transpose()?;
+        let given = global_scale.map(|s| contract.input("global_scale", s)).transpose()?;
+        let counts = masked_m.map(|m| contract.input("masked_m", m)).transpose()?;
         if let Some(scale) = &given {
             let numbers = if scale.numel() == 1 { 1 } else { batches };
             let dims: &[Dim] = if scale.shape().is_empty() { &[] } else { &[Dim::Is("batches", numbers)] };
@@ -73,30 +69,31 @@ pub fn quantize_nvfp4<'py>(
         if batches * (padded_rows * padded_blocks) as i64 * (block / 8) >= 1 << 32 {
             return Err(Error::Unsupported(format!("x: shape {:?}; supported: fewer than 2^35 numbers", from.shape())));
         }
-        let (codes_object, codes) = new_tensor((x, &from), &[batches, rows, columns / 2], Elem::U8)?;
-        let (scales_object, scales) = new_tensor((x, &from), &scales_shape, Elem::U8)?;
+        let codes = contract.new_output("codes", &from, &[batches, rows, columns / 2], Elem::U8)?;
+        let scales = contract.new_output("scales", &from, &scales_shape, Elem::U8)?;
         let params = QuantizeNvfp4Params {
             x: from.data,
             dtype: from.elem.dtype().unwrap_or(Dtype::F32),
             codes: codes.data,
             scales: scales.data,
             tile_rows: layout.tile_rows(),
-            batches: batches as i32,
-            rows: rows as i32,
-            columns: columns as i32,
-            block: block as i32,
+            batches: int("x: batches", batches)?,
+            rows: int("x: M", rows)?,
+            columns: int("x: K", columns)?,
+            block: int("block", block)?,
             powers,
             global_scale: given.as_ref().map_or(std::ptr::null(), |s| s.data.cast::<f32>().cast_const()),
             of_batch: given.as_ref().is_some_and(|s| s.numel() > 1),
             inverse,
             row_counts: counts.as_ref().map_or(std::ptr::null(), |c| c.data.cast::<i32>().cast_const()),
         };
+        let checked = contract.finish()?;
         if scales.numel() == 0 {
-            return Ok((codes_object, scales_object));
+            return Ok((codes.into_object(), scales.into_object()));
         }
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
-            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
             launch(&stream, "nvfp4", &params)?;
         } else {
             match from.elem {
@@ -104,9 +101,9 @@ pub fn quantize_nvfp4<'py>(
                 _ => check_aligned::<u16>("x", &from)?,
             }
             // SAFETY: as the contract has them; the outputs are new.
-            py.detach(|| unsafe { cpu::quantize_nvfp4(&params) });
+            checked.on_cpu(py, || unsafe { cpu::quantize_nvfp4(&params) });
         }
-        Ok((codes_object, scales_object))
+        Ok((codes.into_object(), scales.into_object()))
     })
 }
 

@@ -8,7 +8,7 @@ use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel::{Args, Stream};
 use crate::params::{Dtype, QuantizeMxfp4Params};
-use crate::tensor::{self, Contract, Dim, Elem, Place, TensorRef};
+use crate::tensor::{self, Checked, Contract, Dim, Elem, Place, View};
 use crate::variants::{Variant, QUANTIZE_UNITS};
 use half::{bf16, f16};
 use pyo3::prelude::*;
@@ -24,12 +24,12 @@ pub(super) type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 ///
 /// # Safety
 /// `tensor` is contiguous, of elements that any `T` can be read from, and nobody writes to it meanwhile.
-pub(super) unsafe fn elements<'a, T>(operand: &str, tensor: &'a TensorRef) -> Result<&'a [T]> {
+pub(super) unsafe fn elements<'a, T>(operand: &str, tensor: &'a View) -> Result<&'a [T]> {
     check_aligned::<T>(operand, tensor)?;
     if tensor.numel() == 0 {
         return Ok(&[]);
     }
-    // SAFETY: aligned and not null (`TensorRef`); the rest is the caller's contract.
+    // SAFETY: aligned and not null (`View`); the rest is the caller's contract.
     Ok(unsafe { std::slice::from_raw_parts(tensor.data.cast(), tensor.numel() as usize) })
 }
 
@@ -38,7 +38,7 @@ pub(super) unsafe fn elements<'a, T>(operand: &str, tensor: &'a TensorRef) -> Re
 /// # Safety
 /// As for [`elements`], and nobody else reads or writes it.
 #[allow(clippy::mut_from_ref)] // the tensor is a view
-pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a TensorRef) -> Result<&'a mut [T]> {
+pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a View) -> Result<&'a mut [T]> {
     check_aligned::<T>(operand, tensor)?;
     if tensor.numel() == 0 {
         return Ok(&mut []);
@@ -47,26 +47,15 @@ pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a TensorRef) -
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data.cast(), tensor.numel() as usize) })
 }
 
-pub(super) fn check_aligned<T>(operand: &str, tensor: &TensorRef) -> Result<()> {
+pub(super) fn check_aligned<T>(operand: &str, tensor: &View) -> Result<()> {
     if !tensor.data.cast::<T>().is_aligned() {
         contract!("{operand}: expected data aligned to {} bytes, got {:p}", align_of::<T>(), tensor.data);
     }
     Ok(())
 }
 
-/// A new contiguous tensor of `like`'s package.
-pub(super) fn new_tensor<'py>(
-    like: (&Bound<'py, PyAny>, &TensorRef),
-    shape: &[i64],
-    elem: Elem,
-) -> Result<(Bound<'py, PyAny>, TensorRef)> {
-    let object = tensor::empty(like.0, like.1, shape, elem)?;
-    let borrowed = TensorRef::borrow("out", &object)?;
-    Ok((object, borrowed))
-}
-
 /// The dimensions before the last `trailing` ones.
-pub(super) fn leading<'a>(operand: &str, tensor: &'a TensorRef, trailing: usize, expected: &str) -> Result<&'a [i64]> {
+pub(super) fn leading<'a>(operand: &str, tensor: &'a View, trailing: usize, expected: &str) -> Result<&'a [i64]> {
     match tensor.shape().len().checked_sub(trailing) {
         Some(count) => Ok(&tensor.shape()[..count]),
         None => contract!("{operand}: expected [..., {expected}], got shape {:?}", tensor.shape()),
@@ -88,14 +77,8 @@ pub(super) fn check_multiple(operand: &str, dimension: usize, name: &str, got: i
     Ok(())
 }
 
-/// MXFP4 of bf16, f16 or fp32 x [..., K], K a multiple of 32, on CPU or CUDA: (codes uint8 [..., K / 2], scales uint8 E8M0 [..., K / 32]).
-///
-/// Two e2m1 elements a byte, the low nibble first; one scale 2^(byte - 127) for 32 of them. Elements are rounded to nearest, ties to even,
-/// and saturate at 6 scales. rounding "up": 2^ceil(log2(amax / 6)), which clips nothing (triton_kernels' ROUND_UP, its default);
-/// "down": 2^(floor(log2(amax)) - 2), the rule of the OCP Microscaling Formats specification 1.0, section 6.3 (ROUND_DOWN).
-/// Bits are those of triton_kernels' downcast_to_mxfp_torch, also where x is not finite: then "down" marks the block with the scale 255
-/// (NaN), and so does "up" for infinity; for NaN, "up" gives the scale 0.
-#[pyfunction]
+#[doc = crate::help!("quantize_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (x, *, rounding="up"))]
 pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pair<'py>> {
     let py = x.py();
@@ -105,42 +88,46 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
             "down" => Rounding::Down,
             other => contract!("rounding: expected \"up\" or \"down\", got {other:?}"),
         };
-        let from = TensorRef::borrow("x", x)?;
+        let mut contract = Contract::new();
+        let from = contract.input("x", x)?;
         let lead = leading("x", &from, 1, "K")?;
         let k = from.shape()[lead.len()];
-        Contract::new().check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
+        contract.check("x", &from, &dims(lead, &[Dim::Named("K")]), &[Elem::Bf16, Elem::F16, Elem::F32])?;
         check_multiple("x", lead.len(), "K", k, BLOCK)?;
-        let (codes_object, codes) = new_tensor((x, &from), &shape(lead, &[k / 2]), Elem::U8)?;
-        let (scales_object, scales) = new_tensor((x, &from), &shape(lead, &[k / BLOCK]), Elem::U8)?;
+        let codes = contract.new_output("codes", &from, &shape(lead, &[k / 2]), Elem::U8)?;
+        let scales = contract.new_output("scales", &from, &shape(lead, &[k / BLOCK]), Elem::U8)?;
+        let checked = contract.finish()?;
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
-            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
             launch(&stream, "mxfp4", Variant::Mxfp4Quantize, [&from, &codes, &scales], rounding == Rounding::Up)?;
-            return Ok((codes_object, scales_object));
+            return Ok((codes.into_object(), scales.into_object()));
         }
+        let cpu = (py, &checked);
         // SAFETY: checked against these types above; the outputs are new.
         unsafe {
             let outputs = (elements_mut("codes", &codes)?, elements_mut("scales", &scales)?);
             match from.elem {
-                Elem::Bf16 => quantize::<bf16>(py, elements("x", &from)?, rounding, outputs),
-                Elem::F16 => quantize::<f16>(py, elements("x", &from)?, rounding, outputs),
-                _ => quantize::<f32>(py, elements("x", &from)?, rounding, outputs),
+                Elem::Bf16 => quantize::<bf16>(cpu, elements("x", &from)?, rounding, outputs),
+                Elem::F16 => quantize::<f16>(cpu, elements("x", &from)?, rounding, outputs),
+                _ => quantize::<f32>(cpu, elements("x", &from)?, rounding, outputs),
             }
         }
-        Ok((codes_object, scales_object))
+        Ok((codes.into_object(), scales.into_object()))
     })
 }
 
-fn quantize<T: Float>(py: Python<'_>, x: &[T], rounding: Rounding, (codes, scales): (&mut [u8], &mut [u8])) {
-    py.detach(|| mxfp4::quantize(x, rounding, codes, scales));
+fn quantize<T: Float>(
+    (py, checked): (Python<'_>, &Checked),
+    x: &[T],
+    rounding: Rounding,
+    (codes, scales): (&mut [u8], &mut [u8]),
+) {
+    checked.on_cpu(py, || mxfp4::quantize(x, rounding, codes, scales));
 }
 
-/// The dtype [..., K] of MXFP4 codes uint8 [..., K / 2] and scales uint8 or float8_e8m0fnu [..., K / 32], on CPU or CUDA.
-///
-/// dtype: "float32", "float16" or "bfloat16", or the dtype itself. Element times scale, rounded once, saturated at the largest finite
-/// value of the dtype. A scale byte b is 2^(b - 127), 0 included, and 255 makes its 32 elements NaN (OCP Microscaling Formats 1.0).
-/// Bits are those of triton_kernels' upcast_from_mxfp_torch for the bytes 1 to 254; it reads 0 as 0.0, and 255 as infinity.
-#[pyfunction]
+#[doc = crate::help!("dequantize_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, dtype=None))]
 pub fn dequantize_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -149,40 +136,42 @@ pub fn dequantize_mxfp4<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = codes.py();
     guard(|| {
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
-        let elem = dtype.map_or(Ok(Elem::F32), float_dtype)?;
+        let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
+        let elem = dtype.map_or(Ok(Elem::F32), |dtype| float_dtype("dtype", dtype))?;
         if elem == Elem::Bf16 && from.origin == tensor::Origin::Other {
             contract!("dtype: expected float32 or float16 for numpy arrays, got bfloat16, which numpy does not have");
         }
         let lead = leading("codes", &from, 1, "K / 2")?;
         let bytes = from.shape()[lead.len()];
-        let mut contract = Contract::new();
         contract.check("codes", &from, &dims(lead, &[Dim::Named("K / 2")]), &[Elem::U8])?;
         check_multiple("codes", lead.len(), "K / 2", bytes, BLOCK / 2)?;
         let groups = Dim::Is("K / 32", bytes * 2 / BLOCK);
         contract.check("scales", &from_scales, &dims(lead, &[groups]), &E8M0)?;
-        let (object, out) = new_tensor((codes, &from), &shape(lead, &[bytes * 2]), elem)?;
+        let out = contract.new_output("out", &from, &shape(lead, &[bytes * 2]), elem)?;
+        let checked = contract.finish()?;
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("codes", &from)?;
-            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+            let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
             launch(&stream, "dequantize", Variant::Mxfp4Dequantize, [&out, &from, &from_scales], false)?;
-            return Ok(object);
+            return Ok(out.into_object());
         }
+        let cpu = (py, &checked);
         // SAFETY: checked against these types above; the output is new.
         unsafe {
             let inputs = (elements("codes", &from)?, elements("scales", &from_scales)?);
             match elem {
-                Elem::Bf16 => dequantize::<bf16>(py, inputs, elements_mut("out", &out)?),
-                Elem::F16 => dequantize::<f16>(py, inputs, elements_mut("out", &out)?),
-                _ => dequantize::<f32>(py, inputs, elements_mut("out", &out)?),
+                Elem::Bf16 => dequantize::<bf16>(cpu, inputs, elements_mut("out", &out)?),
+                Elem::F16 => dequantize::<f16>(cpu, inputs, elements_mut("out", &out)?),
+                _ => dequantize::<f32>(cpu, inputs, elements_mut("out", &out)?),
             }
         }
-        Ok(object)
+        Ok(out.into_object())
     })
 }
 
-fn dequantize<T: Float>(py: Python<'_>, (codes, scales): (&[u8], &[u8]), out: &mut [T]) {
-    py.detach(|| mxfp4::dequantize(codes, scales, out));
+fn dequantize<T: Float>((py, checked): (Python<'_>, &Checked), (codes, scales): (&[u8], &[u8]), out: &mut [T]) {
+    checked.on_cpu(py, || mxfp4::dequantize(codes, scales, out));
 }
 
 /// Numbers, codes and scales of one size, on a GPU; `up`: how scales are rounded.
@@ -190,7 +179,7 @@ fn launch(
     stream: &Stream<'_>,
     op: &str,
     variant: Variant,
-    [numbers, codes, scales]: [&TensorRef; 3],
+    [numbers, codes, scales]: [&View; 3],
     up: bool,
 ) -> Result<()> {
     let params = QuantizeMxfp4Params {
@@ -208,7 +197,7 @@ fn launch(
 }
 
 /// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.
-pub fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
+pub fn float_dtype(operand: &str, dtype: &Bound<'_, PyAny>) -> Result<Elem> {
     let name = match dtype.getattr_opt("__name__")? {
         Some(name) => name.to_string(),
         None => dtype.to_string(),
@@ -217,6 +206,6 @@ pub fn float_dtype(dtype: &Bound<'_, PyAny>) -> Result<Elem> {
         "float32" => Ok(Elem::F32),
         "float16" => Ok(Elem::F16),
         "bfloat16" => Ok(Elem::Bf16),
-        other => contract!("dtype: expected float32, float16 or bfloat16, got {other}"),
+        other => contract!("{operand}: expected float32, float16 or bfloat16, got {other}"),
     }
 }

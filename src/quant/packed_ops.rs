@@ -1,6 +1,6 @@
 //! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
 
-use super::ops::{check_aligned, check_multiple, dims, elements, leading, new_tensor, shape, BLOCK, E8M0};
+use super::ops::{check_aligned, check_multiple, dims, elements, leading, shape, BLOCK, E8M0};
 use super::packed::{self, Extent, Form};
 use crate::contract;
 use crate::cpu;
@@ -10,7 +10,8 @@ use crate::kernel::Stream;
 use crate::moe::mxfp4_a8::is_e4m3;
 use crate::moe::weights::w13_layout;
 use crate::params::PackMxfp4Params;
-use crate::tensor::{Contract, Dim, Elem, Place, TensorRef};
+use crate::sizes::{int, product};
+use crate::tensor::{Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 type Triple<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
@@ -27,15 +28,11 @@ fn check_rows(operand: &str, rows: i64, columns: i64, gated: bool) -> Result<()>
 }
 
 fn count(leading: &[i64]) -> Result<i32> {
-    let count: i64 = leading.iter().product();
-    match i32::try_from(count) {
-        Ok(count) => Ok(count),
-        Err(_) => contract!("codes: expected up to 2^31 matrices, got {count}"),
-    }
+    int("codes: matrices", product("codes", leading)?)
 }
 
 /// Kernels read and write vectors of 16 bytes.
-pub fn check_vectors(operand: &str, tensor: &TensorRef) -> Result<()> {
+pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
     if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
         contract!(
             "{operand}: must start at a multiple of 16 bytes, got address {:p}; pass {operand}.clone()",
@@ -45,13 +42,8 @@ pub fn check_vectors(operand: &str, tensor: &TensorRef) -> Result<()> {
     Ok(())
 }
 
-/// Checkpoint MXFP4 weights (codes uint8 [..., R, K / 2], scales uint8 [..., R, K / 32]) as oxmoe's GPU kernels read them: (codes uint8
-/// [..., ceil(R / 64), ceil(K / 64), 2048], scales uint8 [..., ceil(R / 64), ceil(K / 64), 128], expert_scales fp32 [...]).
-///
-/// The layout is that of csrc/common/mxfp4.cuh. gated: rows are gate and up rows in `layout` ("gate_up", "up_gate", "interleaved").
-/// expert_scales are powers of two: 1, or 2^(E - 128) where a matrix's largest scale byte E (255, NaN, does not count) is above 128.
-/// activation_dtype=torch.float8_e4m3fn: the form of csrc/common/mxfp4_e4m3.cuh, whose expert_scales are 2^(max(E, 7) - 133).
-#[pyfunction]
+#[doc = crate::help!("pack_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, *, gated=false, layout="gate_up", activation_dtype=None))]
 pub fn pack_mxfp4<'py>(
     codes: &Bound<'py, PyAny>,
@@ -63,10 +55,10 @@ pub fn pack_mxfp4<'py>(
     let py = codes.py();
     guard(|| {
         let layout = w13_layout(layout)?;
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
+        let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
         let lead = leading("codes", &from, 2, "rows, K / 2")?;
         let (rows, bytes) = (from.shape()[lead.len()], from.shape()[lead.len() + 1]);
-        let mut contract = Contract::new();
         contract.check("codes", &from, &dims(lead, &[Dim::Named("rows"), Dim::Named("K / 2")]), &[Elem::U8])?;
         check_multiple("codes", lead.len() + 1, "K / 2", bytes, BLOCK / 2)?;
         let groups = bytes * 2 / BLOCK;
@@ -74,19 +66,20 @@ pub fn pack_mxfp4<'py>(
         check_rows("codes", rows, bytes * 2, gated)?;
         check_vectors("codes", &from)?;
         let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: bytes * 2 };
-        let like = (codes, &from);
-        let (codes_object, to) = new_tensor(like, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &extent.scales_shape()[1..]), Elem::U8)?;
-        let (factors_object, factors) = new_tensor(like, lead, Elem::F32)?;
+        let to = contract.new_output("packed codes", &from, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
+        let scales_shape = shape(lead, &extent.scales_shape()[1..]);
+        let to_scales = contract.new_output("packed scales", &from, &scales_shape, Elem::U8)?;
+        let factors = contract.new_output("expert_scales", &from, lead, Elem::F32)?;
+        let checked = contract.finish()?;
         check_aligned::<f32>("expert_scales", &factors)?;
         let params = PackMxfp4Params {
             codes: from.data,
             scales: from_scales.data,
-            row_blocks: groups as i32,
-            experts: extent.experts as i32,
-            rows: rows as i32,
-            used_rows: rows as i32,
-            k: extent.k as i32,
+            row_blocks: int("codes: K / 32", groups)?,
+            experts: int("codes: matrices", extent.experts)?,
+            rows: int("codes: rows", rows)?,
+            used_rows: int("codes: rows", rows)?,
+            k: int("codes: K", extent.k)?,
             gated,
             layout,
             packed_codes: to.data,
@@ -96,21 +89,19 @@ pub fn pack_mxfp4<'py>(
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
-            Place::Cpu => py.detach(|| unsafe { cpu::pack_mxfp4(&params) }),
+            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::pack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
-                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
                 packed::launch_peak(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
                 packed::launch_pack(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
             }
         }
-        Ok((codes_object, scales_object, factors_object))
+        Ok((to.into_object(), to_scales.into_object(), factors.into_object()))
     })
 }
 
-/// The inverse of pack_mxfp4: (codes uint8 [..., rows, columns / 2], scales uint8 [..., rows, columns / 32]), the checkpoint's form.
-///
-/// Codes of blocks whose scale is 255 (NaN) are 0: packing drops them. All else comes back.
-#[pyfunction]
+#[doc = crate::help!("unpack_mxfp4")]
+#[pyfunction(crate = "crate::python")]
 #[pyo3(signature = (codes, scales, expert_scales, *, rows, columns, gated=false, layout="gate_up"))]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 pub fn unpack_mxfp4<'py>(
@@ -125,8 +116,9 @@ pub fn unpack_mxfp4<'py>(
     let py = codes.py();
     guard(|| {
         let layout = w13_layout(layout)?;
-        let (from, from_scales) = (TensorRef::borrow("codes", codes)?, TensorRef::borrow("scales", scales)?);
-        let factors = TensorRef::borrow("expert_scales", expert_scales)?;
+        let mut contract = Contract::new();
+        let (from, from_scales) = (contract.input("codes", codes)?, contract.input("scales", scales)?);
+        let factors = contract.input("expert_scales", expert_scales)?;
         if rows < 0 || columns < 0 || columns % BLOCK != 0 {
             contract!(
                 "rows, columns: expected sizes of the weight, columns a multiple of {BLOCK}, got {rows}, {columns}"
@@ -140,7 +132,6 @@ pub fn unpack_mxfp4<'py>(
                 [Dim::Is("ceil(rows / 64)", extent.row_tiles()), Dim::Is("ceil(columns / 64)", extent.k_blocks())];
             [tiles[0], tiles[1], Dim::Is(last, bytes as i64)]
         };
-        let mut contract = Contract::new();
         contract.check("codes", &from, &dims(lead, &trailing("bytes", packed::CODE_BYTES)), &[Elem::U8])?;
         contract.check("scales", &from_scales, &dims(lead, &trailing("bytes", packed::SCALE_BYTES)), &[Elem::U8])?;
         contract.check("expert_scales", &factors, &dims(lead, &[]), &[Elem::F32])?;
@@ -155,17 +146,17 @@ pub fn unpack_mxfp4<'py>(
                 contract!("expert_scales: expected powers of two from 1 to 2^126, got {wrong:e}");
             }
         }
-        let like = (codes, &from);
-        let (codes_object, to) = new_tensor(like, &shape(lead, &[rows, columns / 2]), Elem::U8)?;
-        let (scales_object, to_scales) = new_tensor(like, &shape(lead, &[rows, columns / BLOCK]), Elem::U8)?;
+        let to = contract.new_output("out", &from, &shape(lead, &[rows, columns / 2]), Elem::U8)?;
+        let to_scales = contract.new_output("out scales", &from, &shape(lead, &[rows, columns / BLOCK]), Elem::U8)?;
+        let checked = contract.finish()?;
         let params = PackMxfp4Params {
             codes: to.data,
             scales: to_scales.data,
-            row_blocks: (columns / BLOCK) as i32,
-            experts: extent.experts as i32,
-            rows: rows as i32,
-            used_rows: rows as i32,
-            k: columns as i32,
+            row_blocks: int("columns / 32", columns / BLOCK)?,
+            experts: int("codes: matrices", extent.experts)?,
+            rows: int("rows", rows)?,
+            used_rows: int("rows", rows)?,
+            k: int("columns", columns)?,
             gated,
             layout,
             packed_codes: from.data,
@@ -175,12 +166,12 @@ pub fn unpack_mxfp4<'py>(
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
-            Place::Cpu => py.detach(|| unsafe { cpu::unpack_mxfp4(&params) }),
+            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::unpack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
-                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?)?;
+                let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
                 packed::launch_unpack(&stream, "mxfp4_unpack", &params)?;
             }
         }
-        Ok((codes_object, scales_object))
+        Ok((to.into_object(), to_scales.into_object()))
     })
 }

@@ -10,6 +10,7 @@ import socket
 from recording import attempt
 from tensors import Tensor
 
+from oxmoe import _oxmoe
 from oxmoe.allreduce import allreduce_fusion
 from oxmoe.allreduce_workspace import create_allreduce_fusion_workspace
 
@@ -185,3 +186,54 @@ def pair(**arguments):
 
 def failure(**arguments):
     return on_ranks(arguments["world"], failing_rank, arguments)
+
+
+def strange_descriptors(folder):
+    """What a workspace says of a rank's descriptor that is not what the driver exported, and what is left open."""
+
+    def plain(size):
+        number = os.open(os.path.join(folder, f"plain-{size}"), os.O_RDWR | os.O_CREAT)
+        os.ftruncate(number, size)
+        return number
+
+    def memfd(size):
+        number = os.memfd_create("strange")
+        os.ftruncate(number, size)
+        return number
+
+    make = lambda: _oxmoe.AllReduceMemory(0, 2, 0, 1024, "bfloat16")  # noqa: E731
+    peer, larger = make(), _oxmoe.AllReduceMemory(0, 2, 0, 8 << 20, "bfloat16")
+    size = os.fstat(peer.descriptor()).st_size
+    cases = {
+        "missing": lambda: -1,
+        "closed": lambda: 1000,
+        "plain": lambda: plain(size),
+        "small": lambda: memfd(size // 2),
+        "large": lambda: os.dup(larger.descriptor()),
+        "device": lambda: os.open("/dev/null", os.O_RDWR),
+        "folder": lambda: os.open(folder, os.O_RDONLY),
+        "pipe": lambda: os.pipe()[0],
+        "socket": lambda: socket.socket().detach(),
+        "right": lambda: os.dup(peer.descriptor()),
+    }
+    texts = {}
+    for name, descriptor in cases.items():
+        memory = make()
+        number = descriptor()
+        texts[name] = attempt(memory.open, [-1, number])
+        memory.close()
+        if 0 <= number < 1000:
+            os.close(number)
+    # Imported, and then found to be no GPU's.
+    os.environ["FAKE_LOCATION"] = "2"
+    before = len(os.listdir("/proc/self/fd"))
+    memory = make()
+    texts["host memory"] = attempt(memory.open, [-1, os.dup(peer.descriptor())])
+    memory.close()
+    left = len(os.listdir("/proc/self/fd")) - before - 1
+    del os.environ["FAKE_LOCATION"]
+    os.environ["FAKE_FAIL"] = "cuMemGetAllocationPropertiesFromHandle:3:801"
+    memory = make()
+    texts["no answer"] = attempt(memory.open, [-1, os.dup(peer.descriptor())])
+    memory.close()
+    return {"raised": texts, "left": left}

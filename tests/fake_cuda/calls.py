@@ -11,8 +11,10 @@ import sys
 
 sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
 
-from allreduce_calls import failure, pair  # noqa: E402, F401
+from allreduce_calls import failure, pair, strange_descriptors  # noqa: E402, F401
+from fork_calls import cuda_after_fork, failed_start  # noqa: E402, F401
 from fp8_calls import fp8_calls, fp8_quantized, fp8_tensor_calls, fp8_tokens, refused_fp8  # noqa: E402, F401
+from id_calls import ids_on_a_gpu  # noqa: E402, F401
 from recording import attempt, layer_calls, records  # noqa: E402
 from tensors import Tensor, install_torch  # noqa: E402
 
@@ -180,6 +182,11 @@ def refused(layer, tokens):
     }
 
 
+def oxmoe_device_info():
+    """Of the module without torch."""
+    return oxmoe.device_info()
+
+
 def make_packed(experts, hidden, intermediate, scale_dtype="uint8", columns=None, bias=None, **options):
     """MXFP4 experts with `columns` of w13 (hidden of them used), and their operands."""
     columns = columns or hidden
@@ -327,7 +334,7 @@ def expert_order_weights(format, experts, hidden, intermediate):
         kind = "uint8" if format == "mxfp8" else "float32"
         tensors[f"{name}_scale"] = Tensor((experts, *(() if format.startswith("fp8_tensor") else scale)), kind)
     name, _, mode = format.partition("-")
-    options = {"per_token": True} if mode == "token" else {}
+    options = {"per_token": mode == "token"} if name == "fp8_tensor" and mode != "static" else {}
     if mode == "static":
         tensors |= {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")}
     return getattr(oxmoe.ExpertWeights, name)(**tensors, **options), tensors
@@ -359,6 +366,32 @@ def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=F
         calls.append(call | {"addresses": addresses, "records": records()})
     addresses = {name: tensor.address for name, tensor in tensors.items()}
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls}
+
+
+def many_workspaces(format, layer, tokens, top_k, count):
+    """A call on each of many workspaces in turn, then on the first, the last and the first again: launches and memsets.
+    tokens 0: rows in expert order."""
+    experts, hidden, _ = layer
+    weights, _ = expert_order_weights(format, *layer)
+    (array,) = [record for record in records() if record["call"] == "cuMemAlloc"]
+    zeros = not any(ctypes.string_at(array["address"], array["bytes"]))
+    m = 8
+    lead = (tokens,) if tokens else (experts, m)
+    x, out = Tensor((*lead, hidden)), Tensor((*lead, hidden))
+    logits, counts = Tensor((max(tokens, 1), experts), "float32"), Tensor((experts,), "int32")
+    size = (
+        oxmoe.workspace_bytes(weights, tokens, top_k) if tokens else oxmoe.masked_workspace_bytes(weights, experts * m)
+    )
+    spaces = [Tensor((size,), "uint8") for _ in range(count)]
+    calls = []
+    for space in [*spaces, spaces[0], spaces[-1], spaces[0]]:
+        if tokens:
+            oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=space)
+        else:
+            oxmoe.moe_masked(x, weights, counts, out=out, workspace=space)
+        made = [record for record in records() if record["call"] in ("cuLaunchKernelEx", "cuMemsetD8Async")]
+        calls.append({"workspace": space.address, "records": made})
+    return {"array": array, "zeros": zeros, "size": size, "calls": calls}
 
 
 def refused_expert_order(formats):

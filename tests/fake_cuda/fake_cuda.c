@@ -6,7 +6,12 @@
 // FAKE_SMS         multiprocessors (132)
 // FAKE_SHARED      most dynamic shared memory of a CTA, bytes (232448)
 // FAKE_DEVICES     GPUs (1)
+// FAKE_VERSION     CUDA version that the driver speaks (13000)
+// FAKE_TOO_LARGE   if 1: cooperative launches are too large, as under an MPS limit
+// FAKE_GREEN       if set: every stream is one of a green context with so many multiprocessors, of which each holds two CTAs
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
+// FAKE_CAPTURING   1: streams are being captured into a graph (0)
+// FAKE_LOCATION    kind of memory that imported handles say they are (1: a device's)
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
 #define _GNU_SOURCE
@@ -19,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { kMaxFunctions = 64, kDefaultShared = 48 * 1024, kFatbinMagic = 0xBA55ED50u };
@@ -98,6 +104,13 @@ static CUresult refuse(const char* function, CUresult code, const char* rule) {
 CUresult cuInit(unsigned flags) {
     ENTER();
     REQUIRE(flags == 0, CUDA_ERROR_INVALID_VALUE);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int* version) {
+    ENTER();
+    *version = (int)number("FAKE_VERSION", 13000);
+    record("{\"call\": \"cuDriverGetVersion\"}");
     return CUDA_SUCCESS;
 }
 
@@ -250,6 +263,32 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    memcpy(to, (const void*)from, bytes);
+    record("{\"call\": \"cuMemcpyDtoHAsync\", \"from\": %llu, \"bytes\": %zu, \"stream\": %llu}", from, bytes,
+           (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    *status = number("FAKE_CAPTURING", 0) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    record("{\"call\": \"cuStreamIsCapturing\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+    ENTER();
+    REQUIRE(current, CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(!number("FAKE_CAPTURING", 0), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    record("{\"call\": \"cuStreamSynchronize\", \"stream\": %llu}", (unsigned long long)(uintptr_t)stream);
+    return CUDA_SUCCESS;
+}
+
 // Memory that processes share: a handle is a memfd + 1, a mapping is a mapping. Sizes must be whole units.
 enum { kUnit = 2 << 20 };
 
@@ -294,6 +333,16 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* prop, CUmemGenericAllocationHandle handle) {
+    ENTER();
+    REQUIRE(handle, CUDA_ERROR_INVALID_HANDLE);
+    memset(prop, 0, sizeof *prop);
+    prop->type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop->requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    prop->location.type = (CUmemLocationType)number("FAKE_LOCATION", CU_MEM_LOCATION_TYPE_DEVICE);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
     ENTER();
     REQUIRE(bytes && bytes % kUnit == 0 && !alignment && !wanted && !flags, CUDA_ERROR_INVALID_VALUE);
@@ -307,6 +356,8 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGeneric
                   unsigned long long flags) {
     ENTER();
     REQUIRE(handle && bytes % kUnit == 0 && !offset && !flags, CUDA_ERROR_INVALID_VALUE);
+    struct stat memory;
+    REQUIRE(!fstat((int)handle - 1, &memory) && (off_t)bytes <= memory.st_size, CUDA_ERROR_INVALID_VALUE);
     void* at = mmap((void*)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle - 1, 0);
     REQUIRE(at == (void*)address, CUDA_ERROR_INVALID_VALUE);
     return CUDA_SUCCESS;
@@ -352,6 +403,24 @@ CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned flags) {
 CUresult cuMemFreeHost(void* address) {
     ENTER();
     free(address);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    *address = (CUdeviceptr)aligned_alloc(256, (bytes + 255) / 256 * 256);
+    memset((void*)*address, 0xA5, bytes);
+    record("{\"call\": \"cuMemAlloc\", \"address\": %llu, \"bytes\": %zu}", *address, bytes);
+    return CUDA_SUCCESS;
+}
+
+// In stream order, so what is there is recorded alone.
+CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {
+    ENTER();
+    REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
+    record("{\"call\": \"cuMemsetD8Async\", \"address\": %llu, \"value\": %d, \"bytes\": %zu, \"stream\": %llu}", address, value,
+           bytes, (unsigned long long)(uintptr_t)stream);
     return CUDA_SUCCESS;
 }
 
@@ -431,6 +500,22 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     return CUDA_SUCCESS;
 }
 
+// The green context of a stream is its address and one.
+CUresult cuStreamGetGreenCtx(CUstream stream, CUgreenCtx* context) {
+    ENTER();
+    *context = number("FAKE_GREEN", 0) ? (CUgreenCtx)((uintptr_t)stream + 1) : NULL;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGreenCtxGetDevResource(CUgreenCtx context, CUdevResource* resource, CUdevResourceType type) {
+    ENTER();
+    REQUIRE((uintptr_t)context % 2 == 1 && type == CU_DEV_RESOURCE_TYPE_SM, CUDA_ERROR_INVALID_VALUE);
+    memset(resource, 0, sizeof *resource);
+    resource->type = type;
+    resource->sm.smCount = (unsigned)number("FAKE_GREEN", 0);
+    return CUDA_SUCCESS;
+}
+
 // Sizes of a kernel's parameters by FAKE_PARAMETERS; returns how many there are.
 static int parameter_sizes(const char* kernel, long sizes[4]) {
     const char* best = NULL;
@@ -488,6 +573,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     REQUIRE(config->gridDimX % cluster[0] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
     REQUIRE(config->gridDimY % cluster[1] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
     REQUIRE(config->gridDimZ % cluster[2] == 0, CUDA_ERROR_INVALID_CLUSTER_SIZE);
+
+    if (cooperative) {
+        const unsigned room = 2 * (unsigned)number("FAKE_GREEN", number("FAKE_SMS", 132));
+        REQUIRE(config->gridDimX <= room, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
+        if (number("FAKE_TOO_LARGE", 0)) {
+            record("{\"call\": \"too large\", \"kernel\": \"%s\"}", function->name);
+            return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
+        }
+    }
 
     char text[4096] = "";
     size_t used = 0;

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import oxmoe._oxmoe as extension
+from host_build import compiled
 
 HERE = Path(__file__).parent
 
@@ -140,10 +141,9 @@ def cuda_headers() -> Path | None:
 
 def build(folder: Path) -> None:
     """Compiles the stand-in, under both names that it can be opened by."""
-    source, library = HERE / "fake_cuda.c", folder / "libcuda.so.1"
-    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["cc", *flags, f"-isystem{cuda_headers()}", "-o", library, source], check=True)
-    (folder / "libcuda.so").symlink_to(library)
+    flags = ["-Wall", "-Wextra", "-Werror", "-O1", "-pthread", "-Wl,-soname,libcuda.so.1", f"-isystem{cuda_headers()}"]
+    (folder / "libcuda.so.1").symlink_to(compiled("cc", flags, HERE / "fake_cuda.c"))
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
 def execute(libraries: Path, tmp_path: Path, call: str, arguments: dict[str, Any], **settings: Any) -> Any:

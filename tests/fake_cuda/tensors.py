@@ -74,6 +74,24 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
+class Storage:
+    """Memory that nothing lives at, and a record of it whose words are where torch's StorageImpl has its own."""
+
+    def __init__(self, size, address=0x6F00_0000_0000):
+        self._words = (ctypes.c_uint64 * 8)()
+        self._cdata = ctypes.addressof(self._words)
+        self._words[2], self._words[6] = address, size
+
+    def __len__(self):
+        return self._words[6]
+
+    def data_ptr(self):
+        return self._words[2]
+
+    def resize_(self, size):
+        self._words[2], self._words[6] = self._words[2] + 4096 if size else 0, size
+
+
 class Tensor:
     """A contiguous tensor on cuda:`device` at an address that nothing lives at. Addresses never overlap."""
 
@@ -124,6 +142,9 @@ class Tensor:
     def is_neg(self):
         return False
 
+    def untyped_storage(self):
+        return Storage(math.prod(self.shape) * DTYPES[self.dtype][1] // 8, self.address)
+
     def zero_(self):
         return self
 
@@ -141,6 +162,7 @@ class Tensor:
 def install_torch() -> None:
     """What the extension asks of torch when it has to make a tensor: `empty` and the dtypes."""
     torch = types.ModuleType("torch")
+    torch.UntypedStorage, torch.Tensor = Storage, Tensor
     torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
     vars(torch).update({name: name for name in DTYPES})
     sys.modules["torch"] = torch

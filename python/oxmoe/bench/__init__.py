@@ -2,17 +2,14 @@
 
 On a GPU: one CUDA graph a backend that runs several layers with different weights, so none finds its weights in L2; the
 graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On CPU: median wall clock.
-Every backend is checked against oxmoe.reference in each cell before it is timed.
+Every backend is checked against oxmoe.reference in each cell before it is timed. A row also has the shortest and the
+longest time, the commit, the driver and the GPU's clocks.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -22,10 +19,11 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import allreduce, allreduce_peers, distance, layers, masked, overhead, report
+from oxmoe.bench import allreduce, allreduce_peers, distance, layers, machine, masked, overhead, report
 from oxmoe.bench.backend import Backend, Oxmoe
 from oxmoe.bench.peers import PEERS
 from oxmoe.bench.timing import Protocol, times_us
+from oxmoe.command import MOST_TOKENS, UsageError, a_name, known, listed, real, require_writable, whole
 
 # The dtype of activations, and the bits of a weight with its share of a scale.
 FORMATS = {
@@ -33,60 +31,69 @@ FORMATS = {
     "f16": (torch.float16, 16.0),
     "mxfp4": (torch.bfloat16, 4.25),
     "mxfp4-a8": (torch.bfloat16, 4.25),
-    "fp8-block": (torch.bfloat16, 8.0),
+    "fp8_block": (torch.bfloat16, 8.0),
     "mxfp8": (torch.bfloat16, 8.25),
     "nvfp4": (torch.bfloat16, 4.5),
     "nvfp4-a4": (torch.bfloat16, 4.5),
-    "fp8-tensor": (torch.bfloat16, 8.0),
-    "fp8-tensor-token": (torch.bfloat16, 8.0),
-    "fp8-tensor-static": (torch.bfloat16, 8.0),
+    "fp8_tensor": (torch.bfloat16, 8.0),
+    "fp8_tensor-token": (torch.bfloat16, 8.0),
+    "fp8_tensor-static": (torch.bfloat16, 8.0),
 }
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+# Flags of the protocol, which a CPU run has no use for: no graphs, and about a second by the wall clock.
+PROTOCOL: dict[str, Any] = {"layers": 3, "rounds": 3, "replays": 7, "sustain": 0.0}
 
+# What each kind of run reads. A flag that it does not read is refused.
+RUNS: dict[str, tuple[str, ...]] = {
+    "table": (),
+    "allreduce": ("tokens", "peers", "json"),
+    "overhead": ("device", "json"),
+    "distance": ("shapes", "format", "tokens", "device"),
+    "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", *PROTOCOL),
+    "layout routed": ("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "plot", *PROTOCOL),
+}
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in _names(text)]
+_names = listed(a_name)
+_counts = listed(whole(1, MOST_TOKENS))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=_names, help=f"comma-separated, of: {', '.join(layers.SHAPES)}")
-    parser.add_argument("--tokens", type=_numbers, help="comma-separated token counts")
+    parser.add_argument("--tokens", type=_counts, help="comma-separated token counts")
     parser.add_argument(
         "--pattern",
         type=_names,
-        default=["uniform"],
         help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: hot gives half of the tokens one expert in common, "
         "one gives every slot the same expert, grouped has DeepSeek-V3's router (default: uniform)",
     )
-    parser.add_argument("--format", type=_names, default=["bf16"], help=f"comma-separated, of: {', '.join(FORMATS)}")
+    parser.add_argument("--format", type=_names, help=f"comma-separated, of: {', '.join(FORMATS)} (default: bf16)")
     parser.add_argument("--peers", type=_names, help=f"comma-separated, of: {', '.join(PEERS)}, none; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--layers", type=int, default=3, help="layers in one CUDA graph, each with its own weights")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that each backend gets in a cell")
-    parser.add_argument("--replays", type=int, default=7, help="timed replays in each round")
+    parser.add_argument(
+        "--layers", type=whole(1, 64), help="layers in one CUDA graph, each with its own weights (default: 3)"
+    )
+    parser.add_argument("--rounds", type=whole(1, 1000), help="turns that each backend gets in a cell (default: 3)")
+    parser.add_argument("--replays", type=whole(1, 1000), help="timed replays in each round (default: 7)")
     parser.add_argument(
         "--sustain",
-        type=float,
-        default=0.0,
+        type=real(0, 3600),
         metavar="SECONDS",
-        help="replay for so long before each round: prefill then runs at the power limit, as under load",
+        help="replay for so long before each round: prefill then runs at the power limit, as under load (default: 0)",
     )
     parser.add_argument(
         "--layout",
         choices=("routed", "masked"),
-        default="routed",
         help="masked: moe_masked on rows in expert order, nothing else; layers: " + ", ".join(masked.LAYERS) + "; "
-        "peers: " + ", ".join(masked.PEERS) + "; --tokens: of each rank; one more format: fp8-block-bf16",
+        "peers: " + ", ".join(masked.PEERS) + "; --tokens: of each rank; one more format: fp8_block-bf16 "
+        "(default: routed)",
     )
     parser.add_argument(
         "--fill",
-        type=lambda text: [float(percent) for percent in _names(text)],
+        type=listed(real(0, 100)),
         help=f"with --layout masked: comma-separated shares of m = {masked.FILL_ROOM}, in percent",
     )
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
@@ -96,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
     parser.add_argument(
         "--allreduce",
-        type=int,
+        type=whole(2, 8),
         metavar="GPUS",
         help="time allreduce_fusion between so many GPUs, and nothing else; peers: " + ", ".join(allreduce_peers.PEERS),
     )
@@ -104,11 +111,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
 
 
-def _known(kind: str, names: list[str], known: Any) -> list[str]:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"bench: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}")
-    return names
+def _kind(args: argparse.Namespace) -> str:
+    """Which of RUNS is asked for; UsageError where several are, or where a flag is given that it does not read."""
+    given = [
+        flag for flag, value in vars(args).items() if flag != "command" and value is not None and value is not False
+    ]
+    kinds = [kind for kind in RUNS if kind in given]
+    if len(kinds) > 1:
+        raise UsageError(f"--{kinds[0]} and --{kinds[1]} are runs of their own: give one of them")
+    kind = kinds[0] if kinds else f"layout {args.layout or 'routed'}"
+    unread = [f"--{flag}" for flag in given if flag != kind and flag not in RUNS[kind]]
+    if unread:
+        raise UsageError(f"--{kind} does not read {', '.join(unread)}")
+    return kind
+
+
+def _protocol(args: argparse.Namespace, device: str) -> Protocol:
+    given = {flag: getattr(args, flag) for flag in PROTOCOL if getattr(args, flag) is not None}
+    if device == "cuda":
+        return Protocol(*(PROTOCOL | given).values())
+    if given:
+        raise UsageError(f"a run on the CPU does not read {', '.join(f'--{flag}' for flag in given)}")
+    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
+    return Protocol(1, 1, 0, 0.0)
+
+
+def _device(args: argparse.Namespace) -> str:
+    here = torch.cuda.is_available()
+    if args.device == "cuda" and not here:
+        raise UsageError("--device cuda: torch sees no CUDA GPU here")
+    return args.device or ("cuda" if here else "cpu")
+
+
+def _peers(args: argparse.Namespace, choices: Any) -> list[str]:
+    return [] if args.peers == ["none"] else known("peer", args.peers or list(choices), choices)
 
 
 def _progress(text: str) -> None:
@@ -123,33 +159,6 @@ def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Bac
         return PEERS[name](shape, weights)
     except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
         return f"does not start: {type(error).__name__}: {error}"
-
-
-def _without_paths(arguments: list[str]) -> list[str]:
-    """The command for the record, without the paths of this machine."""
-    kept: list[str] = []
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
-        if previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
-            kept.append(argument)
-    return kept
-
-
-def _environment(device: str) -> dict[str, Any]:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "cpu": oxmoe.device_info()["cpu"],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "oxmoe": oxmoe.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "oxmoe", *_without_paths(sys.argv[1:])]),
-        "portable": os.environ.get("OXMOE_PORTABLE") == "1",
-    }
 
 
 class _Bench:
@@ -169,7 +178,7 @@ class _Bench:
             self.device,
             count,
             mxfp4=format_name.startswith("mxfp4"),
-            fp8_block=format_name == "fp8-block",
+            fp8_block=format_name == "fp8_block",
             mxfp8=format_name == "mxfp8",
             nvfp4=format_name if format_name.startswith("nvfp4") else None,
             fp8_tensor=layers.activations(format_name),
@@ -235,9 +244,9 @@ class _Bench:
 
 
 def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
-    names = _known("layer", args.shapes or list(masked.DEFAULT_LAYERS), masked.LAYERS)
-    formats = _known("format", args.format, masked.FORMATS)
-    peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(masked.PEERS), masked.PEERS)
+    names = known("layer", args.shapes or list(masked.DEFAULT_LAYERS), masked.LAYERS)
+    formats = known("format", args.format or ["bf16"], masked.FORMATS)
+    peers = _peers(args, masked.PEERS)
     neither = args.fill is None and args.tokens is None
     fill = list(masked.DEFAULT_FILL) if neither else args.fill or []
     tokens = list(masked.DEFAULT_TOKENS) if neither else args.tokens or []
@@ -246,58 +255,77 @@ def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
         *((f"{count} tokens a rank", functools.partial(masked.sent, tokens=count)) for count in tokens),
     ]
     of_formats = {name: FORMATS[name.removesuffix("-bf16")] for name in formats}
-    right = masked.run(names, of_formats, cases, peers, device, protocol, _environment(device), args.json)
+    require_writable("--json", args.json)
+    right = masked.run(names, of_formats, cases, peers, device, protocol, machine.environment(device), args.json)
     return 0 if right else 1
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.plot and find_spec("matplotlib") is None:
-        raise SystemExit("bench: --plot needs matplotlib (pip install oxmoe[bench])")
-    if args.table:
-        print(report.markdown(report.read_json(args.table)))
-        return 0
-    if args.allreduce is not None:
-        known = allreduce_peers.PEERS
-        peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(known), known)
-        environment = _environment("cuda" if torch.cuda.is_available() else "cpu")
-        return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
-    protocol = (
-        Protocol(1, 1, 0, 0.0) if device == "cpu" else Protocol(args.layers, args.rounds, args.replays, args.sustain)
-    )
-    if args.layout == "masked":
-        return _masked(args, device, protocol)
-    formats = _known("format", args.format, FORMATS)
+def _overhead(args: argparse.Namespace, device: str) -> int:
+    require_writable("--json", args.json)
+    environment, rows = machine.environment(device), overhead.measure(device)
+    report.print_overhead(rows)
+    report.append_json(args.json, [{**row, **environment} for row in rows])
+    return 0
+
+
+def _allreduce(args: argparse.Namespace) -> int:
+    peers = _peers(args, allreduce_peers.PEERS)
+    require_writable("--json", args.json)
+    environment = machine.environment("cuda" if torch.cuda.is_available() else "cpu")
+    return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
+
+
+def _formats(args: argparse.Namespace, device: str) -> list[str]:
+    formats = known("format", args.format or ["bf16"], FORMATS)
     for name, served in oxmoe.device_info()["formats"].items():
-        if name.replace("_", "-") in formats and device not in served:
-            raise SystemExit(f"bench: format {name} runs on {', '.join(served)}, not on {device}")
-    environment = _environment(device)
-    if args.overhead:
-        rows = overhead.measure(device)
-        report.print_overhead(rows)
-        report.append_json(args.json, [{**row, **environment} for row in rows])
-        return 0
-    shapes = _known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
-    if args.distance:
-        distance.run(shapes, formats, args.tokens or [64], device)
-        return 0
+        if name in formats and device not in served:
+            raise UsageError(f"format {name} runs on {', '.join(served)}, not on {device}")
+    return formats
+
+
+def _routed(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
+    formats = _formats(args, device)
+    shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
     tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
-    peers = [] if args.peers == ["none"] else _known("peer", args.peers or list(PEERS), PEERS)
-    patterns = _known("pattern", args.pattern, layers.PATTERNS)
+    patterns = known("pattern", args.pattern or ["uniform"], layers.PATTERNS)
+    peers = _peers(args, PEERS)
+    if args.plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib (pip install matplotlib)")
+    require_writable("--plot", args.plot)
+    require_writable("--json", args.json)
 
     reasons = {peer: PEERS[peer].missing(device) for peer in peers}
     peers = [peer for peer in peers if reasons[peer] is None]
-    output = report.Report(peers, {**vars(protocol), **environment}, args.json)
+    output = report.Report(peers, {**vars(protocol), **machine.environment(device)}, args.json)
     for peer, reason in reasons.items():
         if reason is not None:
             output.skip(peer, reason)
     bench = _Bench(device, protocol, output)
     for format_name in formats:
-        for name in shapes:
-            bench.shape(name, format_name, patterns, tokens, peers)
+        for shape_name in shapes:
+            bench.shape(shape_name, format_name, patterns, tokens, peers)
             if device == "cuda":
                 torch.cuda.empty_cache()
     if args.plot:
         report.plot(output.cells, args.plot)
     return 0 if bench.right else 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything that can be wrong with the arguments is said before anything is measured."""
+    kind = _kind(args)
+    if kind == "table":
+        print(report.markdown(report.read_json(args.table)))
+        return 0
+    if kind == "allreduce":
+        return _allreduce(args)
+    device = _device(args)
+    if kind == "overhead":
+        return _overhead(args, device)
+    if kind == "distance":
+        formats = _formats(args, device)
+        shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
+        distance.run(shapes, formats, args.tokens or [64], device)
+        return 0
+    run = _masked if kind == "layout masked" else _routed
+    return run(args, device, _protocol(args, device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch.distributed as dist
 import oxmoe
 from oxmoe.bench import report
 from oxmoe.bench.allreduce_peers import PEERS, WITHOUT_MULTICAST, Call, Peer
+from oxmoe.bench.machine import clocks
+from oxmoe.bench.timing import Times, fields
+from oxmoe.command import UsageError
 
 # (tokens, hidden): decode and prefill of GPT-OSS and DeepSeek.
 SHAPES = (
@@ -36,15 +39,15 @@ LINK = 366e9  # bytes a second and direction that stores reach between two H200s
 
 
 class Clock:
-    """Median time of a call in a CUDA graph, ranks in step."""
+    """Times of a call in a CUDA graph, ranks in step."""
 
     def __init__(self, group: Any, space: Any) -> None:
         self.group, self.space = group, space
         self.step = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
         self.here = torch.zeros_like(self.step)
 
-    def us(self, call: Call, capturing: AbstractContextManager[Any] | None = None) -> float:
-        """The slowest rank's."""
+    def us(self, call: Call, capturing: AbstractContextManager[Any] | None = None) -> Times:
+        """Those of the rank whose median is the longest. The clocks are this rank's GPU's."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -65,9 +68,15 @@ class Clock:
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-        mine = torch.tensor([statistics.median(times)])
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
-        return float(mine)
+        now = clocks("cuda")
+        everybody: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everybody, times, group=self.group)
+        return slowest(everybody, now)
+
+
+def slowest(ranks: Sequence[Sequence[float]], now: dict[str, float | None] | None) -> Times:
+    """Of every rank's times those with the longest median."""
+    return max((Times(times, now) for times in ranks), key=float)
 
 
 def _line(cells: list[str]) -> None:
@@ -131,7 +140,7 @@ def _rank(
             _line([*cells, *("" if us is None else f"{us:.2f}" for us in shown)])
             common = {"op": "allreduce", "ranks": world, "tokens": tokens, "hidden": hidden, "format": "bf16"}
             common |= {"link_us": link, "calls": CALLS, "replays": REPLAYS}
-            lines = [{**common, "backend": name, "us": us, **environment} for name, us in times.items()]
+            lines = [{**common, "backend": name, **fields(us), **environment} for name, us in times.items()]
             report.append_json(path, lines)
     for peer in others:
         peer.close()
@@ -145,13 +154,13 @@ def run(
     """Prints a table and appends JSON lines; tokens: only shapes with these. Of peers, those that start run too."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world not in (2, 4, 8) or there < world:
-        raise SystemExit(f"bench: --allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
+        raise UsageError(f"--allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shapes = [shape for shape in SHAPES if tokens is None or shape[0] in tokens]
     if not shapes:
-        raise SystemExit(f"bench: --tokens: none of {sorted({shape[0] for shape in SHAPES})}")
+        raise UsageError(f"--tokens: none of {sorted({shape[0] for shape in SHAPES})}")
     arguments = (world, port, shapes, peers, (json_path, environment))
     torch.multiprocessing.spawn(_rank, arguments, nprocs=world)  # type: ignore[no-untyped-call]
     return 0

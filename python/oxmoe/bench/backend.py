@@ -54,7 +54,7 @@ class Oxmoe(Backend):
     name = "oxmoe"
     formats = (
         *("bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4"),
-        *("fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static"),
+        *("fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"),
     )
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):

@@ -79,7 +79,7 @@ class DeepGemm(Backend):
     """m_grouped_fp8_gemm_nt_contiguous twice."""
 
     name = "deep-gemm"
-    formats = ("fp8-block",)
+    formats = ("fp8_block",)
     most_error = MOST_ERROR
     excludes = "routing, quantisation, activation, combine"
 

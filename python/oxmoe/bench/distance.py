@@ -45,7 +45,7 @@ def measure(name: str, format_name: str, tokens: int, inputs_name: str, device: 
         device,
         1,
         mxfp4=format_name.startswith("mxfp4"),
-        fp8_block=format_name == "fp8-block",
+        fp8_block=format_name == "fp8_block",
         mxfp8=format_name == "mxfp8",
         nvfp4=format_name if format_name.startswith("nvfp4") else None,
         fp8_tensor=layers.activations(format_name),

@@ -158,7 +158,7 @@ class FlashinferFp8(CutlassFusedMoe):
     """
 
     name = "flashinfer-fp8"
-    formats = ("fp8-block",)
+    formats = ("fp8_block",)
     most_error = MOST_ERROR
     flags: ClassVar[dict[str, bool]] = {"use_deepseek_fp8_block_scale": True}
     tuned = False

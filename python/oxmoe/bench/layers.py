@@ -1,11 +1,9 @@
-"""What is timed: layer shapes of real models, their operands, routings, the roofline, the check and the clock."""
+"""What is timed: layer shapes of real models, their operands, routings, the roofline and the check."""
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oxmoe import reference
+from oxmoe.shapes import GPT_OSS as GPT_OSS
+from oxmoe.shapes import SHAPES as SHAPES
+from oxmoe.shapes import Shape as Shape
 from oxmoe.testing import (
     FP8_BAR,
     FP8_MATRIX_FLOPS_PER_SECOND,
@@ -23,48 +24,8 @@ from oxmoe.testing import (
     roofline,
 )
 
-GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One MoE layer: gated silu, rows [gate; up], no biases; or GPT-OSS's clamped form, rows interleaved, biases."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    gpt_oss: bool = False
-    limit: float | None = None  # of gate and |up|, DeepSeek-V4's; GPT-OSS has its own
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of ExpertWeights and of the reference, without the biases."""
-        if self.gpt_oss:
-            return dict(GPT_OSS)
-        return {} if self.limit is None else {"limit": self.limit}
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
-    "qwen3-30b-a3b-tp4": Shape(128, 8, 2048, 192),
-    "qwen3-235b": Shape(128, 8, 4096, 1536),
-    "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
-    "mixtral-8x7b-tp2": Shape(8, 2, 4096, 7168),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
-    "gpt-oss-120b": Shape(128, 4, 2880, 2880, gpt_oss=True),
-    "deepseek-v4-like": Shape(256, 6, 4096, 2048, limit=10.0),
-    "kimi-k2-tp8": Shape(384, 8, 7168, 256),
-    "glm-4.5-air-tp2": Shape(128, 8, 4096, 704),
-    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
-    "dsv3-tp8": Shape(256, 8, 7168, 256),
-    "dsv3-ep8": Shape(32, 8, 7168, 2048),
-    "e256-h2048-i512": Shape(256, 8, 2048, 512),  # flashinfer's MonoMoE is built for it
-    "granite-1b-a400m": Shape(32, 8, 1024, 512),
-}
-
 # Formats whose products are those of e4m3.
-E4M3_FORMATS = ("mxfp4-a8", "fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
+E4M3_FORMATS = ("mxfp4-a8", "fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 
 # uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
 # grouped: noise, and DeepSeek-V3's router: sigmoid, bias, half of the groups.
@@ -73,7 +34,7 @@ PATTERNS = ("uniform", "hot", "one", "grouped")
 
 def activations(format_name: str) -> str | None:
     """Of e4m3 experts with one scale a matrix: where the scales of their activations come from."""
-    return format_name.rpartition("-")[2] if format_name.startswith("fp8-tensor") else None
+    return format_name.partition("-")[2] or "tensor" if format_name.startswith("fp8_tensor") else None
 
 
 @dataclass(frozen=True)
@@ -312,14 +273,14 @@ def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
 
 def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
     """What is wrong with our result, None if nothing is. In some formats activations are quantised on their way."""
-    if format_name == "mxfp4-a8" or format_name.startswith("fp8-tensor"):
+    if format_name == "mxfp4-a8" or format_name.startswith("fp8_tensor"):
         # A value that rounds to its neighbour is a sixteenth off in e4m3, and with it perhaps its row.
         return peer_error(result, truth, most=4e-2)
     if format_name == "nvfp4-a4":
         # The reference's rows are not rounded.
         return peer_error(result, truth, most=2.5e-1)
     try:
-        assert_close_ulp(result, truth, FP8_BAR if format_name in ("fp8-block", "mxfp8") else None)
+        assert_close_ulp(result, truth, FP8_BAR if format_name in ("fp8_block", "mxfp8") else None)
     except AssertionError as failure:
         return str(failure)
     return None
@@ -329,15 +290,3 @@ def peer_error(result: Tensor, truth: Tensor, most: float = 2e-2) -> str | None:
     """Peers round in more places: the same layer all the same, or not."""
     norm = relative_norm(result, truth)
     return None if norm < most else f"computes something else: relative norm {norm:.3g}"
-
-
-def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> float:
-    """Median microseconds of a call, repeated for about this long and at least five times after two warm-ups."""
-    call()
-    call()
-    times, end = [], time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)

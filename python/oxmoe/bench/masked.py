@@ -16,14 +16,14 @@ from torch import Tensor
 import oxmoe
 from oxmoe.bench import deep_gemm, layers, report
 from oxmoe.bench.backend import Oxmoe
-from oxmoe.bench.timing import Protocol, times_us
+from oxmoe.bench.timing import Protocol, fields, times_us
 from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
-# Formats of weights as the other benches name them, tokens in bf16, but for fp8-block: those in e4m3, as DeepEP sends
-# them for it. fp8-block-bf16 takes bf16 ones.
-FP8_TENSOR = ("fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
+# Formats of weights as the other benches name them, tokens in bf16, but for fp8_block: those in e4m3, as DeepEP sends
+# them for it. fp8_block-bf16 takes bf16 ones.
+FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4")
-FORMATS = ("bf16", "f16", *PACKED, "fp8-block", "fp8-block-bf16", *FP8_TENSOR)
+FORMATS = ("bf16", "f16", *PACKED, "fp8_block", "fp8_block-bf16", *FP8_TENSOR)
 ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
 FILL_ROOM = 1024  # m of a share
 CHECKED = 8192  # rows of a call, about
@@ -89,9 +89,9 @@ def floor_us(layer: Layer, counts: Sequence[int], format_name: str, weight_bits:
         return None
     of_expert, rows = 3 * layer.hidden * layer.intermediate, sum(counts)
     active = sum(count > 0 for count in counts)
-    row_bytes = layer.hidden * (3 if format_name == "fp8-block" else 4)
+    row_bytes = layer.hidden * (3 if format_name == "fp8_block" else 4)
     moved = active * of_expert * weight_bits / 8 + rows * row_bytes
-    fp8 = format_name.startswith("fp8-") or format_name == "mxfp4-a8"
+    fp8 = format_name.startswith("fp8_") or format_name == "mxfp4-a8"
     flops = FP8_MATRIX_FLOPS_PER_SECOND if fp8 else MATRIX_FLOPS_PER_SECOND
     return max(moved / MEMORY_BYTES_PER_SECOND, 2 * rows * of_expert / flops) * 1e6
 
@@ -100,7 +100,7 @@ class Backend:
     """A way to run the layer on rows in expert order."""
 
     name: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]] = ("fp8-block",)
+    formats: ClassVar[tuple[str, ...]] = ("fp8_block",)
     excludes: ClassVar[str | None] = None  # what ours contains and this one does not
 
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
@@ -139,7 +139,7 @@ class Ours(Backend):
 
     def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
         experts, x, scale = self.experts[index], rows.x, None
-        if self.format == "fp8-block":
+        if self.format == "fp8_block":
             x, scale = deep_gemm.quantised(rows.x)
         out = torch.empty_like(rows.x)
         workspace = self.workspace(experts, rows.x.shape[0] * rows.x.shape[1], out.device)
@@ -268,7 +268,7 @@ class _Bench:
             self.device,
             self.protocol.layers,
             mxfp4=format_name.startswith("mxfp4"),
-            fp8_block=format_name.startswith("fp8-block"),
+            fp8_block=format_name.startswith("fp8_block"),
             fp8_tensor=layers.activations(format_name),
             mxfp8=format_name == "mxfp8",
             nvfp4=format_name if format_name.startswith("nvfp4") else None,
@@ -304,7 +304,7 @@ class _Bench:
         floor: float | None,
     ) -> None:
         # One scale for all rows is that of all rows.
-        where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8-tensor")
+        where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8_tensor")
         truth = expected(LAYERS[name], weights[0], given[0].x[places], places[0])
         calls: dict[str, list[Callable[[], Tensor]]] = {}
         for backend in backends:
@@ -364,7 +364,9 @@ class _Bench:
         for backend, us in times.items():
             excludes = PEERS[backend].excludes if backend in PEERS else None
             extra = {} if excludes is None else {"excludes": excludes}
-            lines.append({**common, "backend": backend, "us": us, **extra, **vars(self.protocol), **self.environment})
+            lines.append(
+                {**common, "backend": backend, **fields(us), **extra, **vars(self.protocol), **self.environment}
+            )
         report.append_json(self.json_path, lines)
 
 

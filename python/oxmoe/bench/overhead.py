@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 
 import oxmoe
 from oxmoe.bench.layers import Shape, make_inputs, make_weights
+from oxmoe.bench.machine import clocks
+from oxmoe.bench.timing import Times, fields
 
 TINY = Shape(experts=4, top_k=2, hidden=64, intermediate=64)
 
@@ -31,8 +32,8 @@ def _call(tokens: int, device: str, *, logits: bool) -> Callable[[], object]:
     return lambda: oxmoe.moe(x, experts, topk_weights, topk_ids, out=out, workspace=workspace)
 
 
-def _time_us(call: Callable[[], object], device: str, *, batches: int = 50, calls: int = 200) -> float:
-    """Median over batches of the time to enqueue a call; the device is idle when a batch starts."""
+def _time_us(call: Callable[[], object], device: str, *, batches: int = 50, calls: int = 200) -> Times:
+    """The time to enqueue a call, one number a batch; the device is idle when a batch starts."""
     call()
     times = []
     for _ in range(batches):
@@ -42,7 +43,7 @@ def _time_us(call: Callable[[], object], device: str, *, batches: int = 50, call
         for _ in range(calls):
             call()
         times.append((time.perf_counter() - start) * 1e6 / calls)
-    return statistics.median(times)
+    return Times(times, clocks(device))
 
 
 def measure(device: str) -> list[dict[str, Any]]:
@@ -55,5 +56,5 @@ def measure(device: str) -> list[dict[str, Any]]:
         ("one token, from logits", 1, True),
     ):
         us = _time_us(_call(tokens, device, logits=logits), device)
-        rows.append({"op": "overhead", "case": case, "device": device, "us": us})
+        rows.append({"op": "overhead", "case": case, "device": device, **fields(us)})
     return rows

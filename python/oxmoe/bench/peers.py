@@ -22,11 +22,11 @@ from oxmoe.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, activate
 class SglangTriton(Backend):
     """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration.
 
-    fp8-tensor-token is its path for a scale a channel (per_channel_quant), all channels of an expert with one number.
+    fp8_tensor-token is its path for a scale a channel (per_channel_quant), all channels of an expert with one number.
     """
 
     name = "sglang-triton"
-    formats = ("bf16", "f16", "fp8-block", "fp8-tensor", "fp8-tensor-token", "fp8-tensor-static")
+    formats = ("bf16", "f16", "fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
     VERSION = "0.5.12.post1"
 
     @classmethod

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import oxmoe
 from oxmoe.bench.backend import Oxmoe
 from oxmoe.bench.layers import SHAPES
 from oxmoe.bench.peers import PEERS
+from oxmoe.bench.timing import fields
+from oxmoe.command import UsageError
 
 
 @dataclass
 class Cell:
-    """One layer at one token count: microseconds by backend."""
+    """One layer at one token count: microseconds by backend (`Times`)."""
 
     op: str
     shape: str
@@ -31,11 +34,43 @@ class Cell:
 
 
 def read_json(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of these files, formats in today's spelling (older rows have "fp8-block" for "fp8_block")."""
+    spelled = {name.replace("-", "_"): name for name in oxmoe.device_info()["formats"]}
     rows = []
     for path in paths:
-        with open(path, encoding="utf-8") as file:
-            rows += [json.loads(line) for line in file if line.strip()]
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = file.readlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UsageError(f"--table: cannot read {path}: {reason}") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            row = _row(line)
+            if row is None:
+                raise UsageError(
+                    f"--table: {path}, line {number}: expected a JSON object with the fields of a measurement"
+                )
+            name = row.get("format", "")
+            rows.append(row | {"format": spelled.get(name.replace("-", "_"), name)})
     return rows
+
+
+# What `markdown` reads of a row.
+_FIELDS = {"shape": str, "format": str, "tokens": int, "backend": str, "us": (int, float), "date": str}
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A line of a results file; None where it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("op"), str):
+        return None
+    whole = all(isinstance(row.get(field), kind) for field, kind in _FIELDS.items()) and "floor_us" in row
+    return row if whole or row["op"] != "moe" else None
 
 
 def append_json(path: str | None, rows: Sequence[dict[str, Any]]) -> None:
@@ -110,7 +145,7 @@ class Report:
         }
         rows = []
         for name, us in cell.times.items():
-            row = {**common, "backend": name, "us": us}
+            row = {**common, "backend": name, **fields(us)}
             if name in cell.details:
                 row["detail"] = cell.details[name]
             if name in PEERS and PEERS[name].excludes is not None:
@@ -129,7 +164,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of README and docs: one line a cell, the fastest in bold.
+    """The table of docs/performance.md: one line a cell, the fastest in bold. Rows with and without a spread are read.
 
     Where a cell was run twice the later run counts alone: only times of one process are compared.
     """
@@ -172,7 +207,24 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             slower.append(f"{' '.join(keys)} M={tokens} ({100 * (ours / best - 1):.1f} %)")
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     against = f"Slower than the best peer in {len(slower)} of {len(cells)} cells"
-    return f"{table}\n\n{against}{': ' if slower else ''}{', '.join(slower)}."
+    rows_shown = [row for cell in cells.values() for row in cell.values()]
+    return f"{table}\n\n{against}{': ' if slower else ''}{', '.join(slower)}.{_origin(rows_shown)}"
+
+
+def _origin(rows: Sequence[dict[str, Any]]) -> str:
+    """Where rows were measured and how far their times lie apart, as far as they say."""
+    rows = [row for row in rows if "us_min" in row]
+    if not rows:
+        return ""
+    builds = dict.fromkeys(
+        f"{row['gpu'] or row['cpu']}, driver {row['driver']}, torch {row['torch']}, commit {row['commit']}, "
+        f"{row['date'][:10]}"
+        for row in rows
+    )
+    widest = max(rows, key=lambda row: (row["us_max"] - row["us_min"]) / row["us"])
+    share = 100 * (widest["us_max"] - widest["us_min"]) / widest["us"]
+    where = f"{widest['backend']}, {widest['shape']} {widest['format']} M={widest['tokens']}"
+    return f" Times of one row lie within {share:.1f} % of its median ({where}). Measured on {'; '.join(builds)}."
 
 
 def print_overhead(rows: Sequence[dict[str, Any]]) -> None:

@@ -6,11 +6,14 @@ is imported (`sglang.srt.platforms`); one module per SGLang version does the res
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from oxmoe.hopper import untried
 from oxmoe.sglang import setting
 from oxmoe.sglang.dispatch import Dispatch, dispatch_dtype
 from oxmoe.sglang.setting import SETTING
@@ -90,13 +93,31 @@ def install() -> None:
     if not pending:
         report()
     layers = importlib.import_module("oxmoe.sglang.layers")
-    layers.watch(swaps, adapter, report if pending else lambda: None)
+    layers.watch(swaps, adapter, functools.partial(_model, report if pending else lambda: None))
 
 
 def report() -> None:
     """One line to the log for each swap that is active."""
     for swap in active():
         logger.info("oxmoe: %s in SGLang %s: %s", swap.name, swap.sglang_version, swap.effect)
+
+
+def _model(say: Callable[[], None]) -> None:
+    """When a process begins to build a model: by then it has its GPU, which is not for this plugin to choose."""
+    say()
+    if (remark := untried_gpu()) is not None:
+        logger.warning("oxmoe: %s", remark)
+
+
+def untried_gpu() -> str | None:
+    """A remark on this process's GPU where oxmoe's kernels have not run on one like it. Initialises nothing."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    remark = untried(f"sm_{major}{minor}")
+    return f"{torch.cuda.get_device_name()}: {remark}" if remark else None
 
 
 def plugin() -> None:

@@ -27,9 +27,9 @@ SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" +
 )
 
 
-def kind(weights: dict[str, Any] | None) -> str | None:
-    """A config_group's weights as "fp8" or "nvfp4"; None for others."""
-    given = weights or {}
+def kind(weights: Any) -> str | None:
+    """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
+    given = weights if isinstance(weights, dict) else {}
     if given.get("type") != "float":
         return None
     strategy = given.get("strategy")
@@ -49,8 +49,9 @@ def nvfp4_runs() -> bool:
 
 def served(checkpoint: dict[str, Any]) -> bool:
     """Whether all layers of a checkpoint's quantization_config are of formats that experts on oxmoe can have."""
-    groups = checkpoint.get("config_groups") or {}
-    kinds = {kind(group.get("weights")) for group in groups.values()}
+    groups = checkpoint.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    kinds = {kind(group.get("weights") if isinstance(group, dict) else None) for group in listed}
     return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4_runs())
 
 
@@ -80,7 +81,7 @@ class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
             return ExpertWeights.fp8_block(*weights, **options)
         if self.scheme.static_input_scales:
             options |= {"a13_scale": layer.w13_input_scale.data, "a2_scale": layer.w2_input_scale.data}
-        return ExpertWeights.fp8_tensor(*weights, per_token=self.scheme.weight_quant.strategy == "channel", **options)
+        return ExpertWeights.fp8_tensor(*weights, **options)
 
 
 class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
@@ -101,10 +102,8 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
             **options,
         )
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        super().process_weights_after_loading(layer)
-        assert self.weights is not None
-        for name, packed in (("w13", self.weights.w13_packed), ("w2", self.weights.w2_packed)):
+    def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
+        for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
             if packed is not None:
                 share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
                 share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])

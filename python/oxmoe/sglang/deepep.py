@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, moe_masked
 from oxmoe.sglang.dispatch import MASKED, STANDARD, TOKENS, dispatch_dtype, modes
+from oxmoe.topk_output import as_float32
 
 A2A_BACKENDS = ("none", "deepep", "mooncake", "nixl", "pplx")
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
@@ -86,7 +87,7 @@ def run(dispatch_output: Any, form: str, weights: ExpertWeights, config: Any) ->
     if form == MASKED:
         masked_m, expected_m = dispatch_output.masked_m, dispatch_output.expected_m
         return moe_masked(x, weights, masked_m, x_scale=scale, expected_m=expected_m)
-    return moe(x, weights, dispatch_output.topk_weights, dispatch_output.topk_ids, x_scale=scale)
+    return moe(x, weights, as_float32(dispatch_output.topk_weights), dispatch_output.topk_ids, x_scale=scale)
 
 
 def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:

@@ -110,7 +110,7 @@ def dispatch_dtype(
     """
     if version not in setting.SWAPS:
         raise ValueError(f"version: expected {' or '.join(setting.SWAPS)}, got {version!r}")
-    new = version == "0.5.23"
+    new, weights = version == "0.5.23", weights.replace("-", "_")
     known = [name for name in (*_LAYOUTS, *_UNSERVED) if new or name not in _ONLY_NEW]
     if a2a_backend not in known:
         raise ValueError(f"a2a_backend: SGLang {version} has {', '.join(known)}; got {a2a_backend!r}")

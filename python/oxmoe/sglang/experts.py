@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
-from oxmoe.fused_experts import expert_options, expert_weights
+from oxmoe.fused_experts import check_config, expert_options, expert_weights
 from oxmoe.sglang import deepep
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.topk_output import routing_arguments
@@ -33,14 +33,30 @@ class _Kind:
 
     fields: frozenset[str]  # those that are read; another one that is set is a format that is not served
     tensors: Callable[[Any], list[Any]]  # what the weights are made of
-    make: Callable[[Any, Any, int | None], ExpertWeights]  # of quant_info, runner configuration, columns of the input
+    # Of quant_info, runner configuration, columns of the input, and whether rows of w13 are [up; gate].
+    make: Callable[[Any, Any, int | None, bool], ExpertWeights]
     inplace: bool = False  # whether the configuration's `inplace` counts
     global_ids: bool = False  # top-k ids are of all ranks' experts
 
 
-def activation(config: Any, *, fuse_swiglu_interleaved: bool = False) -> dict[str, Any]:
-    """A MoeRunnerConfig's activation as options of ExpertWeights."""
-    return expert_options(
+@dataclass(frozen=True)
+class Handover:
+    """What SGLang does with a layer besides what its MoeRunnerConfig says.
+
+    Before 0.5.23 the layer's loader, top-k and dispatcher follow the server's --moe-runner-backend, whichever method
+    the layer has.
+    """
+
+    up_first: bool = False  # the loader puts rows of w13 as [up; gate]
+    global_ids: bool = False  # the dispatcher leaves ids of all ranks' experts
+    scaled: bool = False  # top-k multiplies its weights by the routed scaling factor
+    ep_size: int = 1
+    ep_rank: int = 0
+
+
+def activation(config: Any, *, fuse_swiglu_interleaved: bool = False, up_first: bool = False) -> dict[str, Any]:
+    """A MoeRunnerConfig's activation, and the order of w13's rows, as options of ExpertWeights."""
+    options = expert_options(
         activation=config.activation,
         is_gated=config.is_gated,
         gemm1_alpha=config.gemm1_alpha,
@@ -50,6 +66,14 @@ def activation(config: Any, *, fuse_swiglu_interleaved: bool = False) -> dict[st
         gate_up_interleaved=getattr(config, "gate_up_interleaved", True),
         fuse_swiglu_interleaved=fuse_swiglu_interleaved,
     )
+    if up_first and config.is_gated:
+        if options["layout"] != "gate_up":
+            raise NotImplementedError(
+                "oxmoe: SGLang's loader swaps gate and up with this --moe-runner-backend, but these experts have "
+                "alternating rows of both; choose another --moe-runner-backend"
+            )
+        options["layout"] = "up_gate"
+    return options
 
 
 def _fp8_block(info: Any, **options: Any) -> ExpertWeights:
@@ -75,17 +99,17 @@ def _with_scales(info: Any) -> list[Any]:
     return [info.w13_weight, info.w2_weight, *scales]
 
 
-def _triton(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+def _triton(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     if info.use_fp8_w8a8:
-        return _fp8_block(info, b13=info.b13, b2=info.b2, **activation(config))
+        return _fp8_block(info, b13=info.b13, b2=info.b2, **activation(config, up_first=up_first))
     if info.w13_scale is not None or info.w2_scale is not None or info.block_shape is not None:
         raise NotImplementedError(f"oxmoe: no kernel for TritonMoeQuantInfo with scales, but not fp8; {SERVED}")
     interleaved = getattr(info, "fuse_swiglu_interleaved", False)
-    options = activation(config, fuse_swiglu_interleaved=interleaved)
+    options = activation(config, fuse_swiglu_interleaved=interleaved, up_first=up_first)
     return expert_weights(info.w13_weight, info.w2_weight, b13=info.b13, b2=info.b2, **options)
 
 
-def _deep_gemm(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+def _deep_gemm(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     if config.gemm1_alpha is not None:
         # GPT-OSS: its layers have biases, which DeepGEMM's quant_info leaves out.
         raise NotImplementedError(
@@ -98,7 +122,7 @@ def _deep_gemm(info: Any, config: Any, columns: int | None) -> ExpertWeights:
     return expert_weights(info.w13_weight, info.w2_weight, **activation(config))
 
 
-def _triton_kernels(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+def _triton_kernels(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     biases = {"w13_bias": info.w13_bias, "w2_bias": info.w2_bias}
     if len({bias is None for bias in biases.values()}) != 1 or (info.w13_bias is None) != (config.gemm1_alpha is None):
         given = [name for name, bias in biases.items() if bias is not None]
@@ -126,7 +150,7 @@ def _triton_kernels(info: Any, config: Any, columns: int | None) -> ExpertWeight
     return expert_weights(w13, w2, b13=info.w13_bias, b2=info.w2_bias, **activation(config))
 
 
-def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None) -> ExpertWeights:
+def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     padded = 2 * info.w13_weight.shape[-1] * info.w13_weight.element_size()
     return prepare_cutlass_fused_moe(
         info.w13_weight,
@@ -199,6 +223,11 @@ class Experts:
         self._weights: ExpertWeights | None = None
         self._kind: _Kind | None = None
         self._sources: list[Tensor] = []
+        self._handover = Handover()
+
+    def follow(self, handover: Handover) -> None:
+        """From now on for a layer with this handover."""
+        self._handover = handover
 
     def prepare(self, quant_info: Any, config: Any, columns: int | None = None) -> ExpertWeights:
         """The layer's ExpertWeights; the same object until SGLang gives the layer other tensors.
@@ -214,12 +243,13 @@ class Experts:
         if self._weights is not None and identity == self._made_for:
             return self._weights
         self._kind = _kind(quant_info)
+        check_config(config)
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "oxmoe: a MoE layer's weights are prepared at its first call, which a CUDA graph cannot capture; run "
                 "the model once before the capture (SGLang does, unless its warm-up was skipped)"
             )
-        self._weights = self._kind.make(quant_info, config, columns)
+        self._weights = self._kind.make(quant_info, config, columns, self._handover.up_first)
         self._made_for = identity
         # While they are held, no other tensor gets their addresses.
         self._sources = [tensor.detach() for tensor in tensors if tensor is not None]
@@ -246,15 +276,15 @@ class Experts:
             # Such layers' factor is in their top-k weights.
             ranks = {"ep_size": config.moe_ep_size, "ep_rank": config.moe_ep_rank}
             return moe(x, weights, **routing(topk_output), **ranks)
-        return run_local(x, topk_output, weights, config, inplace=inplace)
+        return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
 
 
-def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any) -> Any:
+def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, handover: Handover) -> Any:
     """A layer's tokens on weights that were made at load: what SGLang's dispatcher combines."""
     form = deepep.layout(dispatch_output)
     if form == STANDARD:
         x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
-        result = run_local(x, topk_output, weights, config, inplace=False)
+        result = run_local(x, topk_output, weights, config, handover, inplace=False)
     else:
         result = deepep.run(dispatch_output, form, weights, config)
     return deepep.combine_input(dispatch_output, result)
@@ -271,20 +301,31 @@ def routing(topk_output: Any) -> dict[str, Any]:
     return routing_arguments(topk_output)
 
 
-def run_local(x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, *, inplace: bool) -> Tensor:
-    """The layer on ids of this rank's experts, -1 for another rank's."""
+def run_local(
+    x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, handover: Handover, *, inplace: bool
+) -> Tensor:
+    """This rank's part of the layer: ids are of its experts, -1 for another rank's, or by `handover` of all ranks'."""
     if inplace and config.no_combine:
         raise ValueError("oxmoe: inplace and no_combine exclude each other (the result is [T, k, H])")
-    if not hasattr(topk_output, "topk_ids") and config.num_experts != config.num_local_experts:
+    ranks = {}
+    if handover.ep_size > 1 and (handover.global_ids or hasattr(topk_output, "topk_config")):
+        if config.num_experts != handover.ep_size * config.num_local_experts:
+            raise NotImplementedError(
+                f"oxmoe: {type(topk_output).__name__} has ids of all ranks' experts, and fused shared experts are on "
+                "each rank; start with --disable-shared-experts-fusion"
+            )
+        ranks = {"ep_size": handover.ep_size, "ep_rank": handover.ep_rank}
+    elif not hasattr(topk_output, "topk_ids") and config.num_experts != config.num_local_experts:
         raise NotImplementedError(
             f"oxmoe: {type(topk_output).__name__} has ids of all ranks' experts; with --ep-size above 1 served is "
             "StandardTopKOutput"
         )
-    scale = config.routed_scaling_factor
+    scale = None if handover.scaled else config.routed_scaling_factor
     return moe(
         x,
         weights,
         **routing(topk_output),
+        **ranks,
         # SGLang scales while it combines: without a combine there is no scale.
         routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,
         apply_router_weight_on_input=config.apply_router_weight_on_input,

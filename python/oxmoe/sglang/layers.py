@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from oxmoe.sglang import setting
+from oxmoe.fused_experts import check_config
+from oxmoe.sglang import eplb, server, setting
 
 _watched: dict[str, Any] = {}
 
@@ -58,6 +59,7 @@ def check_layer(module: nn.Module) -> None:
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
     if layers is None or not isinstance(module, layers):
         return
+    check_config(getattr(module, "moe_runner_config", None))
     method: Any = module.quant_method
     if getattr(module, "deprecate_flag", True) is False:
         # SGLang's DeepEPMoE then looks for kernels of its own by the weights' format.
@@ -70,6 +72,14 @@ def check_layer(module: nn.Module) -> None:
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
+        why = eplb.copies(method, runner) if server.balances_experts() else None
+        if why is not None:
+            raise RuntimeError(
+                _message(
+                    f"layer {module.layer_id}: {why}, which --enable-eplb does not move",
+                    "use the quantization oxmoe, whose weights are SGLang's parameters, or start without --enable-eplb",
+                )
+            )
         return
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
@@ -78,12 +88,18 @@ def check_layer(module: nn.Module) -> None:
         mend = "use --quantization oxmoe, or another --moe-runner-backend"
     elif type(method).__name__ in _MEND:
         why, mend = "SGLang chose its own kernels for it", _MEND[type(method).__name__]
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and module.quant_config is None and server.speculates():
+            mend += _DRAFT
     else:
         why, mend = "oxmoe has no kernels for its format", "serve this model without moe"
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
 
 
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
+_DRAFT = (
+    "; if it is a layer of the draft of speculative decoding, which some models give no quantization, start with "
+    "--speculative-moe-runner-backend deep_gemm, which is taken over where OXMOE_SGLANG names it"
+)
 _MEND = {
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
     "or weight_block_size [128, 128]",

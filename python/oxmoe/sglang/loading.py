@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import Tensor
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import deepep, sglang_version
-from oxmoe.sglang.experts import activation, run_dispatched
+from oxmoe.fused_experts import check_config
+from oxmoe.sglang import deepep, eplb, sglang_version
+from oxmoe.sglang.experts import Handover, activation, run_dispatched
 
 
 class NeedsBfloat16:
@@ -25,6 +28,30 @@ class NeedsBfloat16:
         if dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: {self.of} experts need --dtype bfloat16, got {dtype}")
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)  # type: ignore[misc]
+
+
+def handover(layer: Any, method: Any) -> Handover:
+    """What SGLang did and will do with this layer; NotImplementedError for what cannot be followed."""
+    # From 0.5.23 on this flag is False for our runner and for methods without one.
+    by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
+    if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
+        raise NotImplementedError(
+            "oxmoe: this model loads gate and up together, and with --moe-runner-backend flashinfer_trtllm this SGLang "
+            "pads each rank's weights and swaps gate and up elsewhere; choose another --moe-runner-backend"
+        )
+    global_ids = layer.moe_ep_size > 1 and bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
+    if global_ids and layer.num_fused_shared_experts:
+        raise NotImplementedError(
+            "oxmoe: with this --moe-runner-backend ids are of all ranks' experts, and fused shared experts are on each "
+            "rank; start with --disable-shared-experts-fusion, or choose another --moe-runner-backend"
+        )
+    return Handover(
+        up_first=by_loader,
+        global_ids=global_ids,
+        scaled=layer.should_fuse_routed_scaling_factor_in_topk,
+        ep_size=layer.moe_ep_size,
+        ep_rank=layer.moe_ep_rank,
+    )
 
 
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
@@ -63,8 +90,10 @@ class MadeAtLoad:
     runner: Any = None
     weights: ExpertWeights | None = None
     moe_runner_config: Any
+    handover = Handover()
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
@@ -72,12 +101,19 @@ class MadeAtLoad:
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights; after a weight update SGLang calls it again."""
-        self.weights = renewed(self.weights, self.make(layer, **activation(self.moe_runner_config)))
+        self.handover = handover(layer, self)
+        options = activation(self.moe_runner_config, up_first=self.handover.up_first)
+        self.weights = renewed(self.weights, self.make(layer, **options))
+        self.share(layer, self.weights)
+        eplb.register(layer, self.weights)
         loaded(layer, self.weights)
+
+    def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
+        """Gives the layer's parameters the memory of what was made of them, where a format can."""
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         assert self.weights is not None
-        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config)
+        return run_dispatched(dispatch_output, self.weights, self.moe_runner_config, self.handover)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
         """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""

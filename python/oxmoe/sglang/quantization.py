@@ -22,10 +22,11 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
+from oxmoe.fused_experts import check_config
 from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, loaded
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -56,12 +57,14 @@ class ThroughRunner:
     get_triton_quant_info: Any
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
+        experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
         loaded(layer, weights)
 

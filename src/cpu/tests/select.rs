@@ -181,22 +181,36 @@ fn groups() {
 }
 
 #[test]
-fn masked_experts_fill_up_as_in_sglang() {
-    // One group of two is kept, three experts are asked for.
-    let logits = [1.0, 2.0, 9.0, 8.0, 0.5, 0.25];
-    let mut case = Case { group: (GroupScore::Max, 3, 1), ..Case::new(6, 3, Scoring::Sigmoid) };
-    let (ids, weights) = case.row(&logits);
-    assert_eq!(ids, [2, 3, 0]);
-    assert_eq!(weights[2], 0.0);
-    case.group.0 = GroupScore::Top2;
-    case.bias = Some(vec![0.0; 6]);
-    let (ids, weights) = case.row(&logits);
-    assert_eq!(ids, [2, 3, 0]);
-    assert!((weights[2] - 0.731_058_6).abs() < 1e-6);
-    // A logit without bias is masked with -inf, in its weight too.
-    let case = Case { group: (GroupScore::Max, 3, 1), ..Case::new(6, 3, Scoring::SoftmaxTopk) };
-    let (ids, weights) = case.row(&logits.map(|x| -x));
-    assert_eq!((ids, weights[2]), (vec![5, 4, 0], 0.0));
+fn experts_outside_the_best_groups_are_never_chosen() {
+    let grouped =
+        |scoring, score, kept| Case { group: (score, 3, kept), renormalize: true, ..Case::new(6, 3, scoring) };
+    // The chosen of the best groups tie with what SGLang would give the others: -inf, or a score of 0.
+    let logits = [9.0, f32::NEG_INFINITY, -3.0, -4.0, 8.0, f32::NEG_INFINITY];
+    for scoring in [Scoring::Identity, Scoring::SoftmaxTopk, Scoring::Sigmoid, Scoring::SqrtSoftplus, Scoring::Softmax]
+    {
+        let (ids, weights) = grouped(scoring, GroupScore::Max, 2).row(&logits);
+        assert_eq!(ids, [0, 4, 1], "{scoring:?}");
+        let infinite = scoring == Scoring::Identity;
+        assert!(if infinite { weights[0] == 0.0 } else { weights[2] == 0.0 }, "{scoring:?} {weights:?}");
+    }
+    let biased = Case { bias: Some(vec![-1.0; 6]), ..grouped(Scoring::Sigmoid, GroupScore::Max, 2) };
+    assert_eq!(biased.row(&logits).0, [0, 4, 1]);
+}
+
+#[test]
+fn groups_compare_as_choices_do() {
+    let best = |score, logits: &[f32; 8]| {
+        let case = Case { group: (score, 4, 1), ..Case::new(8, 2, Scoring::Identity) };
+        case.row(logits).0
+    };
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    for score in [GroupScore::Max, GroupScore::Top2] {
+        assert_eq!(best(score, &[inf, inf, 1.0, 2.0, -inf, -nan, 3.0, 4.0]), [5, 4], "{score:?}: a NaN wins");
+        assert_eq!(best(score, &[0.0, 0.0, nan, 2.0, -inf, nan, nan, nan]), [2, 3], "{score:?}: every NaN is equal");
+        assert_eq!(best(score, &[-0.0, -0.0, 0.0, 0.0, 0.0, -0.0, 0.0, 0.0]), [0, 1], "{score:?}: -0 is 0");
+        assert_eq!(best(score, &[-inf; 8]), [0, 1], "{score:?}");
+    }
+    assert_eq!(best(GroupScore::Top2, &[inf, inf, inf, -inf, inf, inf, inf, inf]), [2, 3], "inf - inf is NaN");
 }
 
 #[test]

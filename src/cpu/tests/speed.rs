@@ -27,7 +27,7 @@ fn layer_speed() {
     let mut random = Random(11);
     let w13 = random_bf16(&mut random, EXPERTS * 2 * INTERMEDIATE * HIDDEN, 0.04);
     let w2 = random_bf16(&mut random, EXPERTS * HIDDEN * INTERMEDIATE, 0.06);
-    println!("{} with {} threads", cpu::instruction_set(), rayon::current_num_threads());
+    println!("{} with {} threads", cpu::instruction_set(), crate::parallel::threads());
     for tokens in [1, 4, 16, 64, 128, 512] {
         let x = random_bf16(&mut random, tokens * HIDDEN, 1.0);
         let weights = vec![1.0 / TOP_K as f32; tokens * TOP_K];

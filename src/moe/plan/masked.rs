@@ -4,6 +4,7 @@ use super::{
     e4m3_columns, element, fp8_sm90, max_tiles, mxfp4_sm90, mxfp8_sm90, nvfp4_sm90, portable, schedule, sm90, Counters,
     GemmDesc, Kernels, MoeWorkspace, Overlap, MIN_TILE_TOKENS,
 };
+use crate::counters::{Counts, MOST_EXPERTS};
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Launch;
@@ -23,6 +24,16 @@ pub fn counters(layer: &LayerDesc) -> i32 {
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
+/// Those of a launch that finds its tiles itself, which no schedule makes zero; none for formats without such a launch.
+fn own_counters(layer: &LayerDesc) -> usize {
+    match layer.format {
+        Format::Mxfp4 | Format::Nvfp4 if layer.experts <= MOST_EXPERTS => {
+            Counts::Pair { experts: layer.experts }.count()
+        }
+        _ => 0,
+    }
+}
+
 /// One call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MaskedDesc {
@@ -33,7 +44,7 @@ pub struct MaskedDesc {
     pub expected: i64,
     /// Whether x is quantised here (fp8).
     pub quantizes_x: bool,
-    /// Whether an expert's rows begin at a multiple of a number, and the workspace has counters (`super::routed::slot`).
+    /// Whether an expert's rows begin at a multiple of a number.
     pub finds_tiles: bool,
 }
 
@@ -111,7 +122,7 @@ impl MaskedPlan {
         };
         // What quantises rows needs a schedule, too.
         let alone = down.is_none() && quantize.iter().flatten().all(Option::is_none);
-        let finds_tiles = desc.finds_tiles && alone && experts <= PAIR_EXPERTS;
+        let finds_tiles = desc.finds_tiles && alone && experts <= MOST_EXPERTS;
         let schedule = (!finds_tiles).then(schedule);
         let overlap = match kernels {
             Kernels::Hopper => Some(sm90::overlap(&gemm1, up)),
@@ -128,9 +139,6 @@ impl MaskedPlan {
         [self.schedule].into_iter().chain(x).chain(gemms).flatten().collect()
     }
 }
-
-/// Most experts whose tiles the launch of both GEMMs finds (csrc/moe/pair_schedule_sm90.cuh).
-const PAIR_EXPERTS: i64 = 128;
 
 /// In steps of what an expert's rows are cut into tiles.
 pub fn tile_step(format: Format, tile_tokens: i32) -> i32 {
@@ -211,7 +219,7 @@ pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
     let mut w = MoeWorkspace {
         tiles: add("tiles", tiles as usize * size_of::<Tile>()),
         tile_count: add("tile_count", 4),
-        counters: add("counters", counters(layer) as usize * 4),
+        counters: add("counters", own_counters(layer).max(counters(layer) as usize) * 4),
         hidden: add("hidden", slots * layer.intermediate as usize * element),
         x_codes: add("x_codes", fp8(layer.hidden, 1)),
         x_scales: add("x_scales", fp8(layer.hidden, GROUP / 4)),

@@ -134,11 +134,9 @@ pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Op
     Some(one_launch(LAYER_TILE.variant(up.element, up.gated), up, down, device))
 }
 
-/// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots, experts,
-/// workspaces.
+/// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots and experts.
 const ROUTED_SLOTS: i64 = 64;
 pub const ROUTED_EXPERTS: i64 = 128;
-pub const ROUTED_WORKSPACES: usize = 256;
 
 /// The layer with the routing inside, where there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
 /// separate launches, and in one, by M:

@@ -9,7 +9,7 @@ pub mod gpu;
 pub mod hopper;
 mod words;
 
-use rayon::prelude::*;
+use crate::parallel::*;
 
 /// Matrices in row-major order, one after another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

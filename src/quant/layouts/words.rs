@@ -1,7 +1,7 @@
 //! Quads of bytes to words and back: see the module above.
 
 use super::Matrices;
-use rayon::prelude::*;
+use crate::parallel::*;
 
 /// Rows and byte columns that a tile has: 16 x 64 elements, 8 x 4 x 4 quads.
 pub(super) const TILE_ROWS: usize = 16;

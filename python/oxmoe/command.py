@@ -1,0 +1,89 @@
+"""What the commands of `python -m oxmoe` share: how arguments are read, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TypeVar
+
+# Most tokens of a call of any command: as many as `oxmoe.explain` takes.
+MOST_TOKENS = 1 << 24
+
+T = TypeVar("T")
+
+
+class UsageError(Exception):
+    """Arguments that a command cannot take: one line on standard error, exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in this range."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
+        return number
+
+    return read
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """The type of an argument that is a number in this range."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected a number from {least:g} to {most:g}, got {text!r}")
+        return number
+
+    return read
+
+
+def listed(read: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """The type of an argument that is a list with commas between."""
+    return lambda text: [read(item) for item in text.split(",")]
+
+
+def a_name(text: str) -> str:
+    """The type of an argument that is a name."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a name, got nothing")
+    return text.strip()
+
+
+def known(kind: str, names: Sequence[str], choices: Iterable[str]) -> list[str]:
+    """The names as the choices spell them: a hyphen counts as an underscore and the reverse."""
+    spelled = {choice.replace("-", "_"): choice for choice in choices}
+    unknown = [name for name in names if name.replace("-", "_") not in spelled]
+    if unknown:
+        raise UsageError(f"unknown {kind} {', '.join(unknown)}; known: {', '.join(spelled.values())}")
+    return [spelled[name.replace("-", "_")] for name in names]
+
+
+def require_writable(flag: str, path: str | None) -> None:
+    """UsageError where this file cannot be opened for writing. Leaves nothing behind that was not there."""
+    if path is None:
+        return
+    existed = os.path.exists(path)
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot open {path}: {error.strerror}") from error
+    if not existed:
+        os.remove(path)

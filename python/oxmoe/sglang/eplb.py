@@ -1,0 +1,54 @@
+"""SGLang's expert load balancer: it moves rows of a layer's parameters that have one for each local expert, between
+ranks too, and says nothing to the layer's method. So all that kernels read of an expert must be such a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oxmoe import ExpertWeights
+from oxmoe.sglang import server
+
+_MEND = "start without --enable-eplb"
+# Runners of which oxmoe keeps copies of a layer's weights.
+COPIED = ("triton_kernel", "flashinfer_mxfp4")
+
+
+def tables(weights: ExpertWeights) -> dict[str, Tensor]:
+    """What kernels read of each expert besides its activation's numbers, by name."""
+    names = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
+    found = {name: getattr(weights, name) for name in names}
+    for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
+        of_packed = zip(("codes", "scales", "expert_scales"), packed or (), strict=False)
+        found |= {f"{name}_{part}": tensor for part, tensor in of_packed}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
+    """Makes parameters of the layer of all tables that are not yet; NotImplementedError with --enable-eplb where an
+    expert has more than its rows of them."""
+    known = {parameter.data_ptr() for parameter in layer.parameters()}
+    for name, tensor in tables(weights).items():
+        if tensor.data_ptr() not in known:
+            layer.register_parameter(f"oxmoe_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+    if not server.balances_experts():
+        return
+    if weights.a13_scale is not None:
+        raise NotImplementedError(
+            "oxmoe: experts with given scales of activations are not served with --enable-eplb: the largest scale of "
+            f"this rank's experts counts, and an expert that comes from another rank may need a larger one; {_MEND}"
+        )
+    if weights.format.startswith("nvfp4") and weights.w13_packed is None:
+        raise NotImplementedError(f"oxmoe: NVFP4 experts on a CPU are not served with --enable-eplb; {_MEND}")
+
+
+def copies(method: Any, runner: Any) -> str | None:
+    """Why a layer that SGLang's own method runs on oxmoe would not see moved rows; None where it would."""
+    backend = runner.runner_backend.value
+    if backend in COPIED:
+        return f"with --moe-runner-backend {backend} oxmoe keeps copies of the weights"
+    if type(method).__name__ == "Fp8MoEMethod" and not method.block_quant:
+        return f"with --moe-runner-backend {backend} oxmoe keeps copies of fp8 experts' scales"
+    return None

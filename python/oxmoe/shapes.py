@@ -1,0 +1,46 @@
+"""MoE layers of real models, by their numbers: what the bench times and `python -m oxmoe explain --layer` knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One MoE layer: gated silu, rows [gate; up], no biases; or GPT-OSS's clamped form, rows interleaved, biases."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    gpt_oss: bool = False
+    limit: float | None = None  # of gate and |up|, DeepSeek-V4's; GPT-OSS has its own
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of ExpertWeights and of the reference, without the biases."""
+        if self.gpt_oss:
+            return dict(GPT_OSS)
+        return {} if self.limit is None else {"limit": self.limit}
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
+    "qwen3-30b-a3b-tp4": Shape(128, 8, 2048, 192),
+    "qwen3-235b": Shape(128, 8, 4096, 1536),
+    "qwen3-235b-tp4": Shape(128, 8, 4096, 384),
+    "mixtral-8x7b-tp2": Shape(8, 2, 4096, 7168),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, gpt_oss=True),
+    "gpt-oss-120b": Shape(128, 4, 2880, 2880, gpt_oss=True),
+    "deepseek-v4-like": Shape(256, 6, 4096, 2048, limit=10.0),
+    "kimi-k2-tp8": Shape(384, 8, 7168, 256),
+    "glm-4.5-air-tp2": Shape(128, 8, 4096, 704),
+    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
+    "dsv3-tp8": Shape(256, 8, 7168, 256),
+    "dsv3-ep8": Shape(32, 8, 7168, 2048),
+    "e256-h2048-i512": Shape(256, 8, 2048, 512),  # flashinfer's MonoMoE is built for it
+    "granite-1b-a400m": Shape(32, 8, 1024, 512),
+}

@@ -1,0 +1,122 @@
+//! Counters of launches before which no other launch makes them zero: layers with the routing inside, and `moe_masked` where it is one
+//! launch. The kernel gets their address, so which counters a launch has changes nothing of its plan.
+//!
+//! Launches that may overlap must have different counters, and launches on one workspace follow each other: counters are a workspace's. The
+//! first workspaces of a device have theirs in one array, which is zero when it is made and to which every launch leaves what the next one
+//! needs. All further workspaces have them inside, and a memset on the launch's stream makes them zero each time.
+//!
+//! A workspace is known by its address, which may be that of another tensor later. That is safe: a launch counts in no memory longer than it
+//! writes to its workspace, so whoever may write to a freed workspace's memory may count in its counters. torch's allocator gives a freed
+//! block to the stream that it was allocated on, behind the launches there; to another stream after events of every stream that `record_stream`
+//! named, or once the device was synchronised (`cudaFree`). Memory of a CUDA graph stays the graph's, and graphs that share a pool may not be
+//! replayed at the same time. Two live workspaces have two addresses.
+
+use crate::device::{cuda_error, Gpu, MAX_DEVICES};
+use crate::error::Result;
+use crate::kernel::Stream;
+use cudarc::driver::result;
+use std::sync::{Mutex, OnceLock};
+
+/// Workspaces of a device that have a part of the array.
+const WORKSPACES: usize = 256;
+/// Most experts of a launch that counts by expert.
+pub const MOST_EXPERTS: i64 = 128;
+/// Bytes of a workspace's part of the array: both kinds of counters, apart.
+const PART: usize = 128 + 640;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counts {
+    /// `LayerCounters` of csrc/moe/layer_parts.cuh.
+    Layer,
+    /// `PairCounters` of csrc/moe/pair_schedule_sm90.cuh.
+    Pair { experts: i64 },
+}
+
+impl Counts {
+    /// How many i32.
+    pub const fn count(self) -> usize {
+        match self {
+            Counts::Layer => 2,
+            Counts::Pair { experts } => 2 + experts as usize,
+        }
+    }
+
+    /// Where they lie in a part.
+    const fn offset(self) -> usize {
+        match self {
+            Counts::Layer => 0,
+            Counts::Pair { .. } => 128,
+        }
+    }
+}
+
+const _: () = assert!(128 + 4 * Counts::Pair { experts: MOST_EXPERTS }.count() <= PART);
+
+/// (device, address of the workspace), in the order of the parts that were handed out.
+static TAKEN: Mutex<Vec<(i32, usize)>> = Mutex::new(Vec::new());
+
+/// The part of a workspace, the same at every call; None: all of the device's are taken.
+fn part(device: i32, workspace: usize) -> Option<usize> {
+    let mut taken = TAKEN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut number = 0;
+    for &(_, base) in taken.iter().filter(|(other, _)| *other == device) {
+        if base == workspace {
+            return Some(number);
+        }
+        number += 1;
+    }
+    if number == WORKSPACES {
+        return None;
+    }
+    taken.push((device, workspace));
+    Some(number)
+}
+
+/// The device's array. Made when weights are loaded, so that no call inside a stream capture has to. The context must be current.
+pub fn prepare(gpu: &Gpu) -> Result<usize> {
+    static ARRAYS: [OnceLock<usize>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
+    static MAKING: Mutex<()> = Mutex::new(());
+    let array = &ARRAYS[gpu.ordinal as usize];
+    if let Some(&made) = array.get() {
+        return Ok(made);
+    }
+    let _making = MAKING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(&made) = array.get() {
+        return Ok(made);
+    }
+    let bytes = WORKSPACES * PART;
+    let failed = |e| cuda_error(format_args!("counters of cuda:{}: {bytes} bytes", gpu.ordinal), e);
+    // SAFETY: new memory, which is zero before anybody gets its address, and is never freed.
+    let made = unsafe {
+        let made = result::malloc_sync(bytes).map_err(failed)?;
+        result::memset_d8_sync(made, 0, bytes).map_err(failed)?;
+        result::ctx::synchronize().map_err(failed)?;
+        made as usize
+    };
+    Ok(*array.get_or_init(|| made))
+}
+
+/// The counters of the next launch on this stream. `own`: room for them in the workspace.
+pub fn of_launch(stream: &Stream<'_>, op: &str, counts: Counts, workspace: *mut u8, own: *mut i32) -> Result<*mut i32> {
+    let gpu = stream.gpu();
+    if let Some(part) = part(gpu.ordinal, workspace as usize) {
+        return Ok((prepare(gpu)? + part * PART + counts.offset()) as *mut i32);
+    }
+    // SAFETY: a range of the workspace, of which launches before this one are done with it in stream order.
+    unsafe { stream.zero(op, own, counts.count()) }?;
+    Ok(own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workspace_keeps_its_part() {
+        assert_eq!((part(900, 64), part(900, 128), part(901, 64), part(900, 64)), (Some(0), Some(1), Some(0), Some(0)));
+        for i in 2..WORKSPACES {
+            assert_eq!(part(900, 64 * (i + 1)), Some(i));
+        }
+        assert_eq!((part(900, 1 << 30), part(900, 128)), (None, Some(1)));
+    }
+}

@@ -1,0 +1,272 @@
+//! The contract of one call: its operands, their named dimensions, and what it reads and writes.
+//!
+//! A call borrows every operand through its contract, as an input or as an output, so that the read and write sets cannot miss one.
+//! `finish` compares them, in this one place, and gives the token without which nothing is launched.
+
+use super::{empty, Borrowed, Elem, Origin, Place, View};
+use crate::contract;
+use crate::error::Result;
+use pyo3::prelude::*;
+
+/// One dimension of a contract.
+#[derive(Clone, Copy)]
+pub enum Dim {
+    /// Bound by the first operand that has it, equal everywhere else.
+    Named(&'static str),
+    /// A number fixed by something other than a tensor: (name, expected).
+    Is(&'static str, i64),
+}
+
+/// Memory that an operand occupies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub operand: &'static str,
+    pub place: Place,
+    /// The first address, and the first one behind it.
+    pub start: usize,
+    pub end: usize,
+}
+
+impl Span {
+    pub fn new(operand: &'static str, place: Place, start: *const u8, bytes: usize) -> Span {
+        Span { operand, place, start: start as usize, end: start as usize + bytes }
+    }
+
+    fn of(operand: &'static str, view: &View) -> Span {
+        let (start, end) = view.extent();
+        Span { operand, place: view.place, start, end }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.start >= self.end
+    }
+
+    /// Whether the two share a byte.
+    pub fn overlaps(&self, other: &Span) -> bool {
+        self.place == other.place
+            && !self.is_empty()
+            && !other.is_empty()
+            && self.start < other.end
+            && other.start < self.end
+    }
+}
+
+/// A borrowed operand as the read and write sets have it.
+#[derive(Clone, Copy)]
+struct Access {
+    span: Span,
+    elem: Elem,
+    /// Inputs that this output may be itself, byte for byte at the same address. None: an input.
+    written_over: Option<&'static [&'static str]>,
+}
+
+/// Operands that a contract has room for from the start: more than a call of the layer has.
+const ROOM: usize = 12;
+
+/// The proof that a call's outputs are apart from its other operands. Launches and CPU loops ask for it.
+#[derive(Debug)]
+pub struct Checked(());
+
+impl Checked {
+    /// Runs a loop of the CPU backend without the interpreter lock.
+    pub fn on_cpu<T: Send>(&self, py: Python<'_>, body: impl FnOnce() -> T + Send) -> T {
+        py.detach(body)
+    }
+}
+
+/// The contract of one call. Each operand is borrowed and checked once; a message has operand, dimension, expected and got.
+pub struct Contract<'a> {
+    bound: [(&'static str, i64, &'static str); 8],
+    count: usize,
+    place: Option<(Place, &'static str)>,
+    /// Whether the operands are torch tensors.
+    torch: Option<(bool, &'static str)>,
+    accesses: Vec<Access>,
+    /// What the call reads of a layer that was described before.
+    layer: &'a [Span],
+}
+
+impl Default for Contract<'_> {
+    fn default() -> Self {
+        Contract {
+            bound: Default::default(),
+            count: 0,
+            place: None,
+            torch: None,
+            accesses: Vec::with_capacity(ROOM),
+            layer: &[],
+        }
+    }
+}
+
+impl<'a> Contract<'a> {
+    pub fn new() -> Contract<'a> {
+        Contract::default()
+    }
+
+    /// Fixes a dimension or device that `source` (e.g. the weights) decides.
+    pub fn with(mut self, source: &'static str, place: Place, dims: &[(&'static str, i64)]) -> Contract<'a> {
+        self.fix(source, place, dims);
+        self
+    }
+
+    /// The same of a contract that has borrowed before.
+    pub fn fix(&mut self, source: &'static str, place: Place, dims: &[(&'static str, i64)]) {
+        self.place = Some((place, source));
+        for &(name, value) in dims {
+            self.bind(name, value, source);
+        }
+    }
+
+    /// Adds what the call reads of a layer.
+    pub fn reads_layer(mut self, spans: &'a [Span]) -> Contract<'a> {
+        self.layer = spans;
+        self
+    }
+
+    /// Borrows an operand that the call reads.
+    pub fn input<'py>(&mut self, operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
+        let tensor = Borrowed::borrow(operand, object)?;
+        self.record(operand, &tensor, None);
+        Ok(tensor)
+    }
+
+    /// Borrows an operand that the call writes. It shares memory with no other operand.
+    pub fn output<'py>(&mut self, operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
+        self.output_over(operand, object, &[])
+    }
+
+    /// Borrows an operand that the call writes, which may also be one of the inputs `same`: at the same address, of the same dtype.
+    pub fn output_over<'py>(
+        &mut self,
+        operand: &'static str,
+        object: &Bound<'py, PyAny>,
+        same: &'static [&'static str],
+    ) -> Result<Borrowed<'py>> {
+        let tensor = Borrowed::borrow(operand, object)?;
+        if tensor.read_only {
+            contract!("{operand}: is written, but its memory is read-only; pass a writeable copy");
+        }
+        self.record(operand, &tensor, Some(same));
+        Ok(tensor)
+    }
+
+    /// A new uninitialised tensor of `like`'s package beside it, which the call writes. It is not recorded: memory that was allocated now is
+    /// apart from every operand, and a part of a call may free it before the next part allocates.
+    pub fn new_output<'py>(
+        &mut self,
+        operand: &'static str,
+        like: &Borrowed<'py>,
+        shape: &[i64],
+        elem: Elem,
+    ) -> Result<Borrowed<'py>> {
+        Borrowed::borrow(operand, &empty(like, shape, elem)?)
+    }
+
+    fn record(&mut self, operand: &'static str, view: &View, written_over: Option<&'static [&'static str]>) {
+        self.accesses.push(Access { span: Span::of(operand, view), elem: view.elem, written_over });
+    }
+
+    /// Compares everything that the call writes with everything else that it reads or writes.
+    pub fn finish(&self) -> Result<Checked> {
+        for (i, output) in self.accesses.iter().enumerate() {
+            let Some(same) = output.written_over else { continue };
+            for (j, other) in self.accesses.iter().enumerate() {
+                // Of two outputs the later one is named.
+                if i == j || (other.written_over.is_some() && j > i) || !output.span.overlaps(&other.span) {
+                    continue;
+                }
+                let (operand, name) = (output.span.operand, other.span.operand);
+                if !same.contains(&name) {
+                    contract!("{operand}: overlaps {name}");
+                }
+                if output.span.start != other.span.start || output.elem != other.elem {
+                    contract!("{operand}: overlaps {name} without being the same tensor");
+                }
+            }
+            if let Some(read) = self.layer.iter().find(|read| output.span.overlaps(read)) {
+                contract!("{}: overlaps {}", output.span.operand, read.operand);
+            }
+        }
+        Ok(Checked(()))
+    }
+
+    fn bind(&mut self, name: &'static str, value: i64, source: &'static str) {
+        self.bound[self.count] = (name, value, source);
+        self.count += 1;
+    }
+
+    /// The bound value of a dimension.
+    pub fn get(&self, name: &'static str) -> i64 {
+        self.bound[..self.count].iter().find(|b| b.0 == name).map_or(0, |b| b.1)
+    }
+
+    /// Checks dtype, package, place, dimensions, contiguity and alignment of an operand.
+    pub fn check(&mut self, operand: &'static str, t: &View, dims: &[Dim], elems: &[Elem]) -> Result<()> {
+        if !elems.contains(&t.elem) {
+            let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
+            contract!("{operand}: expected dtype {}, got {}", expected.join(" or "), t.elem);
+        }
+        let torch = t.origin != Origin::Other;
+        match self.torch {
+            None => self.torch = Some((torch, operand)),
+            Some((first, source)) if first != torch => {
+                let kind = |torch| if torch { "a torch tensor" } else { "a numpy array (or another package's)" };
+                contract!("{operand}: is {}, but {source} is {}", kind(torch), kind(first))
+            }
+            _ => {}
+        }
+        match self.place {
+            None => self.place = Some((t.place, operand)),
+            Some((place, source)) if place != t.place => {
+                contract!("{operand}: is on {}, but {source} is on {place}", t.place)
+            }
+            _ => {}
+        }
+        if t.shape().len() != dims.len() {
+            let names: Vec<&str> = dims
+                .iter()
+                .map(|d| match d {
+                    Dim::Named(n) | Dim::Is(n, _) => *n,
+                })
+                .collect();
+            contract!(
+                "{operand}: expected {} dimensions [{}], got shape {:?}",
+                dims.len(),
+                names.join(", "),
+                t.shape()
+            );
+        }
+        for (i, dim) in dims.iter().enumerate() {
+            let got = t.shape()[i];
+            match *dim {
+                Dim::Is(name, expected) if got != expected => {
+                    contract!("{operand}: dimension {i} \"{name}\": expected {expected}, got {got}")
+                }
+                Dim::Named(name) => match self.bound[..self.count].iter().find(|b| b.0 == name) {
+                    Some(&(_, expected, source)) if expected != got => {
+                        contract!("{operand}: dimension {i} \"{name}\": expected {expected} (from {source}), got {got}")
+                    }
+                    Some(_) => {}
+                    None => self.bind(name, got, operand),
+                },
+                Dim::Is(..) => {}
+            }
+        }
+        if !t.contiguous() {
+            contract!(
+                "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {operand}.contiguous()",
+                t.shape(),
+                t.strides()
+            );
+        }
+        let alignment = t.elem.bytes();
+        if alignment > 1 && !(t.data as usize).is_multiple_of(alignment) {
+            contract!(
+                "{operand}: must be aligned to {alignment} bytes, got address {:p}; pass {operand}.clone()",
+                t.data
+            );
+        }
+        Ok(())
+    }
+}

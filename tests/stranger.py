@@ -1,0 +1,77 @@
+"""A process of somebody else that has found the mailboxes' names: `python stranger.py UID MODE TEXT [SECONDS]`.
+
+MODE: "claim" sends a descriptor as rank 1, in the form of every protocol that mailboxes have had; "flood" does so again
+and again for SECONDS, from two processes; "silent" connects as often as it can, says nothing and stays for SECONDS.
+Prints a line once it has begun. TEXT is what the memory behind its descriptors holds.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+
+
+def mailboxes() -> list[tuple[int, str]]:
+    """(type of socket, address) of every mailbox on the host."""
+    found = []
+    with open("/proc/net/unix") as table:
+        for line in table:
+            fields = line.split()
+            if fields[-1].startswith("@oxmoe-"):
+                found.append((int(fields[4], 16), "\0" + fields[-1][1:]))
+    return found
+
+
+def claim(kind: int, address: str, descriptor: int) -> bool:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    data = b"\1" if kind == socket.SOCK_DGRAM else struct.pack("<32sI", secrets.token_bytes(32), 1)
+    with socket.socket(socket.AF_UNIX, kind) as connection:
+        connection.settimeout(0.05)
+        try:
+            connection.connect(address)
+            connection.sendmsg([data], rights)
+        except OSError:
+            return False
+    return True
+
+
+def main(uid: int, mode: str, text: str, seconds: float) -> None:
+    if uid != os.getuid():
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    memory = os.memfd_create("stranger")
+    os.write(memory, text.encode())
+    targets = mailboxes()
+    assert targets, "no mailbox stands in /proc/net/unix"
+    end = time.monotonic() + seconds
+    if mode == "claim":
+        print(sum(claim(kind, address, memory) for kind, address in targets), flush=True)
+        return
+    if mode == "flood":
+        os.fork()
+    print("begun", flush=True)
+    held = []
+    while time.monotonic() < end:
+        for kind, address in targets:
+            if mode == "flood":
+                claim(kind, address, memory)
+            elif len(held) < 900:
+                connection = socket.socket(socket.AF_UNIX, kind)
+                connection.setblocking(False)
+                held.append(connection)
+                try:
+                    connection.connect(address)
+                except OSError:
+                    pass
+            else:
+                time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]) if len(sys.argv) > 4 else 0)

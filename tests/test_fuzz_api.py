@@ -1,0 +1,97 @@
+"""Random calls of the public API (`fuzz_api.py`, which runs longer by hand), and that the fuzzer finds faults."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fuzz_api
+from fuzz_calls import Call
+
+PARTS, CALLS, SECONDS = 4, 20000, 60
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_calls(part: int, request: pytest.FixtureRequest) -> None:
+    """Each is right or one clear error; nothing else is written. Parts run beside each other where there are cores."""
+    each = CALLS // PARTS
+    run = fuzz_api.fuzz(request.config.option.seed, each, SECONDS, first=part * each)
+    assert not run.failures, "\n\n".join(run.failures)
+    # NOTE: the box of time is for machines that are slow; a run that stopped early all the same must have begun.
+    assert run.calls >= each // 20, f"{run.calls} calls in {SECONDS} seconds"
+    ended = Counter[str]()
+    for name, count in run.outcomes.items():
+        ended[name.rpartition(" ")[2]] += count
+    assert ended["result"] >= 0.15 * run.calls, ended
+    assert ended["error"] >= 0.3 * run.calls, ended
+
+
+def faulty(run: Any, outputs: tuple[str, ...] = ()) -> str | None:
+    """What the fuzzer says of a function that copies x to out."""
+    operands = {"x": torch.arange(6.0), "out": torch.full((6,), 7.0)}
+
+    def check(before: dict[str, Any], result: Any) -> None:
+        assert torch.equal(result, before["x"]), "out is not x"
+
+    return fuzz_api.judge(Call("copy", run, operands, check, outputs))[1]
+
+
+def raising(error: Exception, write: str | None = None) -> Any:
+    def run(operands: dict[str, Any]) -> Any:
+        if write is not None:
+            operands[write][0] = 3.0
+        raise error
+
+    return run
+
+
+def test_faults_are_found() -> None:
+    assert faulty(lambda o: o["out"].copy_(o["x"]), ("out",)) is None
+    assert "wrong result" in str(faulty(lambda o: o["out"].fill_(1.0), ("out",)))
+    assert "changed out" in str(faulty(lambda o: o["out"].copy_(o["x"])))
+    assert "changed x" in str(faulty(lambda o: o["out"].copy_(o["x"].add_(1)), ("out",)))
+    assert "changed out and raised" in str(faulty(raising(ValueError("x"), "out"), ("out",)))
+    assert "raised KeyError" in str(faulty(raising(KeyError("x"))))
+    assert "raised RuntimeError" in str(faulty(raising(RuntimeError("internal error"))))
+    assert "a right call raised" in str(faulty(raising(ValueError("x"))))
+
+
+def test_a_call_that_ends_the_process_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The run goes on with the next call."""
+    program = tmp_path / "fuzz_api_crashing.py"
+    program.write_text(
+        "import ctypes, fuzz_api\n"
+        "judge = fuzz_api.judge\n"
+        "def crash(call):\n"
+        "    crash.made += 1\n"
+        "    return ctypes.string_at(0) if crash.made == 3 else judge(call)\n"
+        "crash.made = 0\n"
+        "fuzz_api.judge = crash\n"
+        "fuzz_api.main()\n"
+    )
+    monkeypatch.setattr(fuzz_api, "__file__", str(program))
+    run = fuzz_api.fuzz(5, 6, 60.0)
+    assert run.calls == 6
+    (crash, *_) = run.failures
+    assert crash.startswith("call 2 of seed 5: ended the process (signal SIGSEGV)") and "--seed 5 --call 2" in crash
+
+
+def test_draws_depend_on_seed_and_number_alone() -> None:
+    first, again, other = (fuzz_api.describe(fuzz_api.draw(seed, 7)) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def test_memory_beside_an_output_is_watched() -> None:
+    """Bytes of the output's own storage that are not the output's."""
+    room = torch.zeros(8)
+    operands = {"out": room[2:4]}
+    snapshot = fuzz_api.Snapshot.of(operands)
+    allowed = [fuzz_api.extent_of(operands["out"])]
+    room[2:4] = 1
+    assert snapshot.changed(allowed) == []
+    ctypes.memset(room.data_ptr() + 16, 1, 1)
+    assert snapshot.changed(allowed) == ["out"]
