@@ -329,7 +329,6 @@ def test_signatures() -> None:
         ({"routing_method_type": Method.Unspecified}, "routing_method_type: no kernel for .*; served are Default"),
         ({"weight_layout": 1, "use_shuffled_weight": True}, "weight_layout: no kernel for 1; served are MajorK"),
         ({"local_num_experts": 12}, "no kernel for local_expert_offset 0 and local_num_experts 12 of 16"),
-        ({"local_num_experts": 0}, "no kernel for local_expert_offset 0 and local_num_experts 0 of 16"),
         (
             {"local_expert_offset": 4, "local_num_experts": 8},
             "no kernel for local_expert_offset 4 and local_num_experts 8 of 16",
@@ -355,6 +354,11 @@ def test_refused(rng: torch.Generator) -> None:
         oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, "hidden_states_scale": scale})
     with pytest.raises(ValueError, match=r"topk_ids: expected shape \[tokens, 4\] \(top_k\), got \[5, 3\]"):
         oxmoe.trtllm_fp8_block_scale_routed_moe(torch.zeros((5, 3), dtype=torch.int32), **given)
+    for offset, local, last in ((0, 0, 0), (-8, 8, 0), (16, 8, 24), (12, 8, 20)):
+        options = {"local_expert_offset": offset, "local_num_experts": local}
+        message = rf"local_expert_offset: experts {offset} to {last} \(local_num_experts {local}\) are not among num_ex"
+        with pytest.raises(ValueError, match=message):
+            oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **options})
     with pytest.raises(NotImplementedError, match="no kernel for gemm1_lora_delta"):
         ids = torch.zeros((5, 4), dtype=torch.int32)
         oxmoe.trtllm_fp8_block_scale_routed_moe(ids, **given, gemm1_lora_delta=x)
