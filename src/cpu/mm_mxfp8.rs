@@ -52,7 +52,7 @@ unsafe fn multiply<T: Element>(p: &MmMxfp8Params) -> Result<()> {
     let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
     // Every worker has room for a panel of b.
     let panels = n.div_ceil(PANEL);
-    let workers = rayon::current_num_threads().min(panels);
+    let workers = threads().min(panels);
     let mut a: Vec<f32> = try_filled(m * k, "mm_mxfp8: a expanded to fp32")?;
     // At least one number each, so that k = 0 has workers too.
     let room = (PANEL * k).max(1);
