@@ -218,7 +218,7 @@ class ConfigToCome(Config23):
         ({"future_names": ("a",)}, "future_names"),
         ({"future_names": ["a", "b"]}, "future_names"),
     ],
-    ids=str,
+    ids=["defaults", "equal", "flag", "number", "tensor", "shorter", "list"],
 )
 def test_fields_that_are_not_known(options: dict[str, Any], name: str | None, rng: torch.Generator) -> None:
     """They may change what a layer computes: as long as they are at their defaults they do not."""
