@@ -27,7 +27,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize clean
+.PHONY: help venv built install python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -111,6 +111,14 @@ bench: install ## times against the roofline floor and the peers that are instal
 TOOL ?= memcheck
 sanitize: install ## GPU tests under compute-sanitizer; TOOL=memcheck, racecheck, initcheck or synccheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x
+
+MUTANTS ?=
+mutants: install ## changes Python in small ways and lists the changes that no test notices; MUTANTS="oxmoe.masked*" for some of them
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/mutmut -r tests/requirements-mutants.txt
+	PYTHONPATH=$(VENV)/mutmut tests/mutants.sh $(BIN)/python $(VENV)/lib/python3*/site-packages/oxmoe/_oxmoe*.so $(MUTANTS)
+
+mutants-rust: python-names ## the same of Rust, with cargo-mutants (cargo install --locked cargo-mutants); MUTANTS="--file src/quant/e2m1.rs"
+	env -u CARGO_TARGET_DIR $(CARGO) mutants --output target $(MUTANTS)
 
 clean: ## remove every build result and environment
 	cargo clean

@@ -6,6 +6,7 @@ The clocks are stand-ins with times that are written down, so these tests need n
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from oxmoe import testing
-from oxmoe.bench import layers, masked, overhead, report, timing
+from oxmoe.bench import allreduce, layers, masked, overhead, report, timing
 
 # The median, the mean, the smallest and the largest differ.
 TIMES = [7.0, 1.0, 2.0, 30.0, 3.0]
@@ -110,14 +111,25 @@ def test_backends_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPat
             return [samples[self.name].pop(0) for _ in range(replays)]
 
     monkeypatch.setattr(timing, "GraphClock", Clock)
+    monkeypatch.setattr(timing, "clocks", lambda device: {"sm_mhz": 1.0})
     calls: Any = {name: [name] for name in ("oxmoe", "peer", "broken")}
     protocol = timing.Protocol(layers=3, rounds=2, replays=3, sustain_s=0.5)
     times, failed = timing.times_us(calls, "cuda", protocol, ours="oxmoe")
-    assert times == {"oxmoe": MEDIAN, "peer": 5.0} and failed == {"broken": "RuntimeError: no capture"}
+    assert {name: float(us) for name, us in times.items()} == {"oxmoe": MEDIAN, "peer": 5.0}
+    assert failed == {"broken": "RuntimeError: no capture"}
     turn = [(name, what) for name in ("oxmoe", "peer") for what in ("sustained", "1", "3")]
     assert log == turn * 2
     with pytest.raises(RuntimeError, match="no capture"):
         timing.times_us(calls, "cuda", protocol, ours="broken")
+
+
+def test_wall_time_is_the_median_after_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(timing, "time", clock)
+    assert timing.wall_time_us(clock.call([500.0, 500.0, *TIMES]), seconds=0.0) == pytest.approx(MEDIAN, rel=1e-6)
+    # Longer than five calls where there is time.
+    many = timing.wall_time_us(clock.call([500.0, 500.0, *TIMES, *[9.0] * 100]), seconds=600e-6)
+    assert many == pytest.approx(9.0, rel=1e-6)
 
 
 def test_overhead_is_the_median_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +137,35 @@ def test_overhead_is_the_median_of_a_call(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(overhead, "time", clock)
     times = [500.0, *(us for us in TIMES for _ in range(4))]
     assert overhead._time_us(clock.call(times), "cpu", batches=5, calls=4) == pytest.approx(MEDIAN, rel=1e-6)
+
+
+def test_all_reduce_counts_the_slowest_rank(graphs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times of the rank whose median is the longest, whichever rank that is and whatever its other times are."""
+    others: list[list[float]] = []
+
+    def gather(everybody: list[Any], mine: list[float], group: Any) -> None:
+        everybody[:] = [mine, *others]
+
+    stand_in = SimpleNamespace(
+        barrier=lambda group: None, all_gather_object=gather, get_world_size=lambda group: 1 + len(others)
+    )
+    monkeypatch.setattr(allreduce, "dist", stand_in)
+    monkeypatch.setattr(allreduce, "clocks", lambda device: None)
+    monkeypatch.setattr(allreduce.oxmoe, "allreduce_fusion", lambda *operands, **options: None)
+    monkeypatch.setattr(allreduce, "REPLAYS", len(TIMES))
+    for of_others, expected in (
+        ([], TIMES),
+        ([[0.5, 11.0, 11.5], [1.0, 1.0, 99.0]], [0.5, 11.0, 11.5]),
+        ([[1.0, 1.0, 99.0]], TIMES),
+    ):
+        others[:] = of_others
+        graphs += [us * allreduce.CALLS * 1e-3 for us in TIMES]
+        calls: list[int] = []
+        us = allreduce.Clock(None, None).us(lambda calls=calls: calls.append(1))
+        assert us.samples == pytest.approx(expected) and float(us) == pytest.approx(
+            sorted(expected)[len(expected) // 2]
+        )
+        assert len(calls) == 1 + allreduce.CALLS
 
 
 # Tables
@@ -135,6 +176,26 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> report.Cell:
     monkeypatch.setitem(layers.SHAPES, "tiny", layers.Shape(4, 2, 64, 64))
     times = {"oxmoe": 10.0, "sglang-triton": 30.0, "torch-loop": 15.0}
     return report.Cell("moe", "tiny", "bf16", "uniform", 7, 5.0, times)
+
+
+def test_the_best_peer_is_the_fastest(cell: report.Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cell.best_peer == 15.0
+    assert report.Cell("moe", "tiny", "bf16", "uniform", 7, None, {"oxmoe": 10.0}).best_peer is None
+    path = tmp_path / "rows.jsonl"
+    environment = {**dict.fromkeys(("gpu", "cpu", "driver", "torch", "commit"), "x"), "date": "today"}
+    table = report.Report(["sglang-triton", "torch-loop"], environment, str(path))
+    table.add(cell)
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line == ["moe", "tiny", "uniform", "bf16", "7", "10.0", "5.0", "2.00", "30.0", "15.0", "1.50"]
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    assert {row["backend"]: row["us"] for row in rows} == cell.times
+    lines = report.markdown(rows).splitlines()
+    assert lines[2] == "| tiny | 7 | **10.0** | 5.0 | 2.00 | 30.0 | 15.0 | 1.50 |"
+    for row in rows:
+        row["us"] = {"oxmoe": 20.0}.get(row["backend"], row["us"])
+    lines = report.markdown(rows).splitlines()
+    assert lines[2] == "| tiny | 7 | 20.0 | 5.0 | 4.00 | 30.0 | **15.0** | 0.75 |"
+    assert lines[-1].startswith("Slower than the best peer in 1 of 1 cells: tiny M=7 (33.3 %).")
 
 
 def test_the_best_peer_of_rows_in_order(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,11 @@ def test_filtered_experts_need_nothing(place: Place, local_experts: int, rng: to
             {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0},
             {"alpha": 1.702, "beta": 1.0, "limit": 7.0, "layout": "interleaved"},
         ),
+        (
+            # A limit that half of the sums exceed: 7.0 none of them does.
+            {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.3},
+            {"alpha": 1.702, "beta": 1.0, "limit": 0.3, "layout": "interleaved"},
+        ),
         ({"gemm1_clamp_limit": 0.3}, {"limit": 0.3, "clamp": "after"}),
         ({"swiglu_limit": 0.4}, {"limit": 0.4, "clamp": "before"}),
         ({"gemm1_clamp_limit": 0.3, "swiglu_limit": 0.4}, {"limit": 0.3, "clamp": "after"}),
@@ -171,6 +177,70 @@ def test_gpt_oss_in_halves(place: Place, rng: torch.Generator) -> None:
     # Without gemm1_alpha gate_up_interleaved says nothing about the rows.
     plain = call(layer, x, topk_output, Config23(inplace=False, gate_up_interleaved=True))
     assert_close_ulp(plain, expect(layer, x, topk_output))
+
+
+def test_beta_of_the_newer_release(place: Place, rng: torch.Generator) -> None:
+    layer, x, topk_output = operands(place, rng, bias=True)
+    result = call(layer, x, topk_output, Config23(inplace=False, gemm1_alpha=0.9, gemm1_beta=0.25))
+    assert_close_ulp(result, expect(layer, x, topk_output, alpha=0.9, beta=0.25, layout="interleaved"))
+
+
+def test_a_configuration_without_fields_has_the_defaults(rng: torch.Generator) -> None:
+    """Silu, gated, written into its input, as SGLang's fields had it before they were fields."""
+    layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
+    expected = expect(layer, x, topk_output)
+    assert call(layer, x, topk_output, SimpleNamespace()) is x
+    assert_close_ulp(x, expected)
+    order = torch.arange(128).view(2, 64).T.reshape(-1)
+    again, moved = expected.clone(), layer.w13[:, order].contiguous()
+    result = oxmoe.fused_experts(again, moved, layer.w2, topk_output, SimpleNamespace(), fuse_swiglu_interleaved=True)
+    assert result is again and same_bits(again, call(layer, expected, topk_output, SimpleNamespace()))
+
+
+@dataclass
+class ConfigToCome(Config23):
+    """With fields that no release has."""
+
+    future_flag: bool = False
+    future_scale: float = 1.5
+    future_tensor: Any = None
+    future_names: Any = field(default_factory=lambda: ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, None),
+        ({"future_scale": 3.0 / 2, "future_names": tuple("ab")}, None),
+        ({"future_flag": True}, "future_flag, which is True here \\(by default False\\)"),
+        ({"future_scale": 2.0}, "future_scale, which is 2.0 here \\(by default 1.5\\)"),
+        ({"future_tensor": torch.zeros(1)}, "future_tensor, which is tensor"),
+        ({"future_names": ("a",)}, "future_names"),
+        ({"future_names": ["a", "b"]}, "future_names"),
+    ],
+    ids=["defaults", "equal", "flag", "number", "tensor", "shorter", "list"],
+)
+def test_fields_that_are_not_known(options: dict[str, Any], name: str | None, rng: torch.Generator) -> None:
+    """They may change what a layer computes: as long as they are at their defaults they do not."""
+    layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
+    config = ConfigToCome(inplace=False, **options)
+    if name is None:
+        assert_close_ulp(call(layer, x, topk_output, config), expect(layer, x, topk_output))
+        return
+    with pytest.raises(NotImplementedError, match=f"moe_runner_config: oxmoe does not know the field {name}"):
+        call(layer, x, topk_output, config)
+
+
+@pytest.mark.parametrize("value", [None, False, True, 0, "x"], ids=str)
+def test_a_required_field_that_is_not_known(value: Any, rng: torch.Generator) -> None:
+    """None and False are taken for "not used"."""
+    kind = make_dataclass("Required", [("inplace", bool), ("future", Any)])
+    layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
+    if value is None or value is False:
+        assert_close_ulp(call(layer, x, topk_output, kind(False, value)), expect(layer, x, topk_output))
+        return
+    with pytest.raises(NotImplementedError, match=r"the field future, which is .* here \(by default required\)"):
+        call(layer, x, topk_output, kind(False, value))
 
 
 def test_swiglu_clamp_order() -> None:
@@ -248,14 +318,17 @@ def test_other_refusals(rng: torch.Generator) -> None:
     before = x.clone()
     with pytest.raises(ValueError, match="w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got bfloat16"):
         call(layer, x, topk_output, Config23(), use_fp8_w8a8=True)
-    with pytest.raises(NotImplementedError, match=r'"situ".*served are "silu"'):
+    with pytest.raises(NotImplementedError, match=r'"situ"; served are "silu", "gelu", "gelu_tanh", "relu2"$'):
         call(layer, x, topk_output, Config23(activation="situ"))
     with pytest.raises(ValueError, match=r"inplace and no_combine"):
         call(layer, x, topk_output, Config23(no_combine=True))
-    with pytest.raises(ValueError, match=r'gemm1_alpha.*"gelu"'):
+    with pytest.raises(ValueError, match=r'gemm1_alpha.*need gated "silu", got "gelu", gated$'):
         call(layer, x, topk_output, Config23(activation="gelu", gemm1_alpha=1.0))
-    with pytest.raises(ValueError, match=r"fuse_swiglu_interleaved"):
-        call(layer, x, topk_output, Config23(gemm1_clamp_limit=1.0), fuse_swiglu_interleaved=True)
+    with pytest.raises(ValueError, match=r'gemm1_alpha.*need gated "silu", got "silu", not gated$'):
+        call(layer, x, topk_output, Config23(is_gated=False, swiglu_limit=1.0))
+    for options in ({"gemm1_clamp_limit": 1.0}, {"activation": "gelu"}, {"is_gated": False}):
+        with pytest.raises(ValueError, match=r"fuse_swiglu_interleaved: needs plain gated silu"):
+            call(layer, x, topk_output, Config23(**options), fuse_swiglu_interleaved=True)
     with pytest.raises(ValueError, match=r"fuse_swiglu_interleaved.*apply_router_weight_on_input"):
         call(layer, x, topk_output, Config23(apply_router_weight_on_input=True), fuse_swiglu_interleaved=True)
     with pytest.raises(NotImplementedError, match=r"float8.*serves"):

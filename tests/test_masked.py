@@ -426,6 +426,12 @@ def test_what_is_refused(rng: torch.Generator) -> None:
         (ValueError, "out: dimension 1", lambda: masked(counts, out=torch.empty_like(x[:, :3]).contiguous())),
         (ValueError, "one of the two", lambda: oxmoe.moe_contiguous(x[0], weights)),
         (ValueError, "alignment", lambda: oxmoe.moe_contiguous(x[0], weights, counts, alignment=0)),
+        (ValueError, "expected_m", lambda: oxmoe.moe_contiguous(x[0], weights, counts, expected_m=-1)),
+        (
+            ValueError,
+            "workspace: expected at least",
+            lambda: oxmoe.moe_contiguous(x[0], weights, counts, workspace=make_workspace(64, "cpu")),
+        ),
         (ValueError, r"m_indices: expected \[M\]", lambda: oxmoe.moe_contiguous(x[0], weights, m_indices=counts[None])),
     ]
     for error, words, call in cases:

@@ -17,7 +17,7 @@ from cases import GPT_OSS, draws, make_routing, tie_free_logits
 from oxmoe import cutlass_moe, quantize, reference, triton_kernels_moe
 from oxmoe.prepared import Cache
 from oxmoe.testing import assert_close_ulp, same_bits
-from oxmoe.topk_output import routing_arguments, slots_of
+from oxmoe.topk_output import slots_of
 
 RELEASES = ("0.6", "0.7")
 SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
@@ -298,30 +298,43 @@ def test_bypassed_topk(device: str, rng: torch.Generator) -> None:
     assert_close_ulp(result, half.expected(x, *routed, **SWIGLU, ep_size=2, ep_rank=1))
 
 
-def test_choices_of_bypassed_topk(rng: torch.Generator) -> None:
-    logits, bias = tie_free_logits(5, 8, rng), torch.randn(8, generator=rng)
-    config = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
-    output = bypassed(logits, logits, 2, correction_bias=bias.bfloat16(), **config)
-    output.num_token_non_padded = torch.tensor([3])
-    arguments = routing_arguments(output)
-    assert (arguments["num_expert_group"], arguments["topk_group"], arguments["top_k"]) == (4, 2, 2)
-    assert arguments["correction_bias"].dtype == torch.float32 and arguments["num_token_non_padded"].shape == ()
-    assert arguments["router_logits"] is logits and arguments["scoring_func"] == "sigmoid" and arguments["renormalize"]
-    # What SGLang alone can route goes through its own function; 0.5.12 calls the logits by another name.
-    standard = SimpleNamespace(topk_weights=torch.ones(5, 2), topk_ids=torch.zeros(5, 2, dtype=torch.int32))
-    old = SimpleNamespace(router_logits=logits, topk_config=SimpleNamespace(top_k=2))
-    assert routing_arguments(old)["router_logits"] is logits
-    for special, of_output in (
-        ({"custom_routing_function": lambda: None}, {}),
-        ({"num_fused_shared_experts": 1}, {}),
-        ({"shared_experts": SimpleNamespace(num_shared_topk_slots=1)}, {}),
-        ({"apply_routed_scaling_factor_on_output": True}, {}),
-        ({"scoring_func": "sqrtsoftplus", "sqrtsoftplus_log1p": True}, {}),
-        ({}, {"expert_location_dispatch_info": SimpleNamespace()}),
-    ):
-        output = bypassed(logits, logits, 2, **special)
-        vars(output).update(of_output, to_standard=lambda: standard)
-        assert routing_arguments(output) == {"topk_weights": standard.topk_weights, "topk_ids": standard.topk_ids}
+def test_swiglu_step_of_sglangs_call(rng: torch.Generator) -> None:
+    """quant_info.use_swiglu_step: the limit bounds the gate behind its SiLU; without that field, before."""
+    blocks = Blocks(4, 128, 128, "cpu", rng)
+    x, weights, ids = inputs(blocks, 9, 2, rng)
+    numbers = {"alpha": 1.0, "beta": 0.0, "limit": 0.05}
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    results = []
+    for step, clamp in ((True, "after"), (False, "before"), (None, "before")):
+        info = quant_info(blocks, "0.7", numbers, None)
+        info.use_swiglu_step = step
+        if step is None:
+            del info.use_swiglu_step
+        cutlass_moe.cache.clear()
+        results.append(oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, SimpleNamespace()))
+        assert_close_ulp(results[-1], blocks.expected(x, weights, ids, **numbers, clamp=clamp))
+    assert not same_bits(results[0], results[1]) and same_bits(results[1], results[2])
+
+
+def test_what_sglangs_call_refuses(rng: torch.Generator) -> None:
+    blocks = Blocks(2, 128, 128, "cpu", rng)
+    x, weights, ids = inputs(blocks, 3, 2, rng)
+    topk_output = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    names = ("mxfp4_weight_global_scale", "w13_humming_residual_scale", "w2_humming_residual_scale")
+    for given in ((name,) for name in names):
+        info = quant_info(blocks, "0.7", SWIGLU, None)
+        vars(info).update(dict.fromkeys(given, torch.ones(2)))
+        with pytest.raises(NotImplementedError, match=f"quant_info: no kernel for {given[0]}; served are MXFP4"):
+            oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, SimpleNamespace())
+    info = quant_info(blocks, "0.7", SWIGLU, None)
+    vars(info).update(dict.fromkeys(names, torch.ones(2)))
+    with pytest.raises(NotImplementedError, match=f"no kernel for {', '.join(names)}; served"):
+        oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, SimpleNamespace())
+    info = quant_info(blocks, "0.7", SWIGLU, None)
+    for rank in (-1, 2):
+        config = SimpleNamespace(moe_tp_size=2, moe_tp_rank=rank)
+        with pytest.raises(ValueError, match=rf"expected 0 <= moe_tp_rank < moe_tp_size, got {rank} and 2"):
+            oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, config)
 
 
 def test_no_tokens() -> None:
@@ -527,14 +540,6 @@ def test_tables_of_triton_kernels(tokens: int, device: str, rng: torch.Generator
         assert same_bits(run(x, **operands, topk_output=SimpleNamespace(**tables)), result)
     logits_alone = bypassed(x, logits, 2)
     assert_close_ulp(run(x, **operands, topk_output=logits_alone), expected)
-
-
-def test_places_without_a_slot() -> None:
-    """Padding rows: fewer places than slots, -1 behind the last."""
-    logits = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3], [1, 3, 2, 0]])
-    data, _, scatter = oxmoe.routing(logits, 2, n_rows=2)
-    weights, ids = slots_of(data.expt_hist, scatter.dst_indx, data.gate_scal, 2)
-    assert ids.tolist() == [[0, 1], [2, 3], [-1, -1]] and weights[2].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

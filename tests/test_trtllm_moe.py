@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import struct
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,6 +345,51 @@ def test_not_served(options: dict[str, Any], match: str, rng: torch.Generator) -
         oxmoe.trtllm_fp8_block_scale_moe(logits, **{**arguments(layer, x), **options})
 
 
+def test_routing_options() -> None:
+    """Numbers and names; what a method has no use for is dropped."""
+    options = functools.partial(trtllm_moe.routing_options, top_k=4)
+    sigmoid = {"top_k": 4, "scoring_func": "sigmoid"}
+    assert options(6) == {**sigmoid, "renormalize": True} == options(SimpleNamespace(name="SigmoidRenorm"))
+    assert options(6, norm_topk_prob=False) == {**sigmoid, "renormalize": False}
+    bias = torch.ones(8).bfloat16()
+    given: dict[str, Any] = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "routing_bias": bias}
+    deepseek, minimax = options(Method.DeepSeekV3, **given), options(Method.MiniMax2, **given)
+    assert deepseek.pop("correction_bias").dtype == minimax.pop("correction_bias").dtype == torch.float32
+    assert minimax == {**sigmoid, "renormalize": True, "routed_scaling_factor": 2.5}
+    assert deepseek == {**minimax, "num_expert_group": 2, "topk_group": 1}
+    assert options(2, n_group=1, topk_group=1) == options(2) == {**sigmoid, "renormalize": True}
+    for method in (Method.Default, Method.Renormalize, Method.TopK, Method.Sigmoid):
+        assert options(method, **given) == options(int(method)) and options(method)["renormalize"] is False
+    for method in (-1, 10, 11, 1.0, "Default", None, SimpleNamespace(name="Other")):
+        with pytest.raises(NotImplementedError, match=r"routing_method_type: no kernel for .*; served are Default"):
+            options(method)
+
+
+def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
+    """Shuffled weights, and sizes that are those of the layer or refused."""
+    layer = make_fp8(SHAPE, "cpu", rng)
+    x = layer.x(5, rng)
+    weights, ids = make_routing("uniform", 5, SHAPE.experts, SHAPE.top_k, rng)
+    run = functools.partial(oxmoe.trtllm_fp8_block_scale_routed_moe, (ids, weights))
+    given = arguments(layer, x)
+    expected = run(**given)
+    shuffled = [shuffle(w.view(torch.uint8)).view(torch.float8_e4m3fn) for w in (layer.w13, layer.w2)]
+    moved = {**given, "gemm1_weights": shuffled[0], "gemm2_weights": shuffled[1], "use_shuffled_weight": True}
+    assert same_bits(run(**moved), expected)
+    sizes = {"valid_hidden_size": SHAPE.hidden, "valid_intermediate_size": SHAPE.intermediate}
+    assert same_bits(run(**given, **sizes), expected)
+    for name in sizes:
+        with pytest.raises(NotImplementedError, match="trtllm_fp8_block_scale_routed_moe: no kernel for valid_hidden"):
+            run(**given, **{**sizes, name: 64})
+    with pytest.raises(
+        NotImplementedError, match="do_finalize=False, valid_hidden_size, valid_intermediate_size; serv"
+    ):
+        run(**{**given, "do_finalize": False}, valid_hidden_size=64)
+    logits = tie_free_logits(5, SHAPE.experts, rng)
+    plain = oxmoe.trtllm_fp8_block_scale_moe(logits, **given)
+    assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **sizes), plain)
+
+
 def test_refused(rng: torch.Generator) -> None:
     layer = make_fp8(SHAPE, "cpu", rng)
     x, logits = layer.x(5, rng), tie_free_logits(5, SHAPE.experts, rng)
@@ -354,6 +401,28 @@ def test_refused(rng: torch.Generator) -> None:
         oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, "hidden_states_scale": scale})
     with pytest.raises(ValueError, match=r"topk_ids: expected shape \[tokens, 4\] \(top_k\), got \[5, 3\]"):
         oxmoe.trtllm_fp8_block_scale_routed_moe(torch.zeros((5, 3), dtype=torch.int32), **given)
+    for offset, local, last in ((0, 0, 0), (-8, 8, 0), (16, 8, 24), (12, 8, 20)):
+        options = {"local_expert_offset": offset, "local_num_experts": local}
+        message = rf"local_expert_offset: experts {offset} to {last} \(local_num_experts {local}\) are not among num_ex"
+        with pytest.raises(ValueError, match=message):
+            oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **options})
+    for rows, columns in ((4, 4), (5, 3), (5, 5)):
+        replay = torch.zeros((rows, columns), dtype=torch.int16)
+        message = rf"routing_replay_out: expected \[5 or more, 4\], got shape \({rows}, {columns}\)"
+        with pytest.raises(ValueError, match=message):
+            oxmoe.trtllm_fp8_block_scale_moe(logits, **given, routing_replay_out=replay)
+    exact = torch.zeros((5, 4), dtype=torch.int16)
+    oxmoe.trtllm_fp8_block_scale_moe(logits, **given, routing_replay_out=exact)
+    assert bool((exact.sum(1) > 0).all())
+    with pytest.raises(ValueError, match=r"^routing_replay_out: expected \[T, top_k\], got shape \(4,\)"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **given, routing_replay_out=exact[0])
+    with pytest.raises(ValueError, match=r"^hidden_states: expected \[T, H\], got shape \(256,\)"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, "hidden_states": given["hidden_states"][0]})
+    pair = torch.zeros((5, 4), dtype=torch.int32), torch.ones(5, 4)
+    for place in (0, 1):
+        wrong = tuple("x" if place == index else part for index, part in enumerate(pair))
+        with pytest.raises((ValueError, TypeError), match=rf"^topk_ids\[{place}\]: "):
+            oxmoe.trtllm_fp8_block_scale_routed_moe(wrong, **given)
     with pytest.raises(NotImplementedError, match="no kernel for gemm1_lora_delta"):
         ids = torch.zeros((5, 4), dtype=torch.int32)
         oxmoe.trtllm_fp8_block_scale_routed_moe(ids, **given, gemm1_lora_delta=x)

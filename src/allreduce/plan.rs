@@ -189,6 +189,69 @@ mod tests {
         assert_eq!(chosen, table);
     }
 
+    fn plan(arch: u32, tokens: u32, hidden: u32, pattern: u8, use_oneshot: Option<bool>) -> AllReducePlan {
+        let shape = Shape { pattern, dtype: Dtype::Bf16, tokens, hidden };
+        let layout = Layout::new(1 << 30, 2, false);
+        AllReducePlan::new(&shape, &layout, &Device::typical(Arch(arch)), use_oneshot).unwrap()
+    }
+
+    /// Few tokens have many CTAs for each row, many tokens as few as a row fits in; below Hopper there are no clusters.
+    #[test]
+    fn clusters_of_rows() {
+        let few = FEW_TOKENS;
+        for (arch, tokens, hidden, cluster, block) in [
+            (90, 1, 7168, 8, 128),
+            (90, few, 7168, 8, 128),
+            (90, few + 1, 7168, 1, 896),
+            // 512 chunks of a row are many, 511 are not.
+            (90, 1, 4096, 8, 64),
+            (90, 1, 4088, 4, 128),
+            (90, 1, 2880, 4, 96),
+            (90, few + 1, 16384, 2, 1024),
+            (90, few + 1, 8192, 1, 1024),
+            (90, few + 1, 8200, 2, 544),
+            // A warp at least for each CTA.
+            (90, 1, 64, 1, 32),
+            (90, 1, 512, 2, 32),
+            (80, 1, 7168, 1, 896),
+            (120, 1, 7168, 8, 128),
+        ] {
+            let launch = plan(arch, tokens, hidden, 0, Some(true)).launch;
+            assert_eq!((launch.cluster, launch.block), (cluster, block), "sm_{arch}, {tokens} x {hidden}");
+        }
+    }
+
+    #[test]
+    fn one_row_a_cluster_as_far_as_they_are_resident() {
+        let device = Device::typical(Arch::SM90);
+        for (tokens, hidden) in [(1, 7168), (20, 16384), (1000, 2880), (5000, 16384), (5000, 64)] {
+            let Launch { variant: Variant::AllReduce(kernel), grid, block, cluster, .. } =
+                plan(90, tokens, hidden, 1, Some(true)).launch
+            else {
+                unreachable!()
+            };
+            assert_eq!(
+                grid / cluster,
+                (resident(&kernel, block, &device) / cluster).min(tokens),
+                "{tokens} x {hidden}"
+            );
+            // The kernel of one CTA a row is for the norm, where nothing else has to be kept.
+            let AllReduce::OneShot { alone, work, .. } = kernel else { unreachable!() };
+            assert_eq!((work, alone), (Work::Norm, cluster == 1));
+            let sum = plan(90, tokens, hidden, 0, Some(true)).launch.variant;
+            assert!(matches!(sum, Variant::AllReduce(AllReduce::OneShot { alone: false, work: Work::Sum, .. })));
+        }
+    }
+
+    #[test]
+    fn least_work_of_every_pattern() {
+        let expected = [Work::Sum, Work::Norm, Work::All, Work::All, Work::All, Work::All];
+        let got: Vec<Work> = (0..6).map(work).collect();
+        assert_eq!(got, expected);
+        // Rows that come from experts, and patterns that there are not.
+        assert!((6..12).chain([200]).all(|pattern| work(pattern) == Work::All));
+    }
+
     #[test]
     fn groups_without_kernels_are_refused_by_number() {
         let shape = Shape { pattern: 0, dtype: Dtype::Bf16, tokens: 1, hidden: 64 };
