@@ -356,7 +356,8 @@ def test_sglang_bar(
     """SGLang's test_fused_moe: half precision rtol 1e-1 and atol 1e-2, fp32 1e-3 and 1e-5; here against fp64 truth.
 
     SGLang's inputs are a hundredth to a tenth, and with them most results are below the absolute tolerance. Ours give
-    results near one, which zeros, half of them or another token's miss.
+    results near a quarter, which zeros, half of them or another token's miss, and at which what bf16 rounds of the
+    intermediate values stays well below that tolerance where a sum is near zero.
     """
     device, dtype = place
     if device == "cpu" and tokens * intermediate * hidden > 1 << 23:
@@ -370,7 +371,7 @@ def test_sglang_bar(
         for size, scale in (
             ((tokens, hidden), 1.0),
             ((experts, 2 * intermediate, hidden), hidden**-0.5),
-            ((experts, hidden, intermediate), 2 * intermediate**-0.5 / share),
+            ((experts, hidden, intermediate), 0.5 * intermediate**-0.5 / share),
         )
     )
     layer = Layer(Shape("sg", experts, top_k, hidden, intermediate), w13, w2, None, None)
