@@ -61,6 +61,11 @@ impl Elem {
         }
     }
 
+    /// torch lets no integers require gradients.
+    fn may_require_grad(self) -> bool {
+        !matches!(self, Elem::I32 | Elem::I64 | Elem::U8 | Elem::I8)
+    }
+
     /// As a kernel parameter; None for types that are not compute types.
     pub fn dtype(self) -> Option<Dtype> {
         match self {
@@ -361,7 +366,7 @@ impl<'py> Borrowed<'py> {
         match origin_of(object)? {
             Origin::Torch(api) => {
                 let tensor = exchange(operand, object, api)?;
-                Self::refuse_lazy_state(operand, object)?;
+                Self::refuse_lazy_state(operand, object, Elem::from_dlpack(tensor.dtype).may_require_grad())?;
                 let view = View::from_dlpack(operand, &tensor, Origin::Torch(api), false)?;
                 if view.numel() > 0 && (view.data as usize) < LOW_ADDRESS {
                     Self::refuse_no_storage(operand, object)?;
@@ -389,9 +394,9 @@ impl<'py> Borrowed<'py> {
     }
 
     /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.
-    fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
+    fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>, may_require_grad: bool) -> Result<()> {
         let py = object.py();
-        if object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
+        if may_require_grad && object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
             contract!("{operand}: requires grad; oxmoe has no backward: pass {operand}.detach() or call under torch.no_grad()");
         }
         if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
@@ -404,7 +409,7 @@ impl<'py> Borrowed<'py> {
     fn borrow_capsule(operand: &'static str, object: &Bound<'py, PyAny>, origin: Origin) -> Result<Borrowed<'py>> {
         let py = object.py();
         let capsule = if origin == Origin::OldTorch {
-            Self::refuse_lazy_state(operand, object)?;
+            Self::refuse_lazy_state(operand, object, true)?;
             py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((object,))
         } else {
             let method = object.getattr_opt(intern!(py, "__dlpack__"))?.filter(|method| !method.is_none());

@@ -233,6 +233,10 @@ impl<'py> Call<'_, 'py> {
                 }
             }
         }
+        if rows == 0 && self.workspace.is_none() {
+            contract.finish()?;
+            return Ok(out.into_object());
+        }
         let ws = workspace(&layer.desc, rows);
         let scratch = Scratch::new(x, self.workspace, &mut contract, ws.bytes)?;
         let checked = contract.finish()?;
