@@ -109,6 +109,8 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
             if packed is not None:
                 share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
                 share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
+        # The parameters' memory is another now.
+        self.finish(layer)
 
 
 class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):
