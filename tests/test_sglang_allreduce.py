@@ -196,6 +196,50 @@ def test_plain_operator(four: Crew, rng: torch.Generator) -> None:
     assert four.run(plain, seed_of(rng)) == [[]] * 4
 
 
+def on_two_hosts(me: Rank, seed: int) -> list[Any]:
+    """(what is wrong, lines of the log) of the operators where ranks 2 and 3 say that they are on another host."""
+    import logging
+    from unittest.mock import patch
+
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    name = f"host-{me.rank // 2}"
+    # Integers, so that no order of the sum rounds.
+    parts = [draw(seed, f"hosts {rank}", 5, 64).mul(8).round() for rank in range(4)]
+    residual, gamma = torch.ones(5, 64), draw(seed, "gamma", 64)
+    collective.logger.addHandler(handler)
+    known, made = dict(collective._spans_hosts), dict(collective._workspaces)
+    collective._spans_hosts.clear()
+    wrong = []
+    try:
+        with patch.object(collective, "host", lambda: (name, name)):
+            for _ in range(2):
+                norm, residual_out = torch.ops.sglang.flashinfer_allreduce_residual_rmsnorm(
+                    parts[me.rank], residual, gamma, eps=1e-5
+                )
+                expected = total(parts) + residual
+                wrong += [] if same_bits(residual_out, expected) else ["residual"]
+                wrong += [what] if (what := check_norm(norm, expected, gamma, 1e-5, 0.0)) else []
+            if NEW:
+                group = collective.group_of(True)
+                result = torch.ops.sglang.flashinfer_allreduce(parts[me.rank], group.unique_name)
+                wrong += [] if same_bits(result, total(parts)) else ["sum"]
+        wrong += [] if collective._workspaces.keys() == made.keys() else ["a workspace was made"]
+    finally:
+        collective.logger.removeHandler(handler)
+        collective._spans_hosts.clear()
+        collective._spans_hosts.update(known)
+    return [wrong, lines]
+
+
+def test_a_group_that_spans_hosts(four: Crew, rng: torch.Generator) -> None:
+    """Said by name once, and summed without oxmoe's kernels: no hang, no end."""
+    for wrong, lines in four.run(on_two_hosts, seed_of(rng)):
+        assert wrong == []
+        assert len(lines) == 1 and "several hosts (host-0, host-1)" in lines[0]
+
+
 def traced(me: Rank) -> list[tuple[int, ...]]:
     """Shapes without computing: what torch.compile and graph capture on meta tensors ask."""
     from torch._subclasses.fake_tensor import FakeTensorMode

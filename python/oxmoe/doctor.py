@@ -20,6 +20,8 @@ import oxmoe.sglang
 import oxmoe.sglang.platform
 from oxmoe.hopper import untried
 
+UNLOADED = "a server would start on SGLang's own kernels and say nothing"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -160,10 +162,14 @@ def entry_points() -> Iterator[Finding]:
             yield Finding("plugin", reason, broken=True)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "oxmoe" not in [name.strip() for name in allowed.split(",")]:
-        yield Finding("plugin", f"SGLANG_PLUGINS={allowed} leaves oxmoe out: add it, or unset it", broken=True)
+        yield Finding(
+            "plugin", f"SGLANG_PLUGINS={allowed} leaves oxmoe out: add it, or unset it; {UNLOADED}", broken=True
+        )
     platform = os.environ.get("SGLANG_PLATFORM", "")
     if platform:
-        reason = f"SGLANG_PLATFORM={platform} keeps SGLang from loading oxmoe, which is no platform: unset it"
+        reason = (
+            f"SGLANG_PLATFORM={platform} keeps SGLang from loading oxmoe, which is no platform: unset it; {UNLOADED}"
+        )
         yield Finding("plugin", reason, broken=True)
 
 

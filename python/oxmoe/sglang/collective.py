@@ -5,6 +5,9 @@ Imports nothing of SGLang before an operator is called.
 
 from __future__ import annotations
 
+import logging
+import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +17,8 @@ from oxmoe.allreduce import AllReduceFusionPattern, allreduce_fusion, create_all
 
 if TYPE_CHECKING:
     from oxmoe.allreduce import AllReduceFusionWorkspace
+
+logger = logging.getLogger(__name__)
 
 FUSED = "flashinfer_allreduce_residual_rmsnorm"
 PLAIN = "flashinfer_allreduce"
@@ -36,6 +41,7 @@ _defined: set[str] = set()
 _workspaces: dict[tuple[Any, ...], AllReduceFusionWorkspace] = {}
 # Captured graphs may use them still.
 _outgrown: list[AllReduceFusionWorkspace] = []
+_spans_hosts: dict[str, bool] = {}
 
 
 def define(version: str) -> None:
@@ -76,6 +82,47 @@ def group_of(use_attn_tp_group: bool) -> Any:
     return fusion.get_moe_ep_group() if fusion.get_moe_expert_parallel_world_size() > 1 else fusion.get_moe_tp_group()
 
 
+def host() -> tuple[str, str]:
+    """(what tells this host from others, its name). Containers of one host have names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = platform.node()
+    return (boot.read_text().strip() if boot.exists() else name), name
+
+
+def spans_hosts(group: Any) -> bool:
+    """Whether ranks of the group are on several hosts, whose GPUs cannot map each other's memory.
+
+    Found at the first call, by all ranks together, and logged then, which is in SGLang's warm-up.
+    """
+    if group.unique_name in _spans_hosts:
+        return _spans_hosts[group.unique_name]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "oxmoe: the hosts of an all-reduce's group are found at the first call of its ranks, which a CUDA graph "
+            "cannot capture; run the model once before the capture (SGLang does, unless its warm-up was skipped)"
+        )
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, host(), group=group.cpu_group)
+    several = len({identity for identity, _ in found}) > 1
+    if several:
+        names = ", ".join(dict.fromkeys(name for _, name in found))
+        logger.warning(
+            "oxmoe: allreduce: group %s has ranks on several hosts (%s), which oxmoe's kernels do not join: it is "
+            "summed by torch.distributed (NCCL on GPUs) and normalised by torch. Start without allreduce to have "
+            "SGLang's kernels",
+            group.unique_name,
+            names,
+        )
+    _spans_hosts[group.unique_name] = several
+    return several
+
+
+def _sum_over_hosts(tensor: Tensor, group: Any) -> Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(result, group=group.device_group)
+    return result
+
+
 def _workspace(group: Any, max_token_num: int, like: Tensor) -> AllReduceFusionWorkspace:
     """The group's workspace for tensors like this one; made at the first call, by all its ranks together."""
     key = (group.unique_name, like.shape[1], like.dtype, like.device)
@@ -113,11 +160,17 @@ def _fused(
 
     Sums are fp32 with any fp32_acc; input_tensor, residual and weight stay as they are.
     """
+    group = group_of(use_attn_tp_group)
+    if spans_hosts(group):
+        summed = _sum_over_hosts(input_tensor, group).float() + residual.float()
+        residual_out = summed.to(residual.dtype)
+        norm = torch.nn.functional.rms_norm(residual_out.float(), weight.shape, weight.float(), eps)
+        return norm.to(input_tensor.dtype), residual_out
     x, residual = input_tensor.contiguous(), residual.contiguous()
     norm, residual_out = torch.empty_like(x), torch.empty_like(residual)
     allreduce_fusion(
         x,
-        _workspace(group_of(use_attn_tp_group), max_token_num, x),
+        _workspace(group, max_token_num, x),
         AllReduceFusionPattern.kARResidualRMSNorm,
         launch_with_pdl=True,
         trigger_completion_at_end=trigger_completion_at_end,
@@ -141,6 +194,8 @@ def _plain(tensor: Tensor, group_name: str) -> Tensor:
     group = _groups[group_name]()
     if group is None:
         raise ValueError(f"group {group_name} is destroyed")
+    if spans_hosts(group):
+        return _sum_over_hosts(tensor, group)
     # SGLang's own bound for it, so that graphs of few tokens need no workspace that grows.
     workspace = _workspace(group, 2048, tensor)
     return allreduce_fusion(tensor, workspace, AllReduceFusionPattern.kAllReduce, output=torch.empty_like(tensor))

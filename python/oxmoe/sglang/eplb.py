@@ -13,6 +13,7 @@ from oxmoe.sglang import server
 
 _MEND = "start without --enable-eplb"
 # Runners of which oxmoe keeps copies of a layer's weights.
+PREFIX = "oxmoe_"  # of the names of parameters that no checkpoint fills
 COPIED = ("triton_kernel", "flashinfer_mxfp4")
 
 
@@ -32,7 +33,7 @@ def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
     known = {parameter.data_ptr() for parameter in layer.parameters()}
     for name, tensor in tables(weights).items():
         if tensor.data_ptr() not in known:
-            layer.register_parameter(f"oxmoe_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+            layer.register_parameter(f"{PREFIX}{name}", torch.nn.Parameter(tensor, requires_grad=False))
     if not server.balances_experts():
         return
     if weights.a13_scale is not None:

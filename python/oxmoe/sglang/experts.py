@@ -6,6 +6,7 @@ server does not use.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
 from oxmoe.fused_experts import check_config, expert_options, expert_weights
-from oxmoe.sglang import deepep
+from oxmoe.sglang import deepep, symmetric
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.topk_output import routing_arguments
 
@@ -275,7 +276,7 @@ class Experts:
                 return x
             # Such layers' factor is in their top-k weights.
             ranks = {"ep_size": config.moe_ep_size, "ep_rank": config.moe_ep_rank}
-            return moe(x, weights, **routing(topk_output), **ranks)
+            return moe(x, weights, **routing(topk_output, config.layer_id), **ranks, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
 
 
@@ -290,14 +291,30 @@ def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, ha
     return deepep.combine_input(dispatch_output, result)
 
 
-def routing(topk_output: Any) -> dict[str, Any]:
-    """The top-k result as arguments of `moe`; NotImplementedError for a form that has no weights and ids."""
+def _choices_are_observed() -> bool:
+    """Whether SGLang records which experts tokens choose: --enable-return-routed-experts, or its expert recorder."""
+    capturers = sys.modules.get("sglang.srt.state_capturer.routed_experts")
+    if capturers is not None and capturers.get_global_experts_capturer() is not None:
+        return True
+    recorders = sys.modules.get("sglang.srt.eplb.expert_distribution")
+    if recorders is None:
+        return False
+    return type(recorders.get_global_expert_distribution_recorder()).__name__ != "_ExpertDistributionRecorderNoop"
+
+
+def routing(topk_output: Any, layer_id: int | None = None) -> dict[str, Any]:
+    """The top-k result as arguments of `moe`; NotImplementedError for a form that has no weights and ids.
+
+    A BypassedTopKOutput that SGLang observes is chosen from by SGLang, which records it, for this layer.
+    """
     forms = ("topk_ids", "topk_config", "routing_data", "a_ragged_metadata")
     if not any(hasattr(topk_output, form) for form in forms):
         raise NotImplementedError(
             f"oxmoe: no kernel for {type(topk_output).__name__}; served are StandardTopKOutput, TritonKernelTopKOutput "
             "and BypassedTopKOutput"
         )
+    if not hasattr(topk_output, "topk_ids") and hasattr(topk_output, "to_standard") and _choices_are_observed():
+        topk_output = topk_output.to_standard(layer_id=layer_id)
     return routing_arguments(topk_output)
 
 
@@ -321,15 +338,17 @@ def run_local(
             "StandardTopKOutput"
         )
     scale = None if handover.scaled else config.routed_scaling_factor
+    # Without a combine nothing is reduced.
+    out = x if inplace else None if config.no_combine else symmetric.output_like(x)
     return moe(
         x,
         weights,
-        **routing(topk_output),
+        **routing(topk_output, config.layer_id),
         **ranks,
         # SGLang scales while it combines: without a combine there is no scale.
         routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,
         apply_router_weight_on_input=config.apply_router_weight_on_input,
         no_combine=config.no_combine,
         keep_router_weight=getattr(config, "no_combine_keep_router_weight", False),
-        out=x if inplace else None,
+        out=out,
     )

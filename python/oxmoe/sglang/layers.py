@@ -80,6 +80,8 @@ def check_layer(module: nn.Module) -> None:
                     "use the quantization oxmoe, whose weights are SGLang's parameters, or start without --enable-eplb",
                 )
             )
+        if eplb.copies(method, runner) is not None:
+            module.add_module("oxmoe_copies", Copies())
         return
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
@@ -93,6 +95,19 @@ def check_layer(module: nn.Module) -> None:
     else:
         why, mend = "oxmoe has no kernels for its format", "serve this model without moe"
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
+
+
+class Copies(nn.Module):
+    """Tells SGLang 0.5.23 that this layer runs on copies of its weights, which an update would not reach.
+
+    SGLang asks every module of a model for this reason before it updates weights, and refuses the update with it.
+    """
+
+    _derived_weight_cache_error = (
+        "oxmoe runs a MoE layer's SGLang method on second copies of its weights, which an update of the weights does "
+        "not reach: use --quantization oxmoe or moe=oxmoe, whose weights are SGLang's own, or restart the server "
+        "(see docs/sglang.md)"
+    )
 
 
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"

@@ -13,6 +13,7 @@ from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
 from oxmoe.sglang import deepep, eplb, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
+from oxmoe.sglang.updates import Updates
 
 
 class NeedsBfloat16:
@@ -83,14 +84,57 @@ def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
         parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
 
 
+def packed_parameters(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:
+    """Names of the parameters whose memory holds packed weights, no longer the checkpoint's."""
+    packed = [tensor for tensor in (*(weights.w13_packed or ()), *(weights.w2_packed or ())) if tensor is not None]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in packed}
+    return {name for name, own in _loaded(layer) if own.untyped_storage().data_ptr() in storages}
+
+
+def is_derived(layer: torch.nn.Module, weights: ExpertWeights) -> bool:
+    """Whether writing the layer's parameters alone leaves these ExpertWeights wrong."""
+    # The global scales of NVFP4 are copied, and are not among the tensors.
+    if weights.format.startswith("nvfp4") or weights.w13_packed is not None:
+        return True
+    own = {parameter.untyped_storage().data_ptr() for _, parameter in _loaded(layer)}
+    held = (tensor for tensor in _tensors(weights) if tensor is not None)
+    return any(tensor.untyped_storage().data_ptr() not in own for tensor in held)
+
+
+def _loaded(layer: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters that a checkpoint fills: not oxmoe's own tables, which are parameters so that EPLB moves them."""
+    return [(name, own) for name, own in layer.named_parameters(recurse=False) if not name.startswith(eplb.PREFIX)]
+
+
+def _addresses(layer: torch.nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in layer.named_parameters(recurse=False)}
+
+
 class MadeAtLoad:
     """A method of a layer whose ExpertWeights are made at load: tokens go to oxmoe.moe as they come."""
 
     oxmoe = True
     runner: Any = None
+    of = ""
     weights: ExpertWeights | None = None
+    packed: frozenset[str] = frozenset()
     moe_runner_config: Any
     handover = Handover()
+    _updates: Updates | None = None
+    _made_of: dict[str, int] | None = None
+    _broken: str | None = None
+
+    @property
+    def updates(self) -> Updates:
+        if self._updates is None:
+            self._updates = Updates()
+        return self._updates
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        """The format's own, whose parameters are written through `Updates.loader`."""
+        if "weight_loader" in attributes:
+            attributes["weight_loader"] = self.updates.loader(layer, attributes["weight_loader"], self.of)
+        super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         check_config(moe_runner_config)
@@ -99,20 +143,59 @@ class MadeAtLoad:
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         raise NotImplementedError
 
+    def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
+        """0.5.23 calls it before it updates weights and will process them afterwards.
+
+        Nothing is unpacked: packed parameters are written whole, or the update is refused where it ends.
+        """
+        if self.weights is not None:
+            self.updates.announce()
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Describes the weights; after a weight update SGLang calls it again."""
+        """Describes the weights; after a weight update SGLang calls it again, for layers that it did not write, too."""
+        if self.weights is not None and self.packed:
+            missing = self.updates.missing(layer, set(self.packed))
+            if missing.keys() == self.packed and not any(written for written, _ in missing.values()):
+                # Packed bytes would be packed once more.
+                self.updates.finish(derived=True)
+                return
+            if missing:
+                given = ", ".join(f"{name} {written} of {parts}" for name, (written, parts) in missing.items())
+                self._broken = (
+                    f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: a weight update wrote parts of packed {self.of} "
+                    f"experts ({given} parts); it must write all of a layer's. Load the whole layer again"
+                )
+                raise RuntimeError(self._broken)
+            self._broken = None
         self.handover = handover(layer, self)
         options = activation(self.moe_runner_config, up_first=self.handover.up_first)
         self.weights = renewed(self.weights, self.make(layer, **options))
         self.share(layer, self.weights)
         eplb.register(layer, self.weights)
+        self.finish(layer)
         loaded(layer, self.weights)
 
     def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
         """Gives the layer's parameters the memory of what was made of them, where a format can."""
 
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Notes what the ExpertWeights were made of."""
+        assert self.weights is not None
+        self.packed = frozenset(packed_parameters(layer, self.weights))
+        self._made_of = _addresses(layer)
+        self.updates.finish(derived=is_derived(layer, self.weights))
+
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         assert self.weights is not None
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if (addresses := _addresses(layer)) != self._made_of:
+            moved = sorted(name for name, address in addresses.items() if address != (self._made_of or {}).get(name))
+            raise RuntimeError(
+                f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: {', '.join(moved)} got other memory after the "
+                f"{self.of} experts were prepared, which hold the old; SGLang must process the weights again (a "
+                "weight update does), and --cpu-offload-gb is not served for them"
+            )
         return run_dispatched(dispatch_output, self.weights, self.moe_runner_config, self.handover)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:

@@ -156,6 +156,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     checkpoint's.
     """
 
+    of = "MXFP4"
     hidden = 0
 
     def create_weights(
@@ -171,6 +172,8 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
         """num_experts: of this rank. A rank's share of I is rounded up: GPT-OSS is cut at whole blocks of weights."""
         if params_dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: MXFP4 experts need --dtype bfloat16, got {params_dtype}")
+        if "weight_loader" in attributes:
+            attributes["weight_loader"] = self.updates.loader(layer, attributes["weight_loader"], self.of)
         padded = getattr(layer, "use_flashinfer_mxfp4_moe", False)
         self.hidden = getattr(layer, "hidden_size_unpadded", 0 if padded else hidden_size)
         if self.hidden == 0:

@@ -1,0 +1,36 @@
+"""A layer's output in NCCL's symmetric memory (--enable-symm-mem), which makes the all-reduce behind it the fast one.
+
+SGLang's own runners allocate the sum over experts under the same conditions. Imports nothing of SGLang before a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+from torch import Tensor
+
+_ALLOCATOR = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+
+
+def output_like(x: Tensor) -> Tensor | None:
+    """An output for tokens x in the pool of the tensor-parallel group; None where SGLang wants none there.
+
+    SGLang wants none without --enable-symm-mem, with one rank, and while ranks of DP attention have different numbers
+    of tokens.
+    """
+    # SGLang's layers have imported it.
+    allocator = sys.modules.get(_ALLOCATOR)
+    if allocator is None or not allocator.is_symmetric_memory_enabled():
+        return None
+    wanted = importlib.import_module("sglang.srt.layers.dp_attention").is_allocation_symmetric()
+    if not wanted:
+        return None
+    # 0.5.12.post1 has no such context.
+    parallel = getattr(sys.modules.get("sglang.srt.runtime_context"), "get_parallel", None)
+    group = parallel().tp_group if parallel else importlib.import_module("sglang.srt.distributed").get_tp_group()
+    if group.world_size == 1:
+        return None
+    with allocator.use_symmetric_memory(group):
+        return torch.empty_like(x)
