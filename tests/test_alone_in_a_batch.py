@@ -83,6 +83,7 @@ def test_a_row_alone(device: str, format: str, routing: str, rng: torch.Generato
 def test_one_scale_for_a_call_is_asked_for(device: str, rng: torch.Generator) -> None:
     """per_token=False: rows depend on each other, as in SGLang's own kernels."""
     layer, x = make_fp8_tensor(SHAPE, device, rng), tokens("fp8_tensor", device, rng)
+    x[17] *= 3.0  # The largest number of the call, and with it the scale, is this row's.
     routing = tuple(part.to(device) for part in make_routing("uniform", TOKENS, SHAPE.experts, SHAPE.top_k, rng))
     scaled = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, per_token=False, **layer.options)
     own = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, **layer.options)

@@ -63,15 +63,21 @@ def cosine(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Bar:
-    """What counts as equal: nothing beyond max_ulp, at most `share` of the elements (and four more) beyond `ulps`."""
+    """What counts as equal: nothing beyond max_ulp, at most `share` of the elements (and four more) beyond `ulps`.
+
+    The elements of a row share its intermediates: one of them that rounds to its neighbour moves up to half of the row.
+    A share of few rows counts such rows and not roundings, so half of one row may always be beyond `ulps`.
+    """
 
     max_ulp: float
     ulps: float
     share: float
 
     def passes(self, error: Tensor) -> bool:
-        """Whether a result with these errors in ulps counts as equal."""
-        return bool(error.max() <= self.max_ulp) and int((error > self.ulps).sum()) <= self.share * error.numel() + 4
+        """Whether a result with these errors in ulps counts as equal. The last dimension of `error` is a row."""
+        half_a_row = error.shape[-1] // 2 if error.dim() else 0
+        allowed = max(self.share * error.numel(), half_a_row) + 4
+        return bool(error.max() <= self.max_ulp) and int((error > self.ulps).sum()) <= allowed
 
 
 # bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: on CPU below
