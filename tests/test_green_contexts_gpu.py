@@ -61,7 +61,7 @@ KINDS: dict[str, Callable[[torch.Generator], oxmoe.ExpertWeights]] = {
 
 
 def check(call: Callable[[Tensor], Tensor], out: Tensor, part: torch.cuda.Stream) -> None:
-    """`call` writes to its argument. torch.cuda.synchronize() waits for the primary context, so the stream is waited for."""
+    """`call` writes to its argument. torch.cuda.synchronize() waits for the primary context alone, not for `part`."""
     expected = call(torch.full_like(out, torch.nan)).clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(part):
