@@ -13,7 +13,12 @@ from oxmoe.allreduce import (
     create_allreduce_fusion_workspace,
 )
 from oxmoe.cutedsl_moe import CuteDslMoEWrapper
-from oxmoe.cutlass_moe import cutlass_fused_moe, fused_experts_flashinfer_mxfp4, prepare_cutlass_fused_moe
+from oxmoe.cutlass_moe import (
+    cutlass_fused_moe,
+    cutlass_fused_moe_workspace_size,
+    fused_experts_flashinfer_mxfp4,
+    prepare_cutlass_fused_moe,
+)
 from oxmoe.dispatch import moe, sort_by_expert, topk
 from oxmoe.fused_experts import fused_experts
 from oxmoe.masked import masked_workspace_bytes, moe_contiguous, moe_masked
@@ -59,6 +64,7 @@ __all__ = [
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
     "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "device_info",
     "explain",
     "fused_experts",
