@@ -26,6 +26,11 @@ from oxmoe.mxfp8 import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear,
 from oxmoe.packed_topk import pack_topk, unpack_topk
 from oxmoe.routing import ExptData, GatherIndx, RaggedTensorMetadata, RoutingData, ScatterIndx, routing
 from oxmoe.triton_kernels_moe import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
+from oxmoe.trtllm_allreduce import (
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+)
 from oxmoe.trtllm_moe import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
@@ -86,6 +91,9 @@ __all__ = [
     "sort_by_expert",
     "topk",
     "triton_kernel_fused_experts_with_bias",
+    "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
     "unpack_topk",

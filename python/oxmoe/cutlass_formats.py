@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.nvfp4 import unswizzle_blockscale
 from oxmoe.prepared import number
 
 if TYPE_CHECKING:
@@ -235,6 +234,8 @@ def quantised_input(
 ) -> tuple[Tensor, Tensor | None]:
     """(x, x_scale) of `moe` for an input that may be quantised; NotImplementedError for a form that is not served."""
     import torch
+
+    from oxmoe.nvfp4 import unswizzle_blockscale
 
     codes = name_of(input.dtype) in ("float8_e4m3fn", "uint8", "int8", "int64")
     if format == "fp8_tensor" and codes and input_sf is None:
