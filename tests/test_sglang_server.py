@@ -19,10 +19,13 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang_cpu.checkpoints import Reference, make
+from sglang_cpu.checkpoints import LAYERS, Reference, make
 from sglang_cpu.launch import OLDEST, Answer, Server
 
 pytestmark = pytest.mark.server
+needs_oldest = pytest.mark.skipif(
+    not OLDEST.folders[0].is_dir(), reason=f"SGLang {OLDEST.version} is not in {OLDEST.folders[0].name}"
+)
 
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 1024) for _ in range(length)] for length in (1, 2, 9, 33, 64, 150)]
@@ -85,7 +88,12 @@ def assert_near(answers: list[Answer], folder: Path, kind: str) -> None:
 
 
 def assert_runs_on_oxmoe(server: Server) -> None:
-    assert any("oxmoe: moe=oxmoe in SGLang" in line for line in server.lines()), server.tail()
+    """The server's log says it, once: before the first request what it will do, after the warm-up what it did."""
+    lines = server.lines()
+    through = f"in SGLang {server.release.version}: MoE layers run on oxmoe through --quantization oxmoe"
+    for said in (through, f"oxmoe: {LAYERS} of {LAYERS} MoE layers ran on oxmoe"):
+        assert sum(said in line for line in lines) == 1, server.tail()
+    assert not any("not yet: " in line for line in lines)
 
 
 # bf16: SGLang alone, with oxmoe, with two ranks
@@ -113,7 +121,7 @@ class TestBf16:
     def test_tokens_are_those_of_sglang(self, on: Server, off_and_fresh: tuple[Server, list[Answer]]) -> None:
         off, _ = off_and_fresh
         assert tokens(on.generate(PROMPTS)) == tokens(off.generate(PROMPTS))
-        assert not any("oxmoe: " in line for line in off.lines())
+        assert not any("oxmoe" in line for line in off.lines())
 
     def test_update(self, on: Server, off_and_fresh: tuple[Server, list[Answer]], checkpoint: Checkpoints) -> None:
         _, fresh = off_and_fresh
@@ -232,29 +240,45 @@ class TestGptOss:
 # The oldest release, and what is not served
 
 
-@pytest.mark.skipif(not OLDEST.folders[0].is_dir(), reason=f"SGLang {OLDEST.version} is not in {OLDEST.folders[0]}")
+@needs_oldest
 class TestOldest:
     def test_tokens_are_those_of_sglang(self, start: Start, checkpoint: Checkpoints) -> None:
         on = start(checkpoint("qwen", 0), "--quantization", "oxmoe", release=OLDEST)
         off = start(checkpoint("qwen", 0), setting="", release=OLDEST)
         answers = on.generate(PROMPTS)
         assert tokens(answers) == tokens(off.generate(PROMPTS))
-        assert any(f"in SGLang {OLDEST.version}: " in line for line in on.lines())
         assert_right_and_updated(on, "qwen", checkpoint)
 
 
+@pytest.fixture
+def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts a server that is to end by itself, with an error: its log."""
+    servers: list[Server] = []
+
+    def of(checkpoint: Path, *options: str, **how: object) -> str:
+        servers.append(Server(tmp_path / "server", checkpoint, *options, **how))
+        assert servers[-1].failed_start() != 0
+        return servers[-1].log.read_text()
+
+    yield of
+    for server in servers:
+        server.kill()
+
+
 class TestRefused:
-    def test_a_format_without_kernels(self, tmp_path: Path, checkpoint: Checkpoints) -> None:
+    def test_a_format_without_kernels(
+        self, refused: Callable[..., str], tmp_path: Path, checkpoint: Checkpoints
+    ) -> None:
         folder = shutil.copytree(checkpoint("qwen", 0), tmp_path / "int8")
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(
-            json.dumps({**config, "quantization_config": {"quant_method": "w8a8_int8"}})
-        )
-        server = Server(tmp_path / "server", folder)
-        try:
-            assert server.failed_start() != 0
-            message = "OXMOE_SGLANG=moe: layer 0 (FusedMoE, W8A8Int8MoEMethod"
-            assert message in server.log.read_text(), server.tail()
-            assert "oxmoe has no kernels for its format; serve this model without moe" in server.log.read_text()
-        finally:
-            server.kill()
+        config["quantization_config"] = {"quant_method": "w8a8_int8"}
+        (folder / "config.json").write_text(json.dumps(config))
+        log = refused(folder)
+        assert "OXMOE_SGLANG=moe: layer 0 (FusedMoE, W8A8Int8MoEMethod" in log, log[-3000:]
+        assert "oxmoe has no kernels for its format; serve this model without moe" in log
+
+    @needs_oldest
+    def test_a_runner_that_sglang_does_not_call(self, refused: Callable[..., str], checkpoint: Checkpoints) -> None:
+        """On a CPU 0.5.12.post1 gives this layer a runner of oxmoe, and then goes its own way."""
+        log = refused(checkpoint("qwen", 0), "--moe-runner-backend", "deep_gemm", release=OLDEST)
+        assert "oxmoe: layer 0 (FusedMoE, UnquantizedFusedMoEMethod) ran without oxmoe" in log, log[-3000:]
