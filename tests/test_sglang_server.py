@@ -63,8 +63,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
     try:
         yield new
-        for server in up:
-            server.end()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.end, up))
     finally:
         for server in started:
             server.kill()
