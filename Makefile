@@ -18,7 +18,9 @@ WHEELS := $(CURDIR)/target/wheels
 
 # Test processes beside each other; each has its share of the cores (tests/conftest.py).
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu"
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu and not server"
+# Each class starts servers of its own: it stays in one process, and as many servers start at a time as there are processes.
+SERVER_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadscope tests/test_sglang_server.py
 
 # cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
 # installed (Debian: python3-dev), else with a library of nothing but the names: the module's, and those that pyo3 adds without abi3.
@@ -80,6 +82,7 @@ rust-test: python-names ## Rust tests
 python-test: install ## Python tests that need no GPU, SGLang's with both of its versions
 	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(PYTEST) $(wildcard tests/test_sglang*.py)
 	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py
+	$(SERVER_TESTS)
 	$(PYTEST)
 
 wheel: ## abi3 wheel in .wheel/

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "multi_gpu" in item.keywords and _GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """A failure shows the end of the log of each server that the test asked for."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            for server in value if isinstance(value, tuple) else (value,):
+                if callable(tail := getattr(server, "tail", None)):
+                    report.sections.append((f"log of {name}", tail()))
+    return report
 
 
 def _seed_of_test(request: pytest.FixtureRequest) -> int:

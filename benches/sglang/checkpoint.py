@@ -1,4 +1,8 @@
-"""checkpoint.py FOLDER qwen|qwen-fp8|gpt [LAYERS]: random weights with a model's MoE layers, for Hugging Face."""
+"""checkpoint.py FOLDER qwen|qwen-fp8|qwen-fp8-tensor|gpt [LAYERS [SEED]]: random weights with a model's MoE layers.
+
+In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. fp8: experts with a
+scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. Small on a machine without a GPU.
+"""
 
 import json
 import os
@@ -9,9 +13,10 @@ from safetensors.torch import save_file
 
 folder, kind = sys.argv[1], sys.argv[2]
 layers = int(sys.argv[3]) if len(sys.argv) > 3 else 4
+seed = int(sys.argv[4]) if len(sys.argv) > 4 else 5
 os.makedirs(folder, exist_ok=True)
 dev = "cuda" if torch.cuda.is_available() else "cpu"
-rng = torch.Generator(dev).manual_seed(5)
+rng = torch.Generator(dev).manual_seed(seed)
 small = dev == "cpu"
 vocab = 1024
 
@@ -25,10 +30,10 @@ def ones(n):
     return torch.ones(n, dtype=torch.bfloat16)
 
 
-fp8 = kind == "qwen-fp8"  # experts with a scale for each 128 x 128 block
+fp8, fp8_tensor = kind == "qwen-fp8", kind == "qwen-fp8-tensor"
 if kind != "gpt":
     H, heads, kv, hd, E, K, inner = (
-        (256, 4, 2, 64, 8, 2, 128 if fp8 else 96) if small else (2048, 32, 4, 128, 128, 8, 768)
+        (256, 4, 2, 64, 8, 2, 256 if fp8 or fp8_tensor else 96) if small else (2048, 32, 4, 128, 128, 8, 768)
     )
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -96,21 +101,23 @@ else:
             ],
         },
     }
-if fp8:
+if fp8 or fp8_tensor:
     projections = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(layers) for name in "qkvo"]
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
+        **({"weight_block_size": [128, 128]} if fp8 else {}),
         "modules_to_not_convert": [*projections, *(f"model.layers.{n}.mlp.gate" for n in range(layers)), "lm_head"],
     }
 config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2}
 json.dump(config, open(f"{folder}/config.json", "w"))
 
 embed = randn(vocab, H, scale=1.0)
-# A trained model's next token stands out: part of each output row is the embedding of another token.
-order = torch.randperm(vocab, generator=torch.Generator().manual_seed(6))
-head = (0.3 * embed[order].float() + (1 - 0.3**2) ** 0.5 * randn(vocab, H, scale=1.0).float()) * H**-0.5
+# A trained model's next token stands out: part of each output row is the embedding of another token. With few columns a
+# random row is more like it, so that the part is larger.
+order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed + 1))
+part = 0.45 if small else 0.3
+head = (part * embed[order].float() + (1 - part**2) ** 0.5 * randn(vocab, H, scale=1.0).float()) * H**-0.5
 parts = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(H)}
 index = {}
 
@@ -139,17 +146,24 @@ for n in range(layers):
         for e in range(E):
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
                 weight = randn(*size)
-                if fp8:
-                    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+                if fp8 or fp8_tensor:
+                    rows, columns = (128, 128) if fp8 else size
+                    blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
                     scale = blocks.abs().amax((1, 3)) / 448
-                    t[f"{p}mlp.experts.{e}.{name}.weight_scale_inv"] = scale
                     weight = (blocks / scale[:, None, :, None]).view(size).to(torch.float8_e4m3fn)
+                    # One scale for each matrix: matrices of other sizes, so that a scale of another one shows.
+                    if fp8:
+                        t[f"{p}mlp.experts.{e}.{name}.weight_scale_inv"] = scale
+                    else:
+                        size_of = 2 ** (2 * torch.rand((), generator=rng, device=dev).cpu() - 1)
+                        t[f"{p}mlp.experts.{e}.{name}.weight_scale"] = scale.view(()) * size_of
                 t[f"{p}mlp.experts.{e}.{name}.weight"] = weight
     else:
         for name, rows in (("q", heads * hd), ("k", kv * hd), ("v", kv * hd), ("o", H)):
             t[f"{p}self_attn.{name}_proj.bias"] = randn(rows, scale=0.1)
         t |= {
-            p + "self_attn.sinks": randn(heads, scale=1.0),
+            # SGLang's attention of torch, which a CPU has, leaves sinks out; these count for nothing.
+            p + "self_attn.sinks": torch.full((heads,), -100.0).bfloat16() if small else randn(heads, scale=1.0),
             p + "mlp.router.weight": randn(E, H),
             p + "mlp.router.bias": randn(E, scale=0.1),
         }
@@ -157,13 +171,45 @@ for n in range(layers):
             t[f"{p}mlp.experts.{name}_blocks"] = torch.randint(
                 256, (E, rows, columns // 32, 16), dtype=torch.uint8, generator=rng, device=dev
             ).cpu()
+            # Of numbers like those of other weights.
+            low = 120 if small else 119
             t[f"{p}mlp.experts.{name}_scales"] = torch.randint(
-                119, 121, (E, rows, columns // 32), dtype=torch.uint8, generator=rng, device=dev
+                low, low + 2, (E, rows, columns // 32), dtype=torch.uint8, generator=rng, device=dev
             ).cpu()
             t[f"{p}mlp.experts.{name}_bias"] = randn(E, rows, scale=0.1)
     save(f"layer{n}", t)
 save("rest", parts)
 json.dump({"metadata": {}, "weight_map": index}, open(f"{folder}/model.safetensors.index.json", "w"))
+
+
+def tokenizer():
+    """One id for each byte, so that every text can be encoded, and a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<eos>", "<bos>"]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<{word}>" for word in range(len(words), vocab)]
+    made = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(word, special=True) for word in special])
+    made.save(f"{folder}/tokenizer.json")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "bos_token": "<bos>",
+        "model_max_length": config["max_position_embeddings"],
+        "chat_template": "{% for message in messages %}<bos>{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<bos>assistant: {% endif %}",
+    }
+    json.dump(settings, open(f"{folder}/tokenizer_config.json", "w"))
+
+
+try:
+    tokenizer()
+except ImportError:
+    print("no tokenizer: the package tokenizers is not installed", flush=True)
 print(
     "checkpoint",
     kind,
