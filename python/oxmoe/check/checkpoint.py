@@ -62,12 +62,13 @@ class Fields:
             raise Unreadable(f"{self.where}: {names[0]}: expected text, got {shown(value)}")
         return default if value is None else value
 
-    def listed(self, name: str, kind: type) -> list[Any] | None:
+    def listed(self, name: str, kind: Any) -> list[Any] | None:
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, kind) for item in value):
-            raise Unreadable(f"{self.where}: {name}: expected a list of {kind.__name__}, got {shown(value)}")
+            wanted = getattr(kind, "__name__", "number")
+            raise Unreadable(f"{self.where}: {name}: expected a list of {wanted}, got {shown(value)}")
         return value
 
     def within(self, *names: str) -> Fields | None:

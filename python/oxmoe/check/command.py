@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import shlex
 import sys
 
@@ -22,8 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit status: 0, SGLang with oxmoe serves the model; 1, it does not, or that is not known; 2, the input cannot "
         "be read. Reads no weights, and needs neither SGLang nor torch, a GPU or a network."
     )
-    parser.add_argument("path", help="a config.json, or a model's folder (its hf_quant_config.json and the headers of "
-                        "its safetensors are read, too)")  # fmt: skip
+    parser.add_argument(
+        "path",
+        metavar="CONFIG_OR_FOLDER",
+        help="a config.json, or a model's folder, whose hf_quant_config.json and safetensors headers are read, too",
+    )
     parser.add_argument("--sglang", help=f"release of SGLang (default: the installed one, else {_NEWEST})")
     parser.add_argument("--tp", "--tp-size", type=whole(1, 1024), default=1, help="SGLang's --tp-size (default: 1)")
     parser.add_argument("--ep", "--ep-size", type=whole(1, 1024), default=1, help="SGLang's --ep-size (default: 1)")
@@ -60,7 +64,8 @@ def text(report: Report, path: str) -> str:
     lines = [f"{report.architecture or 'model'}: {'served' if report.served else 'NOT SERVED'} by {report.server}"]
     lines += [f"  refused: {reason}" for reason in report.refused]
     if report.served:
-        command = ["OXMOE_SGLANG=moe sglang serve --model-path", shlex.quote(path.removesuffix("config.json") or ".")]
+        model = shlex.quote(path) if os.path.isdir(path) else "MODEL"
+        command = ["OXMOE_SGLANG=moe sglang serve --model-path", model]
         lines.append(f"  start: {' '.join([*command, *report.flags])}")
     lines += [f"  note: {note}" for note in report.notes]
     for kind in report.kinds:

@@ -137,7 +137,7 @@ def minimax_m3(config: Fields, layer: int) -> dict[str, Any]:
 
 
 def step(config: Fields, layer: int) -> dict[str, Any]:
-    limits = config.listed("swiglu_limits", int | float)  # type: ignore[arg-type]
+    limits = config.listed("swiglu_limits", int | float)
     limit = _of_each_layer("swiglu_limits", limits, config, layer + 1)[layer]
     return {"gemm1_limit": float(limit) if limit > 0 else None}
 

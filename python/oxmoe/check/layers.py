@@ -240,11 +240,10 @@ def _others(
     report: Report, text: Fields, family: Family, layers: int, checkpoint: Checkpoint, formats_of: quantization.Formats
 ) -> None:
     """Shared experts and draft layers, which do not decide whether the model is served."""
-    if family.shared and (shared := text.get(*family.shared)):
+    if family.shared and text.whole(*family.shared, default=0):
         moe = sum(kind.count for kind in report.kinds if kind.kind == "moe")
         note = "SGLang's linear layers, or one more expert of the MoE layer where SGLang fuses them"
         report.kinds.append(Kind("shared", moe, sizes={family.shared[0]: text.whole(*family.shared)}, notes=[note]))
-        assert shared
     drafts = text.whole(*family.drafts, default=0)
     if not drafts:
         return

@@ -95,6 +95,8 @@ def of_layers(
         algorithm = config.text("quant_algo")
         if method is None and algorithm is None:
             raise Refused("quantization_config has no quant_method: its format is not known")
+        if algorithm == "MXFP8":
+            raise Refused("MXFP8 as ModelOpt writes it: whether SGLang hands it to oxmoe is not known")
         raise Refused(f"quant_method {method}, quant_algo {algorithm}: {_MODELOPT}")
     if method == "mxfp4":
         return lambda layer: MXFP4

@@ -28,7 +28,7 @@ class NeedsBfloat16:
         """SGLang's, after NotImplementedError for sizes without kernels, before a checkpoint is read, and for another
         params_dtype. Both may come by their place."""
         columns = sizes[0] if sizes else attributes["intermediate_size_per_partition"]
-        formats.check_sizes(self.sized_as, hidden_size, columns, of=self.of)
+        formats.check_sizes(self.sized_as, hidden_size, columns, of=f"{self.of} experts")
         dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
         if dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: {self.of} experts need --dtype bfloat16, got {dtype}")
