@@ -244,9 +244,7 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
         ["--quantization oxmoe"],
     ),
     "Laguna": (
-        _model(
-            "LagunaForCausalLM", 40, 2048, **_plain(256, 8, 512), mlp_layer_types=["dense", *["sparse"] * 39]
-        ),
+        _model("LagunaForCausalLM", 40, 2048, **_plain(256, 8, 512), mlp_layer_types=["dense", *["sparse"] * 39]),
         1,
         "bf16",
         39,

@@ -193,10 +193,13 @@ def test_drafts_and_shared_experts(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def shard(path: Path, tensors: dict[str, str], header: bytes | None = None) -> None:
     """A safetensors file with these dtypes and, as for a check, nothing in it."""
-    text = header or json.dumps(
-        {"__metadata__": {"format": "pt"}}
-        | {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in tensors.items()}
-    ).encode()
+    text = (
+        header
+        or json.dumps(
+            {"__metadata__": {"format": "pt"}}
+            | {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in tensors.items()}
+        ).encode()
+    )
     path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
@@ -368,7 +371,7 @@ assert not any(name.startswith(("torch.", "sglang.")) for name in sys.modules)
 def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
     """The rule of `formats.check_sizes`, which refuses a layer early, is that of the kernels."""
     name = format_name.removesuffix("-token")
-    for hidden, intermediate in [(512, 512 + step) for step in range(1, 129)] + [(512 + step, 512) for step in (8, 96)]:
+    for hidden, intermediate in [(512, 512 + more) for more in range(1, 129)] + [(512 + more, 512) for more in (8, 96)]:
         try:
             formats.check_sizes(name, hidden, intermediate, of=name)
             early = None

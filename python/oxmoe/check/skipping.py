@@ -29,7 +29,7 @@ def compressed_target(name: str, targets: Iterable[str]) -> str | None:
     """The target whose config_group counts for one projection of an expert; None where none does."""
     listed = list(targets)
     # SGLang gives its layer "FusedMoE" what is said of "Linear".
-    named = listed + ["FusedMoE"] if "Linear" in listed and "FusedMoE" not in listed else listed
+    named = [*listed, "FusedMoE"] if "Linear" in listed and "FusedMoE" not in listed else listed
     by_name = [target for target in named if _matches(name, target, target == name)]
     by_class = [target for target in named if _matches("FusedMoE", target, target.lower() in "fusedmoe")]
     found = next(iter(by_name + by_class), None)

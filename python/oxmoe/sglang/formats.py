@@ -15,15 +15,15 @@ MULTIPLES = {"fp8_block": FP8_BLOCK, "fp8_tensor": FP8_BLOCK, "mxfp8": 32, "mxfp
 
 
 def check_sizes(format: str, hidden_size: int, intermediate_size: int, *, of: str) -> None:
-    """NotImplementedError if there is no kernel for experts of this format with these sizes; of: what they are called."""
+    """NotImplementedError if no kernel takes experts of this format and these sizes; of: what they are called."""
     multiple = MULTIPLES.get(format, 1)
     sizes = {"hidden_size": hidden_size, "intermediate_size of a rank": intermediate_size}
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
     if wrong:
         raise NotImplementedError(
             f"oxmoe: {of}: hidden_size and intermediate_size of a rank must be multiples of {multiple}, got "
-            f"{' and '.join(wrong)}; start with --ep-size, so that fewer ranks share an expert, with another --tp-size, "
-            "or without moe"
+            f"{' and '.join(wrong)}; start with --ep-size, so that fewer ranks share an expert, with another "
+            "--tp-size, or without moe"
         )
 
 
