@@ -171,6 +171,10 @@ IGNORED = [
 ]
 
 
+only_new = pytest.mark.skipif(not NEW, reason="0.5.12.post1 takes a name for a part of a longer one")
+
+
+@only_new
 @pytest.mark.parametrize("ignored", IGNORED, ids=str)
 def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
     config = Fp8Config.from_config({**CHECKPOINT, "modules_to_not_convert": list(ignored)})
@@ -178,6 +182,7 @@ def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
         assert skipping.fp8_skips(name, ignored) == is_layer_skipped(name, config.ignored_layers)
 
 
+@only_new
 @pytest.mark.parametrize(
     "ignored",
     [*IGNORED, ["re:.*7.*"], ["re:mlp"], ["re:.*gate_proj$"], ["experts.0.up_proj"], ["0.up_proj"], ["proj"]],

@@ -1,6 +1,6 @@
 """Which layers a quantised checkpoint leaves as they are, by the names in its config.
 
-SGLang has these rules in functions that cannot be had without it; tests compare the two.
+SGLang 0.5.23 has these rules in functions that cannot be had without it; tests compare the two.
 """
 
 from __future__ import annotations
