@@ -115,17 +115,14 @@ def test_more_ranks_than_experts_of_a_token(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_oldest_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its command line has no --quantization oxmoe, and its NVFP4 layers are for Blackwell."""
+    """Its NVFP4 layers are for Blackwell, and its dispatcher follows --moe-runner-backend."""
     old = ["--sglang", "0.5.12.post1"]
-    report = check(tmp_path, capsys, qwen3_30b(), *old)
-    assert report["flags"] == ["--moe-runner-backend deep_gemm"]
-    assert moe(report)[0]["taken_by"] == "moe=deep_gemm"
-    report = check(tmp_path, capsys, minimax_m3(), *old)
-    assert report["flags"] == [] and any("sglang.Engine(quantization='oxmoe')" in note for note in report["notes"])
+    assert check(tmp_path, capsys, qwen3_30b(), *old)["flags"] == ["--quantization oxmoe"]
     assert not check(tmp_path, capsys, qwen3_30b(NVFP4), *old)["served"]
-    assert check(tmp_path, capsys, gpt_oss(), *old, "--tp", "2", "--ep", "2")["flags"][-1] == (
-        "--moe-runner-backend triton"
-    )
+    ranks = ["--tp-size 2", "--ep-size 2"]
+    report = check(tmp_path, capsys, gpt_oss(), *old, "--tp", "2", "--ep", "2")
+    assert report["served"] and report["flags"] == [*ranks, "--moe-runner-backend triton"]
+    assert check(tmp_path, capsys, gpt_oss(), "--tp", "2", "--ep", "2")["flags"] == ranks
 
 
 def test_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

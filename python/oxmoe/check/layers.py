@@ -137,7 +137,7 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         _experts(kind, format, experts, activations[key], family, server, tokens)
         _compare(kind, format, checkpoint)
     _others(report, text, family, layers, checkpoint, formats_of)
-    _flags(report, {format for format, _ in groups}, dtype, activations, family)
+    _flags(report, {format for format, _ in groups}, dtype)
 
 
 def _share(experts: _Experts, server: Server) -> tuple[int, int]:
@@ -266,9 +266,7 @@ def _others(
         kind.notes.append("the checkpoint leaves them in another format than the MoE layers: not judged")
 
 
-def _flags(
-    report: Report, found: set[Format], dtype: str | None, activations: dict[str, dict[str, Any]], family: Family
-) -> None:
+def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
     """What to type besides OXMOE_SGLANG=moe."""
     server = report.server
     if server.tp > 1:
@@ -279,20 +277,9 @@ def _flags(
     if dtype != "bfloat16" and not (plain and dtype == "float16"):
         report.flags.append("--dtype bfloat16")
         report.notes.append(f"dtype is {shown(dtype)} in the config: oxmoe's experts need bf16, or f16 unquantised")
-    if plain and releases.takes_quantization(server.sglang):
+    if plain:
         report.flags.append("--quantization oxmoe")
-    elif plain:
-        report.notes.append(
-            "before its plugins are loaded this SGLang has parsed its command line: --quantization oxmoe is "
-            "sglang.Engine(quantization='oxmoe') there"
-        )
-        if family.biases or any(given.get("gemm1_alpha") is not None for given in activations.values()):
-            report.notes.append("no --moe-runner-backend that oxmoe takes over serves these layers here")
-        else:
-            report.flags.append("--moe-runner-backend deep_gemm")
-            for kind in report.kinds:
-                kind.taken_by = kind.taken_by.replace("moe=oxmoe", "moe=deep_gemm")
-    if quantization.MXFP4 in found and server.ep > 1 and not releases.takes_quantization(server.sglang):
+    if quantization.MXFP4 in found and server.ep > 1 and not releases.layer_decides(server.sglang):
         report.flags.append("--moe-runner-backend triton")
     if remark := untried(server.gpu):
         report.notes.append(remark)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from oxmoe.check.checkpoint import Refused
 from oxmoe.sglang import setting
 
@@ -12,11 +14,16 @@ def check(version: str) -> None:
         raise Refused(f"SGLang {version} is not served; served are {' and '.join(setting.SWAPS)}")
 
 
-def takes_quantization(version: str) -> bool:
-    """Whether the command line takes --quantization oxmoe: plugins are loaded before it is parsed."""
-    return version != "0.5.12.post1"
+def _at_least(version: str, first: str) -> bool:
+    given, wanted = ([int(number) for number in re.findall(r"\d+", text)] for text in (version, first))
+    return given >= wanted
 
 
 def has_nvfp4(version: str) -> bool:
     """Whether there are NVFP4 layers of compressed-tensors below Blackwell."""
-    return version != "0.5.12.post1"
+    return _at_least(version, "0.5.22")
+
+
+def layer_decides(version: str) -> bool:
+    """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
+    return _at_least(version, "0.5.23")
