@@ -86,7 +86,9 @@ def kimi_k2(quantised: Config = FP8) -> Config:
 
 
 def kimi_k25() -> Config:
-    return _nested("KimiK25ForConditionalGeneration", kimi_k2(INT4))
+    """Its quantisation is the text model's, which SGLang's configuration lifts out of there."""
+    text = kimi_k2(INT4)
+    return {**_nested("KimiK25ForConditionalGeneration", dict(text)), "quantization_config": None, "text_config": text}
 
 
 def minimax_m2() -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import re
 import struct
@@ -30,6 +32,8 @@ from check_configs import (
     step,
 )
 from oxmoe import __main__
+from oxmoe.check.checkpoint import Checkpoint, Fields, Unreadable
+from oxmoe.check.layers import Server, judge
 from oxmoe.sglang import formats
 
 RELEASE = ["--sglang", "0.5.23"]
@@ -317,6 +321,55 @@ def test_unreadable(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and re.search(message, err)
     assert len(err) < 600
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1 << 24,
+    10**30,
+    0.5,
+    float("inf"),
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    [None],
+    {},
+    {"x": 1},
+]
+
+
+def places(config: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value of a JSON object."""
+    items = config.items() if isinstance(config, dict) else enumerate(config[:3]) if isinstance(config, list) else ()
+    return [found for key, value in items for found in ((*prefix, key), *places(value, (*prefix, key)))]
+
+
+VARIED = ["DeepSeek-V3", "Qwen3.6-35B-A3B-FP8", "GLM-4.5-Air-FP8", "gpt-oss-20b", "MiniMax-M3", "Step-3.5-Flash"]
+VARIED += ["Nemotron-3-Nano", "ERNIE-4.5", "Laguna", "Llama-4-Scout", "LongCat-Flash-FP8", "Gemma-4-26B-A4B"]
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_any_value_in_any_place(name: str) -> None:
+    """One answer or one Unreadable, whatever a field holds."""
+    config, tp, *_ = SERVED[name]
+    for *way, last in places(config):
+        for junk in JUNK:
+            broken = copy.deepcopy(config)
+            owner = functools.reduce(lambda value, key: value[key], way, broken)
+            owner[last] = junk
+            try:
+                report = judge(Checkpoint(Fields(broken, "config.json")), Server("0.5.23", tp, 1, "sm_90"), [1])
+            except Unreadable as error:
+                assert str(error).startswith("config.json: ") and "\n" not in str(error)
+            else:
+                assert report.served or report.refused
+                json.dumps(report.json())
 
 
 @pytest.mark.parametrize("header", [b"", b"{", b'{"model.layers.0.mlp.experts.0.w1.weight": 3}', b'{"a": {}}'])
