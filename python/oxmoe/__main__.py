@@ -1,4 +1,4 @@
-"""`python -m oxmoe demo`, `explain`, `doctor` and `bench`."""
+"""`python -m oxmoe demo`, `explain`, `check`, `doctor` and `bench`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
         "oxmoe.explain_command",
         "prints the plan of a layer's call: launches, tiles, shared memory, workspace",
     ),
+    "check": ("oxmoe.check.command", "says whether SGLang with oxmoe serves a model, from its config.json"),
     "bench": ("oxmoe.bench", "times MoE layers against the peers installed here"),
     "doctor": ("oxmoe.doctor", "says what oxmoe finds on this machine and what is taken over in SGLang"),
 }

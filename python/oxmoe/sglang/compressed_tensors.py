@@ -15,29 +15,15 @@ from sglang.srt.layers.quantization.compressed_tensors import schemes
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang.experts import BLOCK
+from oxmoe.sglang import formats
+from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
 
-METHODS = ("compressed-tensors", "compressed_tensors")
-NVFP4_BLOCK = 16
 # 0.5.12.post1 has NVFP4 layers, of linear ones too, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
 SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" + (
     ", and NVFP4 on Hopper" if _WEIGHT_ONLY_NVFP4 else ""
 )
-
-
-def kind(weights: Any) -> str | None:
-    """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
-    given = weights if isinstance(weights, dict) else {}
-    if given.get("type") != "float":
-        return None
-    strategy = given.get("strategy")
-    if given.get("num_bits") == 8:
-        blocks = strategy == "block" and given.get("block_structure") == [BLOCK, BLOCK]
-        return "fp8" if blocks or strategy in ("tensor", "channel") else None
-    nvfp4 = given.get("num_bits") == 4 and strategy == "tensor_group" and given.get("group_size") == NVFP4_BLOCK
-    return "nvfp4" if nvfp4 else None
 
 
 def nvfp4_runs() -> bool:
@@ -49,10 +35,7 @@ def nvfp4_runs() -> bool:
 
 def served(checkpoint: dict[str, Any]) -> bool:
     """Whether all layers of a checkpoint's quantization_config are of formats that experts on oxmoe can have."""
-    groups = checkpoint.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else ()
-    kinds = {kind(group.get("weights") if isinstance(group, dict) else None) for group in listed}
-    return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4_runs())
+    return formats.compressed_served(checkpoint, nvfp4=nvfp4_runs())
 
 
 class _OfScheme(FusedMoEMethodBase):
@@ -75,6 +58,8 @@ class OxmoeCompressedTensorsMoEMethod(NeedsBfloat16, MadeAtLoad, _OfScheme):
 class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
     """fp8: a scale a tensor (gate's and up's each its own), a channel, or a block; used as they lie."""
 
+    sized_as = "fp8_tensor"
+
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         weights = layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale.data, layer.w2_weight_scale.data
         if self.scheme.block_quant:
@@ -89,6 +74,8 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
 
     On CUDA the parameters hold packed weights after loading where sizes are multiples of 64.
     """
+
+    sized_as = "nvfp4"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         return ExpertWeights.nvfp4(
@@ -126,7 +113,7 @@ class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):
         weights, inputs = found[0].get("weights"), found[0].get("input_activations")
         if inputs is not None and self._is_fp8_w8a8(weights, inputs):
             return OxmoeCompressedFp8MoEMethod(schemes.CompressedTensorsW8A8Fp8MoE(weights, inputs))
-        if _WEIGHT_ONLY_NVFP4 is not None and kind(weights.model_dump(mode="json")) == "nvfp4":
+        if _WEIGHT_ONLY_NVFP4 is not None and formats.compressed_kind(weights.model_dump(mode="json")) == "nvfp4":
             return OxmoeCompressedNvfp4MoEMethod(_WEIGHT_ONLY_NVFP4(has_input_global_scale=inputs is not None))
         raise NotImplementedError(
             f"oxmoe: no kernel for experts of compressed-tensors' {weights} with {inputs or 'bf16 activations'}; "

@@ -18,6 +18,7 @@ from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_
 from oxmoe.fused_experts import check_config, expert_options, expert_weights
 from oxmoe.sglang import calls, deepep, symmetric
 from oxmoe.sglang.dispatch import STANDARD
+from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.topk_output import routing_arguments
 
 SERVED = (
@@ -25,7 +26,6 @@ SERVED = (
     "with a scale for each 128 x 128 block (TritonMoeQuantInfo, DeepGemmMoeQuantInfo) and MXFP4 experts with 16-bit "
     "activations (TritonKernelsQuantInfo, FlashInferCutlassMxfp4MoeQuantInfo)"
 )
-BLOCK = 128  # rows and columns of one fp8 scale
 
 
 @dataclass(frozen=True)

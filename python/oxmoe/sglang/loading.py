@@ -11,20 +11,24 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import deepep, eplb, sglang_version
+from oxmoe.sglang import deepep, eplb, formats, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
 
 class NeedsBfloat16:
-    """A method whose experts compute in bf16 alone."""
+    """A method whose experts compute in bf16 alone, and have kernels for some sizes alone."""
 
     of = ""  # their format
+    sized_as = ""  # the format whose sizes `formats` has
 
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
     ) -> None:
-        """SGLang's, after NotImplementedError for another params_dtype, which may come by its place."""
+        """SGLang's, after NotImplementedError for sizes without kernels, before a checkpoint is read, and for another
+        params_dtype. Both may come by their place."""
+        columns = sizes[0] if sizes else attributes["intermediate_size_per_partition"]
+        formats.check_sizes(self.sized_as, hidden_size, columns, of=f"{self.of} experts")
         dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
         if dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: {self.of} experts need --dtype bfloat16, got {dtype}")

@@ -23,9 +23,9 @@ from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import compressed_tensors, deepep, linear
-from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
+from oxmoe.sglang import compressed_tensors, deepep, formats, linear
 from oxmoe.sglang.experts import Experts
+from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
 
 NAME = "oxmoe"
@@ -98,7 +98,7 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
 class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
     """fp8 experts with a scale for each 128 x 128 block; parameters and loading are SGLang's."""
 
-    of = "fp8"
+    of, sized_as = "fp8", "fp8_block"
 
     def __init__(self, quant_config: Fp8Config) -> None:
         super().__init__(quant_config)
@@ -110,7 +110,7 @@ class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
 class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
     """fp8 experts with one scale a matrix, gate's and up's each its own; parameters and loading are SGLang's."""
 
-    of = "fp8"
+    of, sized_as = "fp8", "fp8_tensor"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         return ExpertWeights.fp8_tensor(
@@ -133,7 +133,7 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
     checkpoint's.
     """
 
-    of = "MXFP8"
+    of, sized_as = "MXFP8", "mxfp8"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
@@ -230,13 +230,6 @@ class OxmoeMxfp4Config(Mxfp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
-    """Whether a checkpoint's quantization_config is MXFP8, or fp8 with a scale a matrix or a 128 x 128 block."""
-    config = checkpoint or {}
-    blocks = config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
-    return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
-
-
 class OxmoeFp8Config(Fp8Config):
     """SGLang's configuration of an fp8 checkpoint or of an MXFP8 one (its name stays)."""
 
@@ -260,7 +253,7 @@ class OxmoeFp8Config(Fp8Config):
 def served_compressed(checkpoint: dict[str, Any] | None) -> bool:
     """Whether a checkpoint's quantization_config is compressed-tensors' with layers of fp8 or NVFP4."""
     config = checkpoint or {}
-    return config.get("quant_method") in compressed_tensors.METHODS and compressed_tensors.served(config)
+    return config.get("quant_method") in formats.COMPRESSED and compressed_tensors.served(config)
 
 
 class OxmoeCompressedTensorsConfig(compressed_tensors.OxmoeCompressedTensorsConfig):

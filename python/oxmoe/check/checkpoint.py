@@ -1,0 +1,155 @@
+"""A model's files: config.json, hf_quant_config.json and the headers of its safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST = 1 << 24  # of any size in a config
+_MOST_BYTES = 64 << 20  # of a JSON text
+# A weight of a routed expert: one of many, or all of a layer in one tensor.
+_EXPERT = re.compile(
+    r"\.(?P<layer>\d+)\.(?:[\w.]*\.)?experts\.(?:\d+\.)?"
+    r"(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)(?P<suffix>[._](?:weight|weight_packed|blocks|qweight))?$"
+)
+
+
+class Unreadable(Exception):
+    """Input that says nothing: one line on standard error, exit status 2."""
+
+
+class Refused(Exception):
+    """What SGLang with oxmoe does not serve, or what is not known here: exit status 1."""
+
+
+class Fields:
+    """The values of a JSON object, looked at by type: what is missing or has another type is Unreadable."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def get(self, *names: str) -> Any:
+        """The first of these fields that is there and not null."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def whole(self, *names: str, default: int | None = None, least: int = 0) -> int:
+        value = self.get(*names)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise Unreadable(f"{self.where}: {' or '.join(names)} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+            wanted = f"a whole number from {least} to {MOST}"
+            raise Unreadable(f"{self.where}: {names[0]}: expected {wanted}, got {shown(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise Unreadable(f"{self.where}: {name}: expected a number, got {shown(value)}")
+        return float(value)
+
+    def text(self, *names: str, default: str | None = None) -> str | None:
+        value = self.get(*names)
+        if value is not None and not isinstance(value, str):
+            raise Unreadable(f"{self.where}: {names[0]}: expected text, got {shown(value)}")
+        return default if value is None else value
+
+    def listed(self, name: str, kind: Any) -> list[Any] | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, kind) for item in value):
+            wanted = getattr(kind, "__name__", "number")
+            raise Unreadable(f"{self.where}: {name}: expected a list of {wanted}, got {shown(value)}")
+        return value
+
+    def within(self, *names: str) -> Fields | None:
+        """An object in this one, or None where there is none."""
+        for name in names:
+            value = self.values.get(name)
+            if value is not None and not isinstance(value, dict):
+                raise Unreadable(f"{self.where}: {name}: expected an object, got {shown(value)}")
+            if value is not None:
+                return Fields(value, f"{self.where}: {name}")
+        return None
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass
+class Checkpoint:
+    """What is to be judged."""
+
+    config: Fields
+    quant_file: Fields | None = None  # hf_quant_config.json
+    # Layer -> dtypes of its routed experts' weights, by the headers that are there.
+    dtypes: dict[int, set[str]] = field(default_factory=dict)
+    headers: int = 0
+
+
+def read(path: str) -> Checkpoint:
+    """A config.json, or a folder with one. Unreadable says what is wrong with which file."""
+    place = Path(path)
+    if not place.is_dir():
+        return Checkpoint(_json(place))
+    checkpoint = Checkpoint(_json(place / "config.json"))
+    if (place / "hf_quant_config.json").exists():
+        checkpoint.quant_file = _json(place / "hf_quant_config.json")
+    for shard in sorted(place.glob("*.safetensors")):
+        checkpoint.headers += 1
+        for name, dtype in _header(shard).items():
+            if match := _EXPERT.search(name):
+                checkpoint.dtypes.setdefault(int(match["layer"]), set()).add(dtype)
+    return checkpoint
+
+
+def _json(path: Path) -> Fields:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise Unreadable(f"{path}: more than {_MOST_BYTES >> 20} MiB are no model's configuration")
+        return _object(path.read_bytes(), path)
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror or error}") from error
+
+
+def _object(text: bytes, path: Path) -> Fields:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path}: no JSON: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise Unreadable(f"{path}: expected a JSON object, got {shown(values)}")
+    return Fields(values, path.name)
+
+
+def _header(path: Path) -> dict[str, str]:
+    """Tensor -> dtype. Only the header is read."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+            size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 0 < size <= min(_MOST_BYTES, os.fstat(file.fileno()).st_size - 8):
+                raise Unreadable(f"{path}: no safetensors file: its header of {size} bytes is not there")
+            header = _object(file.read(size), path)
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror or error}") from error
+    header.values.pop("__metadata__", None)
+    found = {}
+    for name in header.values:
+        tensor = header.within(name)
+        dtype = tensor.text("dtype") if tensor is not None else None
+        if dtype is None:
+            raise Unreadable(f"{path}: no safetensors file: {shown(name)} has no dtype")
+        found[name] = dtype
+    return found

@@ -1,0 +1,40 @@
+"""Which layers a quantised checkpoint leaves as they are, by the names in its config.
+
+SGLang 0.5.23 has these rules in functions that cannot be had without it; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+
+def fp8_skips(name: str, ignored: Iterable[str]) -> bool:
+    """An fp8 checkpoint's `ignored_layers` or `modules_to_not_convert`, for the experts of this name."""
+    bases = [entry.removeprefix("model.") for entry in ignored]
+    listed = [*bases, *(f"model.{base}" for base in bases)]
+    inside = any(f".{entry.rstrip('.')}." in f".{name.rstrip('.')}." for entry in listed)
+    return inside or any(name in entry for entry in listed if "experts" in entry)
+
+
+def compressed_skips(name: str, ignored: Iterable[str]) -> bool:
+    """compressed-tensors' `ignore`, for one projection of an expert: an exact name, an end of one, or "re:..."."""
+    return any(
+        re.match(entry[3:], name) is not None if entry.startswith("re:") else f".{name}".endswith(f".{entry}")
+        for entry in ignored
+    )
+
+
+def compressed_target(name: str, targets: Iterable[str]) -> str | None:
+    """The target whose config_group counts for one projection of an expert; None where none does."""
+    listed = list(targets)
+    # SGLang gives its layer "FusedMoE" what is said of "Linear".
+    named = [*listed, "FusedMoE"] if "Linear" in listed and "FusedMoE" not in listed else listed
+    by_name = [target for target in named if _matches(name, target, target == name)]
+    by_class = [target for target in named if _matches("FusedMoE", target, target.lower() in "fusedmoe")]
+    found = next(iter(by_name + by_class), None)
+    return "Linear" if found == "FusedMoE" and found not in listed else found
+
+
+def _matches(value: str, target: str, plain: bool) -> bool:
+    return re.match(target[3:], value) is not None if target.startswith("re:") else plain

@@ -1,0 +1,58 @@
+"""Which formats and sizes of experts oxmoe serves in SGLang: rules of the adapters and of `python -m oxmoe check`.
+
+Imports nothing of SGLang, and no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FP8_BLOCK = 128  # rows and columns of one fp8 scale
+NVFP4_BLOCK = 16  # weights of one NVFP4 scale
+COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of such a checkpoint
+# Of hidden_size and of a rank's intermediate_size, as `oxmoe.explain` has them. SGLang's layers of MXFP4 round up.
+MULTIPLES = {"fp8_block": FP8_BLOCK, "fp8_tensor": FP8_BLOCK, "mxfp8": 32, "mxfp4": 32, "nvfp4": NVFP4_BLOCK}
+
+
+def check_sizes(format: str, hidden_size: int, intermediate_size: int, *, of: str) -> None:
+    """NotImplementedError if no kernel takes experts of this format and these sizes; of: what they are called."""
+    multiple = MULTIPLES.get(format, 1)
+    sizes = {"hidden_size": hidden_size, "intermediate_size of a rank": intermediate_size}
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
+    if wrong:
+        raise NotImplementedError(
+            f"oxmoe: {of}: hidden_size and intermediate_size of a rank must be multiples of {multiple}, got "
+            f"{' and '.join(wrong)}; start with --ep-size, so that fewer ranks share an expert, with another "
+            "--tp-size, or without moe"
+        )
+
+
+def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
+    """Whether a checkpoint's quantization_config is MXFP8, or fp8 with a scale a matrix or a 128 x 128 block."""
+    config = checkpoint or {}
+    blocks = config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
+    return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
+
+
+def compressed_kind(weights: Any) -> str | None:
+    """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
+    given = weights if isinstance(weights, dict) else {}
+    if given.get("type") != "float":
+        return None
+    strategy = given.get("strategy")
+    if given.get("num_bits") == 8:
+        blocks = strategy == "block" and given.get("block_structure") == [FP8_BLOCK, FP8_BLOCK]
+        return "fp8" if blocks or strategy in ("tensor", "channel") else None
+    nvfp4 = given.get("num_bits") == 4 and strategy == "tensor_group" and given.get("group_size") == NVFP4_BLOCK
+    return "nvfp4" if nvfp4 else None
+
+
+def compressed_served(checkpoint: dict[str, Any], *, nvfp4: bool) -> bool:
+    """Whether all layers of a compressed-tensors quantization_config are of formats that experts on oxmoe can have.
+
+    nvfp4: whether SGLang's release and the GPU have NVFP4 layers that oxmoe can take.
+    """
+    groups = checkpoint.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    kinds = {compressed_kind(group.get("weights") if isinstance(group, dict) else None) for group in listed}
+    return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4)
