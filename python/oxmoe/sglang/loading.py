@@ -33,7 +33,7 @@ class NeedsBfloat16:
 
 def handover(layer: Any, method: Any) -> Handover:
     """What SGLang did and will do with this layer; NotImplementedError for what cannot be followed."""
-    # From 0.5.23 on this flag is False for our runner and for methods without one.
+    # Where the layer decides, this flag is False for our runner and for methods without one.
     by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
     if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
         raise NotImplementedError(
@@ -144,7 +144,7 @@ class MadeAtLoad:
         raise NotImplementedError
 
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
-        """0.5.23 calls it before it updates weights and will process them afterwards.
+        """Newer releases call it before they update weights and will process them afterwards.
 
         Nothing is unpacked: packed parameters are written whole, or the update is refused where it ends.
         """
@@ -199,5 +199,5 @@ class MadeAtLoad:
         return run_dispatched(dispatch_output, self.weights, self.moe_runner_config, self.handover)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
         return None

@@ -1,5 +1,5 @@
-"""SGLang's quantization "oxmoe", in both of its versions: MoE layers on oxmoe, all others as they are, but MXFP8 linear
-layers where SGLang has no kernel.
+"""SGLang's quantization "oxmoe": MoE layers on oxmoe, all others as they are, but MXFP8 linear layers where SGLang has
+no kernel.
 
 `--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
 MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8 or NVFP4 layers, get it by themselves. None
@@ -23,7 +23,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import compressed_tensors, deepep, linear
+from oxmoe.sglang import capabilities, compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
@@ -35,7 +35,7 @@ SCALE_OF_ONE = 127  # E8M0
 
 
 def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts) -> Any:
-    """A layer's tokens through its MoeRunner, or where SGLang has none for us (0.5.12.post1) directly."""
+    """A layer's tokens through its MoeRunner, or where SGLang has none for us directly."""
     if hasattr(runner, "run"):
         return runner.run(dispatch_output, quant_info)
     return deepep.combine_input(dispatch_output, experts.run(dispatch_output, quant_info, runner.config))
@@ -72,7 +72,7 @@ class ThroughRunner:
         return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
         return getattr(self.runner, "runner_backend", None)
 
 
@@ -86,7 +86,7 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
         self.experts = Experts()
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-        if self.make_runner is DirectRunner and getattr(layer, "use_triton_kernels", False):
+        if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
             # This SGLang's loader follows the server's backend: it would transpose weights on their way in.
             raise NotImplementedError(
                 "--quantization oxmoe needs another --moe-runner-backend than triton_kernel; without it, that backend "
