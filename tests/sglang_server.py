@@ -60,6 +60,8 @@ def _new_server(backend: str, a2a: str, overlap: bool, topology: dict[str, Any])
     from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
     from sglang.srt.runtime_context import get_context, get_flags, get_parallel
 
+    if "get_tp_group" in sources.names("srt.layers.moe.fused_moe_triton.layer"):
+        _one_rank(_free_port())
     one = dict.fromkeys(("moe_ep_size", "moe_tp_size", "tp_size"), 1)
     ranks = {**one, **dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "tp_rank"), 0), "tp_group": None, **topology}
     with ExitStack() as stack:

@@ -66,7 +66,8 @@ def start(me: Rank) -> None:
         return
     from sglang.srt.runtime_context import get_context, get_parallel
 
-    _stack.enter_context(get_context().override_server_args(model_path="dummy"))
+    if hasattr(get_context(), "override_server_args"):
+        _stack.enter_context(get_context().override_server_args(model_path="dummy"))
     sizes = {"tp_size": 2, "attn_tp_size": 2, "moe_ep_size": 2, "moe_tp_size": 1}
     ranks = {"tp_rank": me.rank, "attn_tp_rank": me.rank, "moe_ep_rank": me.rank, "moe_tp_rank": 0}
     _stack.enter_context(get_parallel().override(**sizes, **ranks, attn_tp_group=attention, moe_ep_group=experts))

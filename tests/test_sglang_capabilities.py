@@ -23,7 +23,7 @@ pytest.importorskip("sglang")
 from sglang_server import VERSION
 
 PARTS = tuple(capabilities.NEEDS)
-NEWEST = VERSION == capabilities.LAST
+NEWEST = capabilities.order(VERSION) >= capabilities.order(capabilities.LAST)
 of_newest = pytest.mark.skipif(not NEWEST, reason="says what the newest release has that is served")
 
 
@@ -71,7 +71,7 @@ def test_names_are_sglangs() -> None:
     for module in ("srt.layers.moe.moe_runner", "srt.layers.moe.moe_runner.base", "srt.layers.quantization.fp8"):
         there = set(dir(importlib.import_module(f"sglang.{module}")))
         found = {name for name in sources.names(module) if not name.startswith("_")}
-        assert len(found) > 2 and found - there <= {"TYPE_CHECKING"} | type_checking(module), module
+        assert len(found) > 1 and found - there <= {"TYPE_CHECKING"} | type_checking(module), module
 
 
 def type_checking(module: str) -> set[str]:
@@ -136,8 +136,8 @@ def test_a_newer_release_starts_with_one_warning(
         oxmoe.sglang.install()
         oxmoe.sglang.install()
     assert caplog.messages == [
-        f"oxmoe: SGLang 0.99.1 is newer than {VERSION}, the newest that oxmoe is tested with; all that it takes over "
-        "is there"
+        f"oxmoe: SGLang 0.99.1 is newer than {capabilities.LAST}, the newest that oxmoe is tested with; all that it "
+        "takes over is there"
     ]
     assert "newer than" in doctor._served("0.99.1") and "all that oxmoe takes over is there" in doctor._served("0.99.1")
 
@@ -168,7 +168,9 @@ def test_a_newer_release_without_a_name_is_refused(
     if name == "register_moe_runner_core":
         # Then flashinfer_mxfp4 is no part either, and the rest is still named.
         assert "flashinfer_mxfp4" not in capabilities.swaps()["moe"]
-    words = f"SGLang 0.99.1 is newer than {VERSION}, .* has not what oxmoe takes over there: .*{name} in {place}"
+    words = (
+        f"SGLang 0.99.1 is newer than {capabilities.LAST}, .* has not what oxmoe takes over there: .*{name} in {place}"
+    )
     with pytest.raises(RuntimeError, match=words) as refused:
         oxmoe.sglang.install()
     assert "\n" not in str(refused.value) and oxmoe.sglang.active() == ()

@@ -172,6 +172,14 @@ def test_refuses_other_orders_of_rows(options: dict[str, Any], message: str, rng
             module.quant_method.process_weights_after_loading(module)
 
 
+@pytest.mark.skipif(DECIDES, reason="the layer's own runner decides how this SGLang loads it")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_refuses_weights_that_the_loader_transposes(kind: str, rng: torch.Generator) -> None:
+    """Before any is loaded: of a square matrix nothing else would tell."""
+    with server("triton_kernel"), pytest.raises(NotImplementedError, match="of every layer transposed; the quantizat"):
+        loaded(kind, checkpoint(kind, SHAPE, rng), SHAPE)
+
+
 def _config() -> dict[str, Any]:
     return {"quant_config": get_quantization_config("oxmoe")()}
 
@@ -229,8 +237,7 @@ def test_bypassed_topk_of_all_ranks(rng: torch.Generator, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(DECIDES, reason="this SGLang makes local ids for our runner")
 def test_refuses_global_ids_with_shared_experts_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    second_of_two(monkeypatch)
-    with server("flashinfer_cutlass"):
+    with server("flashinfer_cutlass", **second_of_two(monkeypatch)):
         module = FusedMoE(9, 128, 128, 0, 2, 1, params_dtype=torch.bfloat16, **_config())
         with pytest.raises(NotImplementedError, match="fused shared experts are on each rank; start with --disable-sh"):
             module.quant_method.process_weights_after_loading(module)

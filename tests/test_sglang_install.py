@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import oxmoe.sglang
-from oxmoe.sglang import capabilities, layers, setting
+from oxmoe.sglang import capabilities, layers, setting, sources
 
 pytest.importorskip("sglang")
 
@@ -59,7 +59,7 @@ REGISTRIES = (
         "_fused_funcs",
         "QUANTIZATION_METHODS",
         "QUANTIZATION_CHOICES",
-        "SPECULATIVE_DRAFT_MODEL_QUANTIZATION_CHOICES",
+        *({"SPECULATIVE_DRAFT_MODEL_QUANTIZATION_CHOICES"} & sources.names("srt.server_args")),
     }
 )
 

@@ -69,6 +69,8 @@ _RUNNERS: dict[str, dict[str, str | dict[str, str]]] = {
     "cutlass": {"w4afp8": {"normal": "bf16", "low_latency": "fp8"}},
     "humming": {weights: "bf16" for weights in ("bf16", "fp8_block", "mxfp4", "nvfp4")},
 }
+# From the first of these releases until the second SGLang sent W4AFP8's tokens as bf16 in both modes.
+_W4AFP8_AS_BF16 = ("0.5.13", "0.5.16")
 _MODES = {"flashinfer_cutedsl": "low_latency"}  # of runners that take one alone
 _CALLS = {STANDARD: "oxmoe.moe", TOKENS: "oxmoe.moe", MASKED: "oxmoe.moe_masked"}
 # By which DeepEP is told a dtype, and those of fp8 alone, which give int32 scales whatever the dtype is.
@@ -144,6 +146,9 @@ def dispatch_dtype(
             raise ValueError(f"mode: {runner_backend} takes {_MODES[runner_backend]!r} alone, got {mode!r}")
         found = formats[weights]
         dtype = found if isinstance(found, str) else found[mode]
+        first, after = map(capabilities.order, _W4AFP8_AS_BF16)
+        if weights == "w4afp8" and first <= capabilities.order(version) < after:
+            dtype = "bf16"
     if nvfp4:
         if weights != "nvfp4" or (a2a_backend, layout) != ("deepep", MASKED):
             raise ValueError(f"nvfp4: only of nvfp4 weights behind deepep (low_latency), got {weights} behind {where}")

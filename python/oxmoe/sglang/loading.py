@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import deepep, eplb, sglang_version
+from oxmoe.sglang import capabilities, deepep, eplb, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
@@ -29,6 +29,16 @@ class NeedsBfloat16:
         if dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: {self.of} experts need --dtype bfloat16, got {dtype}")
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)  # type: ignore[misc]
+
+
+def refuse_transposed(layer: Any) -> None:
+    """NotImplementedError where SGLang's loader would transpose the weights of this layer on their way in."""
+    if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
+        raise NotImplementedError(
+            "oxmoe: with --moe-runner-backend triton_kernel this SGLang loads the weights of every layer transposed; "
+            "the quantization oxmoe needs another --moe-runner-backend (for bf16 layers without --quantization oxmoe, "
+            "OXMOE_SGLANG=moe takes that backend over)"
+        )
 
 
 def handover(layer: Any, method: Any) -> Handover:
@@ -120,6 +130,7 @@ class MadeAtLoad:
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
     handover = Handover()
+    layer_loads = True  # whether weights come through the layer's loader, or its model writes the parameters itself
     _updates: Updates | None = None
     _made_of: dict[str, int] | None = None
     _broken: str | None = None
@@ -137,6 +148,8 @@ class MadeAtLoad:
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        if self.layer_loads:
+            refuse_transposed(layer)
         check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 

@@ -23,10 +23,10 @@ from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import capabilities, compressed_tensors, deepep, linear
+from oxmoe.sglang import compressed_tensors, deepep, linear
 from oxmoe.sglang.experts import BLOCK as FP8_BLOCK
 from oxmoe.sglang.experts import Experts
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, refuse_transposed
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -57,6 +57,7 @@ class ThroughRunner:
     get_triton_quant_info: Any
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        refuse_transposed(layer)
         check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
@@ -84,15 +85,6 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
         # Rows of w13 are [gate; up] here whatever the server's --moe-runner-backend is.
         self.use_flashinfer_cutlass = False
         self.experts = Experts()
-
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-        if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
-            # This SGLang's loader follows the server's backend: it would transpose weights on their way in.
-            raise NotImplementedError(
-                "--quantization oxmoe needs another --moe-runner-backend than triton_kernel; without it, that backend "
-                "is taken over by OXMOE_SGLANG=moe too"
-            )
-        super().create_moe_runner(layer, moe_runner_config)
 
 
 class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
@@ -158,6 +150,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
 
     of = "MXFP4"
     hidden = 0
+    layer_loads = False
 
     def create_weights(
         self,
