@@ -79,7 +79,7 @@ def install_oxmoe() -> str:
     add_quantization_method_choices([NAME])
     return (
         f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8, and bf16 and f16 ones "
-        f"with Engine(quantization={NAME!r})"
+        f"with --quantization {NAME}"
     )
 
 
