@@ -6,6 +6,7 @@
 
 mod contract;
 mod owned;
+mod storage;
 #[cfg(test)]
 mod tests;
 
@@ -167,9 +168,6 @@ impl fmt::Debug for dlpack::ExchangeApi {
 }
 
 const MAX_DIMS: usize = 6;
-
-/// Addresses below this are few programs' heaps and no GPU's memory: a tensor there is looked at again.
-const LOW_ADDRESS: usize = 1 << 36;
 
 /// What a tensor is: its address, element type, place and shape. Plain data that keeps nothing alive.
 #[derive(Clone, Debug)]
@@ -368,9 +366,7 @@ impl<'py> Borrowed<'py> {
                 let tensor = exchange(operand, object, api)?;
                 Self::refuse_lazy_state(operand, object, Elem::from_dlpack(tensor.dtype).may_require_grad())?;
                 let view = View::from_dlpack(operand, &tensor, Origin::Torch(api), false)?;
-                if view.numel() > 0 && (view.data as usize) < LOW_ADDRESS {
-                    Self::refuse_no_storage(operand, object)?;
-                }
+                Self::refuse_no_storage(operand, object, &view)?;
                 Ok(Borrowed { view, object: object.clone(), _capsule: None })
             }
             Origin::Table(api) => {
@@ -381,14 +377,17 @@ impl<'py> Borrowed<'py> {
         }
     }
 
-    /// A fake or meta tensor that begins behind its storage's beginning has the offset for an address.
-    fn refuse_no_storage(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<()> {
-        let py = object.py();
-        let storage = object.call_method0(intern!(py, "untyped_storage"))?;
-        // What has no memory raises or says 0.
-        let address = storage.call_method0(intern!(py, "data_ptr")).and_then(|address| address.extract::<usize>());
-        if !matches!(address, Ok(1..)) {
+    /// A torch tensor whose storage does not hold it: fake, freed, or shrunk by `resize_` of the storage.
+    fn refuse_no_storage(operand: &'static str, object: &Bound<'_, PyAny>, view: &View) -> Result<()> {
+        if view.numel() == 0 {
+            return Ok(());
+        }
+        let memory = storage::Memory::of_tensor(object)?;
+        if memory.address == 0 {
             contract!("{operand}: has no data (a fake or meta tensor, or one whose storage was freed)");
+        }
+        if !memory.holds(view.extent()) {
+            contract!("{operand}: its storage has {} bytes, which do not hold it", memory.bytes);
         }
         Ok(())
     }
@@ -432,6 +431,9 @@ impl<'py> Borrowed<'py> {
             contract!("{operand}: __dlpack__ returned no DLPack capsule of version 0 or 1, or one that was used")
         };
         let view = View::from_dlpack(operand, &tensor, origin, read_only)?;
+        if origin == Origin::OldTorch {
+            Self::refuse_no_storage(operand, object, &view)?;
+        }
         Ok(Borrowed { view, object: object.clone(), _capsule: Some(capsule) })
     }
 }

@@ -6,6 +6,7 @@ the operands as they were before the call, so what a mutation made of them is ju
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from fuzz_dlpack import Foreign
 from mxfp4_cases import DTYPES, make_blocks
 from mxfp8_cases import make_mxfp8
 from oxmoe import _oxmoe, reference
+from oxmoe.nvfp4 import unswizzle_blockscale
 from oxmoe.testing import Bar, assert_close_ulp, relative_norm
 from test_nvfp4_experts import make as make_nvfp4
 
@@ -225,6 +227,12 @@ def _of_experts(scale: Any, experts: int) -> Tensor:
     return scale.reshape(1, 1).expand(experts, 1) if scale.numel() == 1 else scale.view(experts, -1)
 
 
+def _row_scales(scales: Tensor, codes: Tensor) -> Tensor:
+    """NVFP4 scales row by row: of another shape than that they are swizzled, which a mutation may have made them."""
+    rows, columns = codes.shape[0], codes.shape[1] // 8
+    return (scales if scales.shape == (rows, columns) else unswizzle_blockscale(scales, rows, columns)).view(E4M3)
+
+
 def _expected_nvfp4(w13: Tensor, w2: Tensor, experts: Operands, call: Operands) -> Tensor:
     x, count = call["x"], w13.shape[0]
     weights, ids = call.get("topk_weights"), call.get("topk_ids")
@@ -246,12 +254,15 @@ def _expected_nvfp4(w13: Tensor, w2: Tensor, experts: Operands, call: Operands) 
             names = ("input_global_scale", "a2_global_scale")
             roundings = tuple(of_experts[name][expert, 0].item() for name in names)
         token, slot = torch.nonzero(ids == expert, as_tuple=True)
+        if roundings is not None and not all(0 < scale < math.inf for scale in roundings):
+            rows[token, slot] = torch.nan  # rounding under such a scale has no definition
+            continue
         numbers = {n: v[expert].item() if isinstance(v, Tensor) else v for n, v in swiglu.items()}
         bias = {name: experts[name][expert] for name in ("b13", "b2") if name in experts}
         rows[token, slot] = reference.nvfp4_expert(
             x[token],
-            reference.nvfp4_numbers(w13[expert], experts["w13_scale"][expert].view(E4M3)),
-            reference.nvfp4_numbers(w2[expert], experts["w2_scale"][expert].view(E4M3)),
+            reference.nvfp4_numbers(w13[expert], _row_scales(experts["w13_scale"][expert], w13[expert])),
+            reference.nvfp4_numbers(w2[expert], _row_scales(experts["w2_scale"][expert], w2[expert])),
             (factor, of_experts["w2_global_scale"][expert]),
             roundings,
             **bias,

@@ -62,9 +62,9 @@ class Lying:
     """The same with one field changed. Memory that the fields name is this array's, so that a reader who believes a
     right size reads right numbers; sizes only lie where they cannot be true."""
 
-    def __init__(self, array: np.ndarray, rng: random.Random, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, array: np.ndarray, rng: random.Random) -> None:
         self.array, self.keep = np.ascontiguousarray(array), []
-        self.lie = rng.choice(sorted(set(LIES) - without))
+        self.lie = rng.choice(sorted(LIES))
         self.versioned = rng.random() < 0.5
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fuzz_calls import E4M3, Call
 from fuzz_dlpack import Foreign, Lying
@@ -137,6 +137,8 @@ def _meta(t: Tensor, rng: random.Random) -> Any:
 
 
 def _fake(t: Tensor, rng: random.Random) -> Any:
+    if t.numel() == 0:
+        return None  # it is an output like any other
     with FakeTensorMode() as mode:
         return mode.from_tensor(t)
 
@@ -248,6 +250,15 @@ ARRAYS = {
 }
 
 
+def has_memory(value: Any) -> bool:
+    """Whether torch's own functions may read and write the tensor: not a fake one, nor one whose storage was freed."""
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.layout != torch.strided:
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    end = (value.storage_offset() + reach + 1) * value.itemsize if value.numel() else 0
+    return not value.is_meta and value.untyped_storage().nbytes() >= end
+
+
 # Calls
 
 
@@ -272,8 +283,8 @@ def _scalar_of(value: Any, rng: random.Random) -> Any:
 def _overlap(call: Call, rng: random.Random) -> str | None:
     """An operand that is written moves over another one's memory."""
     operands = call.operands
-    written = [name for name in call.outputs if isinstance(operands.get(name), Tensor)]
-    others = [name for name, value in operands.items() if isinstance(value, Tensor) and value.nbytes]
+    written = [name for name in call.outputs if has_memory(operands.get(name))]
+    others = [name for name, value in operands.items() if has_memory(value) and value.nbytes]
     if not written or not others:
         return None
     name, other = rng.choice(written), rng.choice(others)
@@ -307,7 +318,7 @@ def _shared(call: Call, rng: random.Random) -> str | None:
 
 def _moved(call: Call, rng: random.Random) -> str | None:
     """Weights move, or lose their memory, after ExpertWeights were made of them."""
-    names = [name for name, value in call.operands.items() if "." in name and isinstance(value, Tensor)]
+    names = [name for name, value in call.operands.items() if "." in name and has_memory(value)]
     if not names or call.operands.get("weights") is not ...:
         return None
     name = rng.choice(names)
@@ -353,15 +364,17 @@ WHOLE = {"overlap": _overlap, "shared": _shared, "moved": _moved, "unknown": _un
 WHOLE |= {"thing": _thing}
 
 
-def _of_operand(call: Call, rng: random.Random, without: frozenset[str]) -> str | None:
+def _of_operand(call: Call, rng: random.Random) -> str | None:
     name = rng.choice(sorted(call.operands))
     value = call.operands[name]
     if isinstance(value, np.ndarray) and rng.random() < 0.2:
-        call.operands[name] = made = Lying(value, rng, without)
+        call.operands[name] = made = Lying(value, rng)
         return f"{name}: lying ({made.lie})"
+    if isinstance(value, Tensor) and not has_memory(value):
+        return None
     if isinstance(value, (Tensor, np.ndarray)):
         kinds = TENSORS if isinstance(value, Tensor) else ARRAYS
-        kind = rng.choice(sorted(set(kinds) - without))
+        kind = rng.choice(sorted(kinds))
         try:
             made = kinds[kind](value, rng)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, BufferError):
@@ -374,14 +387,14 @@ def _of_operand(call: Call, rng: random.Random, without: frozenset[str]) -> str 
     return f"{name} is {str(call.operands[name])[:40]!r}"
 
 
-def mutate(call: Call, rng: random.Random, without: frozenset[str]) -> None:
-    """Does one thing to the call, and says it in `call.mutations`. without: names of kinds that are left out."""
+def mutate(call: Call, rng: random.Random) -> None:
+    """Does one thing to the call, and says it in `call.mutations`."""
     for _ in range(20 if call.operands else 0):
         if rng.random() < 0.15:
-            kind = rng.choice(sorted(set(WHOLE) - without))
+            kind = rng.choice(sorted(WHOLE))
             done = WHOLE[kind](call, rng)
         else:
-            done = _of_operand(call, rng, without)
+            done = _of_operand(call, rng)
         if done is not None:
             call.mutations.append(done)
             return

@@ -136,13 +136,12 @@ def fused_moe(layer: Layer, *, experts: int | None = None, quantized: bool = Tru
             num_experts=experts or shape.experts,
             hidden_size=shape.hidden,
             intermediate_size=shape.intermediate,
-            layer_id=0,
             top_k=shape.top_k,
             params_dtype=dtype,
             with_bias=shape.bias,
             is_gated=shape.gated,
             quant_config=get_quantization_config("oxmoe")() if quantized else None,
-            **options,
+            **{"layer_id": 0, **options},
         )
     with torch.no_grad():
         for parameter, weight in ((module.w13_weight, layer.w13), (module.w2_weight, layer.w2)):

@@ -42,8 +42,9 @@ def part() -> Iterator[torch.cuda.Stream]:
     call("cuGreenCtxCreate", ctypes.byref(context), description, device, DEFAULT_STREAM)
     call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, NON_BLOCKING, 0)
     assert stream.value
-    yield torch.cuda.ExternalStream(stream.value)
-    torch.cuda.synchronize()
+    external = torch.cuda.ExternalStream(stream.value)
+    yield external
+    external.synchronize()
     driver.cuStreamDestroy_v2(stream)
     driver.cuGreenCtxDestroy(context)
 
@@ -60,12 +61,12 @@ KINDS: dict[str, Callable[[torch.Generator], oxmoe.ExpertWeights]] = {
 
 
 def check(call: Callable[[Tensor], Tensor], out: Tensor, part: torch.cuda.Stream) -> None:
-    """`call` writes to its argument."""
+    """`call` writes to its argument. torch.cuda.synchronize() waits for the primary context alone, not for `part`."""
     expected = call(torch.full_like(out, torch.nan)).clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(part):
         result = call(torch.full_like(out, torch.nan))
-    torch.cuda.synchronize()
+    part.synchronize()
     assert same_bits(result, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=part):
@@ -75,7 +76,7 @@ def check(call: Callable[[Tensor], Tensor], out: Tensor, part: torch.cuda.Stream
         torch.cuda.synchronize()
         with torch.cuda.stream(part):
             graph.replay()
-        torch.cuda.synchronize()
+        part.synchronize()
         assert same_bits(out, expected)
     # Nothing is left behind for the whole GPU.
     assert same_bits(call(torch.full_like(out, torch.nan)), expected)

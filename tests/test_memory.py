@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import oxmoe
+from oxmoe.testing import same_bits
 
 E, K, H, INTER, T = 4, 2, 256, 128, 6
 E4M3 = torch.float8_e4m3fn
@@ -400,6 +401,41 @@ def test_ranks_that_no_id_reaches(size: int, rank: int, rng: torch.Generator) ->
     for read in (moe_operands("bf16", False, rng), moe_operands("bf16", True, rng) | {"top_k": K}):
         with pytest.raises(ValueError, match=r"^ep_(size|rank): "):
             oxmoe.moe(x, weights, **read, ep_size=size, ep_rank=rank)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["x", "topk_weights", "topk_ids", "out", "workspace"])
+def test_operands_whose_storage_shrank(name: str, kept: float, device: str, rng: torch.Generator) -> None:
+    """Their address is that of memory which others may have by now."""
+    weights = make("bf16", operands("bf16", device, rng))
+    given: dict[str, Any] = {"x": x_of("bf16", device, rng), **moe_operands("bf16", False, rng)}
+    given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+    given["out"] = torch.empty_like(given["x"])
+    given["workspace"] = torch.zeros(oxmoe.workspace_bytes(weights, T, K) + 256, dtype=torch.uint8, device=device)
+    tensor = given[name] = torch.nn.Parameter(given[name].clone(), requires_grad=False)
+    full = tensor.untyped_storage().nbytes()
+    assert oxmoe.moe(weights=weights, **given).isfinite().all()
+    before = [value.clone() for key, value in given.items() if key != name and isinstance(value, Tensor)]
+    tensor.untyped_storage().resize_(int(full * kept))
+    told = "has no data" if kept == 0 else f"its storage has {int(full * kept)} bytes"
+    with pytest.raises(ValueError, match=f"^{name}: {told}"):
+        oxmoe.moe(weights=weights, **given)
+    after = [value for key, value in given.items() if key != name and isinstance(value, Tensor)]
+    assert all(same_bits(*pair) for pair in zip(before, after, strict=True))
+    # A view that lies in what is left is served.
+    if kept and name == "x":
+        rows = T // 2
+        part = {key: value[:rows] for key, value in given.items() if key in ("topk_weights", "topk_ids")}
+        assert oxmoe.moe(tensor[:rows], weights, **part).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "topk_ids"])
+def test_torchs_own_functions_read_no_freed_storage(name: str) -> None:
+    given = {"topk_weights": torch.ones(3, 2), "topk_ids": torch.zeros(3, 2, dtype=torch.int32)}
+    oxmoe.pack_topk(**given)
+    given[name].untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match=f"^{name}: its storage has 8 bytes"):
+        oxmoe.pack_topk(**given)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "workspace"])

@@ -127,6 +127,9 @@ def test_sources_assign_to_nothing_of_sglang(path: Path) -> None:
         "layers",
         "server",
         "eplb",
+        "calls",
+        "symmetric",
+        "updates",
         "__init__",
     ],
 )
@@ -159,29 +162,16 @@ def test_a_taken_place_is_an_error(
     assert oxmoe.sglang.active() == ()
 
 
-def test_one_log_line_a_swap(
+def test_a_start_says_nothing_of_what_could_be(
     changes: dict[str, set[str]], fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(setting.SETTING, "moe=triton_kernel+oxmoe")
-    monkeypatch.setattr(ADAPTER, "SWAPS", {"moe=oxmoe": lambda: "what", "moe=triton_kernel": lambda: "which"})
-    with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
-        oxmoe.sglang.install()
-    swaps = (("triton_kernel", "which"), ("oxmoe", "what"))
-    assert caplog.messages == [f"oxmoe: moe={part} in SGLang {VERSION}: {effect}" for part, effect in swaps]
-
-
-def test_log_lines_wait_for_sglangs_log(
-    changes: dict[str, set[str]], fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SGLang loads plugins first and sets up its log then: the lines come with a model's first layer."""
+    """What is used is said with a model's first MoE layer (tests/test_sglang_calls.py)."""
     monkeypatch.setenv(setting.SETTING, "moe=oxmoe")
     monkeypatch.setattr(ADAPTER, "SWAPS", {"moe=oxmoe": lambda: "what"})
-    with caplog.at_level(logging.WARNING, logger="oxmoe.sglang"):
-        oxmoe.sglang.install()
-    assert caplog.messages == []
     with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
+        oxmoe.sglang.install()
         torch.nn.ModuleList([LinearBase(8, 8), LinearBase(8, 8)])
-    assert caplog.messages == [f"oxmoe: moe=oxmoe in SGLang {VERSION}: what"]
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -391,6 +381,24 @@ def test_allreduce_without_its_fusion_stops_the_load(
             torch.nn.ModuleList([LinearBase(8, 8)])
     finally:
         layers.unwatch()
+
+
+@pytest.mark.parametrize(("asked", "said"), [(None, "one rank has nothing to reduce"), (True, "runs on oxmoe")])
+def test_allreduce_alone_is_one_line(
+    asked: bool | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import sglang.srt.utils
+
+    adapter = SimpleNamespace(allreduce_fusion=lambda: asked, FUSION_FLAG=ADAPTER.FUSION_FLAG)
+    monkeypatch.setattr(sglang.srt.utils, "is_flashinfer_available", lambda: True)
+    layers.watch((setting.Requested("allreduce", ()),), adapter, lambda: None)  # type: ignore[arg-type]
+    try:
+        with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
+            torch.nn.ModuleList([LinearBase(8, 8), LinearBase(8, 8)])
+    finally:
+        layers.unwatch()
+    (line,) = caplog.messages
+    assert line.startswith("oxmoe ") and said in line
 
 
 def test_servers_fusion_setting() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from oxmoe.tracing import tracing
+
 
 def check_tensor(name: str, value: Any, *dimensions: str) -> None:
-    """ValueError unless value is a dense torch tensor, and has these dimensions where any are named."""
+    """ValueError unless value is a dense torch tensor in memory, and has these dimensions where any are named."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -15,3 +17,9 @@ def check_tensor(name: str, value: Any, *dimensions: str) -> None:
         raise ValueError(f"{name}: expected a dense tensor, got layout {str(value.layout).rpartition('.')[2]}")
     if dimensions and value.ndim != len(dimensions):
         raise ValueError(f"{name}: expected [{', '.join(dimensions)}], got shape {tuple(value.shape)}")
+    # Traced code has no memory.
+    if value.numel() and not tracing() and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta:
+        reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        held, end = value.untyped_storage().nbytes(), (value.storage_offset() + reach + 1) * value.itemsize
+        if held < end:
+            raise ValueError(f"{name}: its storage has {held} bytes, which do not hold it")

@@ -127,7 +127,7 @@ impl<'a> Contract<'a> {
     /// Borrows an operand that the call reads.
     pub fn input<'py>(&mut self, operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
         let tensor = Borrowed::borrow(operand, object)?;
-        self.record(operand, &tensor, None);
+        self.record(operand, &tensor, None)?;
         Ok(tensor)
     }
 
@@ -147,7 +147,7 @@ impl<'a> Contract<'a> {
         if tensor.read_only {
             contract!("{operand}: is written, but its memory is read-only; pass a writeable copy");
         }
-        self.record(operand, &tensor, Some(same));
+        self.record(operand, &tensor, Some(same))?;
         Ok(tensor)
     }
 
@@ -163,8 +163,22 @@ impl<'a> Contract<'a> {
         Borrowed::borrow(operand, &empty(like, shape, elem)?)
     }
 
-    fn record(&mut self, operand: &'static str, view: &View, written_over: Option<&'static [&'static str]>) {
+    /// Notes an access. No operand is read or written at addresses that its numbers cannot have.
+    fn record(
+        &mut self,
+        operand: &'static str,
+        view: &View,
+        written_over: Option<&'static [&'static str]>,
+    ) -> Result<()> {
+        let alignment = view.elem.bytes();
+        if alignment.is_power_of_two() && !(view.data as usize).is_multiple_of(alignment) {
+            contract!(
+                "{operand}: must be aligned to {alignment} bytes, got address {:p}; pass {operand}.clone()",
+                view.data
+            );
+        }
         self.accesses.push(Access { span: Span::of(operand, view), elem: view.elem, written_over });
+        Ok(())
     }
 
     /// Compares everything that the call writes with everything else that it reads or writes.
@@ -201,7 +215,7 @@ impl<'a> Contract<'a> {
         self.bound[..self.count].iter().find(|b| b.0 == name).map_or(0, |b| b.1)
     }
 
-    /// Checks dtype, package, place, dimensions, contiguity and alignment of an operand.
+    /// Checks dtype, package, place, dimensions and contiguity of an operand.
     pub fn check(&mut self, operand: &'static str, t: &View, dims: &[Dim], elems: &[Elem]) -> Result<()> {
         if !elems.contains(&t.elem) {
             let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
@@ -258,13 +272,6 @@ impl<'a> Contract<'a> {
                 "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {operand}.contiguous()",
                 t.shape(),
                 t.strides()
-            );
-        }
-        let alignment = t.elem.bytes();
-        if alignment > 1 && !(t.data as usize).is_multiple_of(alignment) {
-            contract!(
-                "{operand}: must be aligned to {alignment} bytes, got address {:p}; pass {operand}.clone()",
-                t.data
             );
         }
         Ok(())

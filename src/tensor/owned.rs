@@ -1,12 +1,11 @@
 //! Tensors that outlive a call: weights, scales, biases and what a layer packed of them.
 
+use super::storage::{Fields, Memory};
 use super::{Borrowed, Origin, Span};
 use crate::contract;
 use crate::error::Result;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A tensor's storage, kept for as long as this lives.
 ///
@@ -28,13 +27,6 @@ enum Source {
     Array { object: Py<PyAny>, _exported: Option<Py<PyAny>>, exports_copies: bool, was: Memory },
 }
 
-/// An address and a number of bytes there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Memory {
-    address: usize,
-    bytes: usize,
-}
-
 impl Owned {
     /// Keeps what `borrowed` is a view of. `operand` names it in errors.
     pub fn new(operand: &'static str, borrowed: &Borrowed<'_>) -> Result<Owned> {
@@ -54,10 +46,9 @@ impl Owned {
             return Ok(Owned { span, source });
         };
         let storage = storage.call0()?;
-        let was = memory_of(&storage)?;
+        let was = Memory::of(&storage)?;
         // Another thread may have come between the borrow and this.
-        let inside = was.address <= start && end <= was.address + was.bytes;
-        if !span.is_empty() && !inside {
+        if !span.is_empty() && !was.holds((start, end)) {
             contract!("{operand}: its storage has {} bytes, which do not hold it", was.bytes);
         }
         let fields = Fields::of(&storage)?.filter(|fields| fields.read() == was);
@@ -73,7 +64,7 @@ impl Owned {
     pub fn unchanged(&self, py: Python<'_>) -> Result<()> {
         let same = match &self.source {
             Source::Storage { fields: Some(fields), was, .. } => fields.read() == *was,
-            Source::Storage { object, was, .. } => memory_of(object.bind(py))? == *was,
+            Source::Storage { object, was, .. } => Memory::of(object.bind(py))? == *was,
             Source::Array { exports_copies: true, .. } => true,
             Source::Array { object, was, .. } => {
                 let now = Borrowed::borrow(self.span.operand, object.bind(py))?;
@@ -94,70 +85,4 @@ impl Owned {
     pub fn covers(&self, span: &Span) -> bool {
         self.span.place == span.place && self.span.start <= span.start && span.end <= self.span.end
     }
-}
-
-/// Where a storage's memory is, as torch says it.
-fn memory_of(storage: &Bound<'_, PyAny>) -> Result<Memory> {
-    let py = storage.py();
-    Ok(Memory { address: storage.call_method0(intern!(py, "data_ptr"))?.extract()?, bytes: storage.len()? })
-}
-
-/// The two fields of a storage (c10::StorageImpl) that hold its address and its size.
-///
-/// Asking torch for both takes 0.1 to 0.2 us a tensor, which would be a tenth of a call of the layer for each of its tensors. Where the fields
-/// are is found by looking at a storage while torch resizes it; where that leaves any doubt, torch is asked.
-#[derive(Debug)]
-struct Fields {
-    address: usize,
-    bytes: usize,
-}
-
-/// Words of a storage that are looked at: its fields are among them, and it is larger.
-const WORDS: usize = 8;
-
-impl Fields {
-    fn of(storage: &Bound<'_, PyAny>) -> Result<Option<Fields>> {
-        static PLACES: PyOnceLock<Option<[usize; 2]>> = PyOnceLock::new();
-        let py = storage.py();
-        let Some([address, bytes]) = *PLACES.get_or_try_init(py, || find_fields(py))? else { return Ok(None) };
-        let start = words_of(storage)?;
-        Ok(Some(Fields { address: start + address * size_of::<usize>(), bytes: start + bytes * size_of::<usize>() }))
-    }
-
-    fn read(&self) -> Memory {
-        Memory { address: word(self.address), bytes: word(self.bytes) }
-    }
-}
-
-/// The address of the StorageImpl.
-fn words_of(storage: &Bound<'_, PyAny>) -> Result<usize> {
-    Ok(storage.getattr(intern!(storage.py(), "_cdata"))?.extract()?)
-}
-
-fn word(address: usize) -> usize {
-    // SAFETY: one of the first words of a StorageImpl that a storage object of ours or of the caller's frame keeps alive.
-    unsafe { AtomicUsize::from_ptr(address as *mut usize) }.load(Ordering::Relaxed)
-}
-
-/// Which words of a storage are its address and its size: those that follow both through four sizes. An allocator's own pointer to the memory
-/// stands behind the address and is the same for most.
-fn find_fields(py: Python<'_>) -> Result<Option<[usize; 2]>> {
-    let probe = py.import(intern!(py, "torch"))?.getattr(intern!(py, "UntypedStorage"))?.call1((1111,))?;
-    let start = words_of(&probe)?;
-    if start == 0 || start % size_of::<usize>() != 0 {
-        return Ok(None);
-    }
-    let (mut addresses, mut sizes) = ([true; WORDS], [true; WORDS]);
-    for bytes in [1111usize, 0, 54321, 2222] {
-        probe.call_method1(intern!(py, "resize_"), (bytes,))?;
-        let now = memory_of(&probe)?;
-        for i in 0..WORDS {
-            let found = word(start + i * size_of::<usize>());
-            addresses[i] &= found == now.address;
-            sizes[i] &= found == now.bytes;
-        }
-    }
-    let places = |matches: [bool; WORDS]| (0..WORDS).filter(move |&i| matches[i]);
-    let size = places(sizes).next().filter(|_| places(sizes).count() == 1);
-    Ok(places(addresses).next().zip(size).map(|(address, size)| [address, size]))
 }

@@ -7,12 +7,10 @@ runner under a name of others.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import logging
 import multiprocessing
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from oxmoe.hopper import untried
@@ -98,23 +96,12 @@ def install() -> None:
             version,
             capabilities.LAST,
         )
-    # SGLang loads plugins before it sets up its log, where lines of information would be lost.
-    pending = not logger.isEnabledFor(logging.INFO)
-    if not pending:
-        report()
     layers = importlib.import_module("oxmoe.sglang.layers")
-    layers.watch(swaps, adapter, functools.partial(_model, report if pending else lambda: None))
+    layers.watch(swaps, adapter, _model)
 
 
-def report() -> None:
-    """One line to the log for each swap that is active."""
-    for swap in active():
-        logger.info("oxmoe: %s in SGLang %s: %s", swap.name, swap.sglang_version, swap.effect)
-
-
-def _model(say: Callable[[], None]) -> None:
+def _model() -> None:
     """When a process begins to build a model: by then it has its GPU, which is not for this plugin to choose."""
-    say()
     if (remark := untried_gpu()) is not None:
         logger.warning("oxmoe: %s", remark)
 

@@ -199,7 +199,7 @@ MENTIONS: dict[str, dict[str, str]] = {
     },
 }
 ARGUMENTS: dict[str, str] = {
-    "moe": "enable_eplb speculative_algorithm",
+    "moe": "enable_eplb enable_torch_compile speculative_algorithm",
     "allreduce": "flashinfer_allreduce_fusion_backend",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
 from oxmoe.fused_experts import check_config, expert_options, expert_weights
-from oxmoe.sglang import deepep, symmetric
+from oxmoe.sglang import calls, deepep, symmetric
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.topk_output import routing_arguments
 
@@ -274,6 +274,7 @@ class Experts:
         x, form = dispatch_output.hidden_states, deepep.layout(dispatch_output)
         weights = self.prepare(quant_info, config, x.shape[-1])
         assert self._kind is not None
+        calls.ran(config)
         if form != STANDARD:
             if self._kind.global_ids:
                 raise NotImplementedError(f"oxmoe: {type(quant_info).__name__} is not served behind an all-to-all")
@@ -291,6 +292,7 @@ class Experts:
 
 def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, handover: Handover) -> Any:
     """A layer's tokens on weights that were made at load: what SGLang's dispatcher combines."""
+    calls.ran(config)
     form = deepep.layout(dispatch_output)
     if form == STANDARD:
         x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output

@@ -6,26 +6,30 @@ SGLang is touched, and a running model is not slowed.
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import eplb, server, setting
+from oxmoe.sglang import calls, eplb, server, setting
 
+logger = logging.getLogger(__name__)
 _watched: dict[str, Any] = {}
 
 
-def watch(swaps: tuple[setting.Requested, ...], adapter: ModuleType, report: Callable[[], None]) -> None:
+def watch(swaps: tuple[setting.Requested, ...], adapter: ModuleType, begin: Callable[[], None]) -> None:
     """From now on looks at each layer and, once, at the server's arguments. Called again, does it for these swaps.
 
-    report: called once, when the first layer of a model is there and SGLang has set up its log.
+    begin: called once, when the first layer of a model is there and SGLang has set up its log.
     """
-    _watched.update(swaps={swap.name for swap in swaps}, adapter=adapter, report=report)
+    _watched.update(swaps={swap.name for swap in swaps}, adapter=adapter, begin=begin)
     if "hook" not in _watched:
         _watched["hook"] = register_module_module_registration_hook(_registered)
 
@@ -35,13 +39,16 @@ def unwatch() -> None:
     if "hook" in _watched:
         _watched.pop("hook").remove()
     _watched.clear()
+    calls.forget()
 
 
 def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    if "report" in _watched and type(module).__module__.startswith("sglang."):
-        _watched.pop("report")()
+    if "begin" in _watched and type(module).__module__.startswith("sglang."):
+        _watched.pop("begin")()
         if "allreduce" in _watched["swaps"]:
             check_allreduce(_watched["adapter"])
+            if "moe" not in _watched["swaps"]:
+                _say(_allreduce())
     if module is not None and "moe" in _watched.get("swaps", ()):
         check_layer(module)
 
@@ -52,7 +59,10 @@ def _class(module: str, name: str) -> Any:
 
 
 def check_layer(module: nn.Module) -> None:
-    """RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe; says why and how to mend it."""
+    """RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe; says why and how to mend it.
+
+    What does is looked at again when it runs (`calls`).
+    """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
@@ -68,7 +78,7 @@ def check_layer(module: nn.Module) -> None:
             _message(why, "install DeepGEMM, and for experts other than fp8 set SGLANG_DEEPEP_BF16_DISPATCH=1")
         )
     if getattr(method, "oxmoe", False):
-        return
+        return _serve(module, "--quantization oxmoe")
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
@@ -82,7 +92,14 @@ def check_layer(module: nn.Module) -> None:
             )
         if eplb.copies(method, runner) is not None:
             module.add_module("oxmoe_copies", Copies())
-        return
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and server.compiles():
+            raise RuntimeError(
+                _message(
+                    "with --enable-torch-compile SGLang runs a single token by torch's functions, not its runner",
+                    "use --quantization oxmoe, or start without --enable-torch-compile",
+                )
+            )
+        return _serve(module, f"--moe-runner-backend {runner.runner_backend.value}")
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
     if fused is not None and getattr(core, "oxmoe", False):
@@ -95,6 +112,35 @@ def check_layer(module: nn.Module) -> None:
     else:
         why, mend = "oxmoe has no kernels for its format", "serve this model without moe"
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
+
+
+def _serve(module: Any, through: str) -> None:
+    """Of a layer that is to run on oxmoe; the first one of a model says so in the log."""
+    name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(module.quant_method).__name__})"
+    calls.expect(module, name)
+    if "swaps" not in _watched or _watched.get("said") or not _leads():
+        return
+    _watched["said"] = True
+    also = f"; {_allreduce()}" if "allreduce" in _watched["swaps"] else ""
+    _say(f"MoE layers run on oxmoe through {through} ({type(module.quant_method).__name__}){also}")
+
+
+def _allreduce() -> str:
+    if _watched["adapter"].allreduce_fusion() is None:
+        return "allreduce: one rank has nothing to reduce"
+    return "the fused all-reduce runs on oxmoe"
+
+
+def _leads() -> bool:
+    """Whether this is the process that speaks for its server."""
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not ranks or torch.distributed.get_rank() == 0
+
+
+def _say(what: str) -> None:
+    if _leads():
+        versions = (importlib.metadata.version("oxmoe"), importlib.metadata.version("sglang"))
+        logger.info("oxmoe %s in SGLang %s: %s", *versions, what)
 
 
 class Copies(nn.Module):

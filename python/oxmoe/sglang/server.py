@@ -24,6 +24,16 @@ def balances_experts() -> bool:
     return bool(read(lambda context: context.get_exec().moe.enable_eplb, lambda arguments: arguments.enable_eplb))
 
 
+def compiles() -> bool:
+    """Whether it has --enable-torch-compile."""
+    return bool(
+        read(
+            lambda context: context.get_exec().graph.enable_torch_compile,
+            lambda arguments: arguments.enable_torch_compile,
+        )
+    )
+
+
 def speculates() -> bool:
     """Whether it has --speculative-algorithm."""
     algorithm = read(

@@ -1,0 +1,93 @@
+"""Which MoE layers of this process have run on oxmoe: seen at their calls, where objects alone would prove less.
+
+SGLang may hold a layer's method or runner of ours and still take another path. So each layer is known from when it is
+built, `ran` is called where its tokens reach oxmoe's kernels, and a layer whose forward ends without that is an error.
+Imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+# A layer that runs this often has been through two passes of its model at least, also where each is cut in two halves.
+PASSES = 3
+
+
+@dataclass
+class _Layer:
+    module: weakref.ref[nn.Module]
+    config: Any  # it is held, so that no other one gets its address
+    name: str
+    speaks: bool  # the other ranks of its groups have the same layers
+    runs: int = 0
+
+    def count(self) -> None:
+        self.runs += 1
+
+
+# By the address of a layer's MoeRunnerConfig, which is the layer's own and comes with each of its calls.
+_known: dict[int, _Layer] = {}
+# Those of `_known` that have run less than PASSES times.
+_watched: dict[int, _Layer] = {}
+_told: set[int] = set()
+
+
+def expect(module: Any, name: str) -> None:
+    """This layer must run on oxmoe; RuntimeError in its first forward otherwise."""
+    config = module.moe_runner_config
+    first = not getattr(module, "moe_tp_rank", 0) and not getattr(module, "moe_ep_rank", 0)
+    _known[id(config)] = _watched[id(config)] = _Layer(weakref.ref(module), config, name, first)
+    handle: Any = None
+
+    def ended(module: nn.Module, inputs: Any, output: Any) -> None:
+        # Compiled code has run nothing yet.
+        if torch.compiler.is_compiling():
+            return
+        if not _known[id(config)].runs:
+            raise RuntimeError(
+                f"oxmoe: {name} ran without oxmoe: SGLang took a path of its own for it; use --quantization oxmoe, or "
+                "change OXMOE_SGLANG (see docs/sglang.md)"
+            )
+        handle.remove()
+
+    handle = module.register_forward_hook(ended)
+
+
+def forget() -> None:
+    """Of all layers."""
+    for of_layers in (_known, _watched, _told):
+        of_layers.clear()  # type: ignore[attr-defined]
+
+
+def ran(config: Any) -> None:
+    """Tokens of the layer with this configuration went to oxmoe."""
+    layer = _watched.get(id(config))
+    if layer is None:
+        return
+    layer.count()
+    if layer.runs >= PASSES:
+        del _watched[id(config)]
+    if layer.speaks and layer.runs in (1, PASSES):
+        _tell()
+
+
+def _tell() -> None:
+    """Once all layers have run one line; once where one has run several times and another one never."""
+    layers = [layer for layer in _known.values() if layer.module() is not None]
+    missing = [layer.name for layer in layers if not layer.runs]
+    if len(layers) in _told or (missing and all(layer.runs < PASSES for layer in layers)):
+        return
+    count = f"{len(layers) - len(missing)} of {len(layers)} MoE layers ran on oxmoe"
+    if not missing:
+        _told.add(len(layers))
+        logger.info("oxmoe: %s", count)
+    elif -len(layers) not in _told:
+        _told.add(-len(layers))
+        logger.info("oxmoe: %s so far; not yet: %s", count, ", ".join(missing))

@@ -1,0 +1,125 @@
+"""MoE layers of SGLang are counted when they run on oxmoe, and one that runs without it is an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oxmoe.sglang import calls, layers, setting
+from oxmoe.sglang import server as oxmoe_server
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+from sglang_server import ADAPTER, NEW, SHAPE, VERSION, FusedMoE, fused_moe, installed, operands, server
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    installed()
+    monkeypatch.setenv(setting.SETTING, "moe")
+    layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
+    with server(), caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
+        yield
+    layers.unwatch()
+
+
+def model(count: int, rng: torch.Generator, **options: Any) -> nn.ModuleList:
+    """Layers of a model, each with its number."""
+    return nn.ModuleList(
+        fused_moe(operands(SHAPE, 1, "cpu", rng)[0], layer_id=number, **options) for number in range(count)
+    )
+
+
+def run(module: FusedMoE | nn.Module, rng: torch.Generator) -> None:
+    _, x, weights, ids = operands(SHAPE, 5, "cpu", rng)
+    assert module(x, StandardTopKOutput(weights, ids, None)).shape == x.shape
+
+
+def test_layers_are_counted_once(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    built = model(3, rng)
+    (start,) = caplog.messages
+    assert f"in SGLang {VERSION}: MoE layers run on oxmoe through --quantization oxmoe (Oxmoe" in start
+    for _ in range(5):
+        for layer in built:
+            run(layer, rng)
+    assert caplog.messages[1:] == ["oxmoe: 3 of 3 MoE layers ran on oxmoe"]
+    assert not any(layer._forward_hooks for layer in built)
+
+
+def test_a_layer_that_never_runs_is_named(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """A draft's layers run later than the model's."""
+    built = model(3, rng)
+    for _ in range(calls.PASSES + 2):
+        run(built[0], rng)
+        run(built[1], rng)
+    (line,) = caplog.messages[1:]
+    assert line.startswith("oxmoe: 2 of 3 MoE layers ran on oxmoe so far; not yet: layer 2 (FusedMoE, Oxmoe")
+    run(built[2], rng)
+    assert caplog.messages[2:] == ["oxmoe: 3 of 3 MoE layers ran on oxmoe"]
+
+
+def test_a_second_model_is_counted_with_the_first(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    first = model(2, rng)
+    for layer in first:
+        run(layer, rng)
+    draft = model(1, rng)
+    run(draft[0], rng)
+    assert caplog.messages[1:] == [f"oxmoe: {count} of {count} MoE layers ran on oxmoe" for count in (2, 3)]
+
+
+def test_other_ranks_say_nothing(
+    rng: torch.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_leads", lambda: False)
+    layer = fused_moe(operands(SHAPE, 1, "cpu", rng)[0])
+    monkeypatch.setattr(layer, "moe_tp_rank", 1)
+    run(nn.ModuleList([layer])[0], rng)
+    assert caplog.messages == []
+
+
+def test_a_layer_that_runs_on_something_else_is_an_error(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its method is ours, and SGLang does not ask it."""
+    (layer,) = model(1, rng)
+    monkeypatch.setattr(layer.quant_method, "apply", lambda layer, dispatch_output: dispatch_output)
+    monkeypatch.setattr(layer.dispatcher, "combine", lambda combine_input, **_: combine_input.hidden_states)
+    with pytest.raises(RuntimeError, match=r"layer 0 \(FusedMoE, Oxmoe.*\) ran without oxmoe: SGLang took a path of"):
+        run(layer, rng)
+
+
+def test_layers_of_sglangs_own_methods(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU SGLang's method for 16-bit layers takes torch's functions, not its runner, as it does when compiled."""
+    with server("deep_gemm"):
+        (layer,) = model(1, rng, quantized=False)
+        (start,) = caplog.messages
+        assert "MoE layers run on oxmoe through --moe-runner-backend deep_gemm (UnquantizedFusedMoEMethod)" in start
+        with pytest.raises(RuntimeError, match="ran without oxmoe"):
+            run(layer, rng)
+
+
+def test_torch_compile_with_sglangs_own_method_stops_the_load(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(server("deep_gemm"))
+        if NEW:
+            from sglang.srt.runtime_context import get_exec
+
+            graph: Any = get_exec().graph
+            stack.enter_context(graph.override(enable_torch_compile=True))
+        else:
+            from sglang.srt.server_args import get_global_server_args
+
+            monkeypatch.setattr(get_global_server_args(), "enable_torch_compile", True)
+        assert oxmoe_server.compiles()
+        with pytest.raises(RuntimeError, match=r"with --enable-torch-compile SGLang runs a single token .*oxmoe"):
+            model(1, rng, quantized=False)
+        model(1, rng)
+    assert not oxmoe_server.compiles()
