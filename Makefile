@@ -3,8 +3,13 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv-test
 DEMO := $(CURDIR)/.venv-demo
 BIN := $(VENV)/bin
-# What differs for the older SGLang that is served: a folder before the environment's own packages on the path.
-OLD_SGLANG := tests/requirements-sglang-0.5.12.post1.txt
+# The older SGLang releases that are tested: a file for each with what differs, installed in a folder of its own, which goes before the
+# environment's packages on the path. The list of these files is the list of releases, for the workflows too.
+OLD_SGLANG := $(shell printf '%s\n' $(patsubst tests/requirements-sglang-%.txt,%,$(wildcard tests/requirements-sglang-*.txt)) | sort -V)
+OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
+SGLANG_TESTS = $(wildcard tests/test_sglang*.py)
+# What releases differ in, for those between the oldest and the newest.
+RELEASE_TESTS := $(addprefix tests/test_sglang_,capabilities.py handover.py loading.py install.py allreduce.py)
 # Peers whose code the tests of layouts read, in a folder too.
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
@@ -29,18 +34,22 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(OLD_SGLANG) $(PEERS)
+$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(PEERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
-	rm -rf $(VENV)/sglang-0.5.12.post1 $(VENV)/peers
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/sglang-0.5.12.post1 -r $(OLD_SGLANG)
+	rm -rf $(VENV)/peers
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers -r $(PEERS)
+	touch $@
+
+$(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.made
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
 	touch $@
 
 # `make test` installs once, for all that it starts then.
@@ -68,10 +77,12 @@ python-names: install
 		| sort -u | sed 's/.*/char &[64];/' | $(CC) -shared -x c - -o \
 		$(PYTHON_NAMES)/libpython$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LDVERSION"))').so
 
+sglangs: $(OLD_FOLDERS:=/.made) # the older SGLang releases
+
 # Two jobs at a time: what is installed while kernels are compiled, then lints and Rust tests beside the Python tests. Those of
 # pytest are seen as they run; the others' output follows in one piece, which a failure of theirs ends.
 test: ## lints, stubs, Rust tests, Python tests that need no GPU
-	+$(MAKE) --no-print-directory -j 2 install
+	+$(MAKE) --no-print-directory -j 2 install sglangs
 	+$(MAKE) --no-print-directory -k lint stubs rust-test INSTALLED=1 > target/lints.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory python-test INSTALLED=1; python=$$?; \
 	wait $$others; others=$$?; cat target/lints.log; exit $$((python != 0 || others != 0))
@@ -79,11 +90,16 @@ test: ## lints, stubs, Rust tests, Python tests that need no GPU
 rust-test: python-names ## Rust tests
 	$(CARGO) test
 
-python-test: install ## Python tests that need no GPU, SGLang's with both of its versions
-	PYTHONPATH=$(VENV)/sglang-0.5.12.post1 $(PYTEST) $(wildcard tests/test_sglang*.py)
+python-test: install sglangs ## Python tests that need no GPU, SGLang's with several of its releases
+	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
+	for folder in $(wordlist 2,99,$(OLD_FOLDERS)); do PYTHONPATH=$$folder $(PYTEST) $(RELEASE_TESTS) || exit; done
 	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py
 	$(SERVER_TESTS)
 	$(PYTEST)
+
+SGLANG ?=
+sglang-test: install $(SGLANG:%=$(VENV)/sglang-%/.made) ## SGLang's tests with one release; SGLANG=0.5.18, empty for the newest
+	PYTHONPATH=$(SGLANG:%=$(VENV)/sglang-%) $(PYTEST) $(SGLANG_TESTS)
 
 wheel: ## abi3 wheel in .wheel/
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir .wheel .

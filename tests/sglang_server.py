@@ -1,4 +1,4 @@
-"""The state that SGLang's layers ask a server for, without a server, in both of its versions; and its MoE layer."""
+"""The state that SGLang's layers ask a server for, without a server, in every release; and its MoE layer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oxmoe.sglang
 from cases import Layer, Shape, make_layer, make_routing, make_x
+from oxmoe.sglang import capabilities, sources
 
 pytest.importorskip("sglang")
 
@@ -25,13 +26,17 @@ from sglang.srt.layers.quantization import get_quantization_config
 from sglang.srt.server_args import ServerArgs
 
 VERSION = oxmoe.sglang.sglang_version()
-NEW = VERSION == "0.5.23"
-ADAPTER = importlib.import_module(oxmoe.sglang.ADAPTERS[VERSION])
+# Whether SGLang takes MoE runners under names of others. Such releases have their state in a context, too.
+NEW = capabilities.has_cores()
+# Whether layers take their ranks from a context.
+HAS_CONTEXT = sources.function("srt.runtime_context", "get_parallel") is not None
+ADAPTER = importlib.import_module(oxmoe.sglang.adapter_name())
+only_cores = pytest.mark.skipif(not NEW, reason="this SGLang takes no MoE runner under a name of others")
 SHAPE = Shape("sglang", 8, 2, 128, 96)
 
 
 def _one_rank(port: int) -> None:
-    """Groups of one rank, which 0.5.12.post1's layers look up."""
+    """Groups of one rank, which older releases' layers look up."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -55,6 +60,8 @@ def _new_server(backend: str, a2a: str, overlap: bool, topology: dict[str, Any])
     from sglang.srt.layers.moe.utils import MoeA2ABackend, resolve_moe_runner_backend
     from sglang.srt.runtime_context import get_context, get_flags, get_parallel
 
+    if "get_tp_group" in sources.names("srt.layers.moe.fused_moe_triton.layer"):
+        _one_rank(_free_port())
     one = dict.fromkeys(("moe_ep_size", "moe_tp_size", "tp_size"), 1)
     ranks = {**one, **dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "tp_rank"), 0), "tp_group": None, **topology}
     with ExitStack() as stack:
@@ -91,8 +98,17 @@ def _old_server(backend: str, a2a: str, overlap: bool) -> Iterator[None]:
 @contextmanager
 def server(backend: str = "auto", *, a2a: str = "none", overlap: bool = False, **topology: Any) -> Iterator[None]:
     """A server of one rank with this --moe-runner-backend and --moe-a2a-backend, with or without
-    --enable-single-batch-overlap; topology: what 0.5.23 overrides of its ranks."""
-    with _new_server(backend, a2a, overlap, topology) if NEW else _old_server(backend, a2a, overlap):
+    --enable-single-batch-overlap; topology: what a context overrides of its ranks."""
+    if NEW:
+        with _new_server(backend, a2a, overlap, topology):
+            yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_old_server(backend, a2a, overlap))
+        if topology:
+            from sglang.srt.runtime_context import get_parallel
+
+            stack.enter_context(get_parallel().override(**topology))
         yield
 
 
@@ -182,6 +198,7 @@ def installed() -> dict[str, set[str]]:
 
 __all__ = [
     "ADAPTER",
+    "HAS_CONTEXT",
     "NEW",
     "SHAPE",
     "VERSION",
@@ -192,6 +209,7 @@ __all__ = [
     "attributes",
     "fused_moe",
     "installed",
+    "only_cores",
     "operands",
     "server",
 ]

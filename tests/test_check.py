@@ -102,6 +102,8 @@ def test_expert_parallelism_makes_sizes_served(tmp_path: Path, capsys: pytest.Ca
         (["--tp", "4", "--ep", "3"], "--ep-size 3 does not divide --tp-size 4"),
         (["--tp", "256", "--ep", "256"], "--ep-size 256 does not divide 128 experts"),
         (["--sglang", "0.4.0"], "SGLang 0.4.0 is not served"),
+        (["--sglang", "0.9.0"], "SGLang 0.9.0 is newer than"),
+        (["--sglang", "main"], "SGLang main is no version"),
     ],
 )
 def test_servers_that_cannot_be(
@@ -127,6 +129,12 @@ def test_the_oldest_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = check(tmp_path, capsys, gpt_oss(), *old, "--tp", "2", "--ep", "2")
     assert report["served"] and report["flags"] == [*ranks, "--moe-runner-backend triton"]
     assert check(tmp_path, capsys, gpt_oss(), "--tp", "2", "--ep", "2")["flags"] == ranks
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.5.21", False), ("0.5.22", True), ("0.5.22.post1", True)])
+def test_releases_between(version: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NVFP4 of compressed-tensors is for Blackwell alone before 0.5.22."""
+    assert check(tmp_path, capsys, qwen3_30b(NVFP4), "--sglang", version)["served"] is served
 
 
 def test_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -388,7 +388,7 @@ def test_doctor_fails_where_a_swap_fails(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(oxmoe.sglang, "_active", {})
     monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.4.99")
     findings = list(doctor.sglang())
-    assert said(findings)["sglang"].startswith("0.4.99, not served; served are 0.5.12.post1 and 0.5.23")
+    assert said(findings)["sglang"].startswith("0.4.99, not served; served are 0.5.12.post1 to 0.5.23")
     (failed,) = (finding for finding in findings if finding.name == "taken over")
     assert failed.broken and "SGLang 0.4.99 is not served" in failed.text
 

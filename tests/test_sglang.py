@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutp
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput, TopK, TopKConfig
 from sglang.srt.layers.quantization import get_quantization_config
 
-from sglang_server import NEW, SHAPE, MoeRunnerConfig, fused_moe, installed, operands, server
+from sglang_server import NEW, SHAPE, MoeRunnerConfig, fused_moe, installed, only_cores, operands, server
 
 SECOND_OF_TWO_EP_RANKS = {
     "moe_ep_size": 2,
@@ -35,7 +35,6 @@ SECOND_OF_TWO_EP_RANKS = {
     "attn_tp_size": 2,
     "attn_tp_rank": 1,
 }
-new = pytest.mark.skipif(not NEW, reason="0.5.23's")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,7 @@ def test_layer_routings(device: str, pattern: str, rng: torch.Generator) -> None
         pytest.param(
             {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
             SHAPE.with_options(**{**GPT_OSS, "layout": "gate_up"}),
-            marks=new,
+            marks=only_cores,
         ),
         ({"gemm1_clamp_limit": 0.25}, SHAPE.with_options(limit=0.25, clamp="after")),
         ({"swiglu_limit": 0.5}, SHAPE.with_options(limit=0.5, clamp="before")),
@@ -189,7 +188,7 @@ def test_layer_in_cuda_graph(rng: torch.Generator) -> None:
     assert same_bits(result, module(x, routed))
 
 
-@new
+@only_cores
 @pytest.mark.gpu
 def test_expert_parallel_layer(rng: torch.Generator) -> None:
     """The second of two ranks: SGLang's dispatcher makes local ids, -1 for the first rank's experts."""
@@ -246,7 +245,7 @@ def test_refuses_unknown_activation(rng: torch.Generator) -> None:
 def test_every_field_of_this_release_is_known() -> None:
     """Or is one of those that SGLang sets for DeepGEMM and GGUF alone."""
     unknown = {name for name, _ in _unknown_fields(MoeRunnerConfig)}
-    assert unknown == ({"use_tp_all_gather_activation", "silu_mul_keep_fp32"} if NEW else set())
+    assert unknown <= {"use_tp_all_gather_activation", "silu_mul_keep_fp32"}
 
 
 @dataclass

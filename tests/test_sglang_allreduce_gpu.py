@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import oxmoe.sglang
-from oxmoe.sglang import collective, setting
+from oxmoe.sglang import capabilities, collective, setting
 from ranks import Crew, Rank, check_norm, crc, draw, raised, same_bits, seed_of
 
 if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
     # Not imported here: the ranks set OXMOE_SGLANG first.
     pytest.skip("needs sglang and sgl_kernel", allow_module_level=True)
 
-NEW = oxmoe.sglang.sglang_version() == "0.5.23"
+NAMES = tuple(sorted(capabilities.schemas()))
 EPS = 1e-5
 
 pytestmark = pytest.mark.multi_gpu
@@ -44,7 +43,7 @@ def start(me: Rank) -> None:
     os.environ.update({setting.SETTING: "allreduce", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     importlib.import_module("sglang.srt.layers.layernorm")
     importlib.import_module("sglang.srt.layers.flashinfer_comm_fusion")
-    assert collective.defined() == tuple(sorted(collective.SCHEMAS[oxmoe.sglang.sglang_version()]))
+    assert collective.defined() == NAMES
 
     from sglang.srt.distributed import parallel_state
 
@@ -62,12 +61,13 @@ def start(me: Rank) -> None:
         )
 
     attention, experts = group("attention"), group("experts")
-    if not NEW:
-        parallel_state._ATTN_TP, parallel_state._MOE_EP = attention, experts
+    parallel_state._ATTN_TP, parallel_state._MOE_EP = attention, experts
+    if find_spec("sglang.srt.runtime_context") is None:
         return
     from sglang.srt.runtime_context import get_context, get_parallel
 
-    _stack.enter_context(get_context().override_server_args(model_path="dummy"))
+    if hasattr(get_context(), "override_server_args"):
+        _stack.enter_context(get_context().override_server_args(model_path="dummy"))
     sizes = {"tp_size": 2, "attn_tp_size": 2, "moe_ep_size": 2, "moe_tp_size": 1}
     ranks = {"tp_rank": me.rank, "attn_tp_rank": me.rank, "moe_ep_rank": me.rank, "moe_tp_rank": 0}
     _stack.enter_context(get_parallel().override(**sizes, **ranks, attn_tp_group=attention, moe_ep_group=experts))
@@ -220,6 +220,6 @@ def plain(me: Rank, seed: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.skipif(not NEW, reason="0.5.23's")
+@pytest.mark.skipif(capabilities.PLAIN not in NAMES, reason="this SGLang has no operator for an all-reduce alone")
 def test_plain_operator(pair: Crew, rng: torch.Generator) -> None:
     assert pair.run(plain, seed_of(rng)) == [[], []]

@@ -15,6 +15,7 @@ from cases import Shape
 from check_configs import INT4, MODELOPT, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
 from oxmoe import __main__
 from oxmoe.check import skipping
+from oxmoe.sglang import capabilities
 
 pytest.importorskip("sglang")
 
@@ -23,10 +24,11 @@ from sglang.srt.layers.quantization.compressed_tensors.utils import find_matched
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 
-from sglang_server import NEW, VERSION, FusedMoE, installed, server
+from sglang_server import VERSION, FusedMoE, installed, server
 from test_sglang_compressed import BLOCKS, CHANNEL, FP8_STATIC, STATIC, TENSOR, W4A4, W4A16, checkpoint, empty_layer
 from test_sglang_fp8 import CHECKPOINT
 
+only_newest = pytest.mark.skipif(VERSION != capabilities.LAST, reason="names and ranks are the newest release's")
 BLOCKS_OF_64 = {**CHECKPOINT, "weight_block_size": [64, 64]}
 W8A16 = checkpoint({"num_bits": 8, "strategy": "channel"}, None)
 QUANTISED: dict[str, Config | None] = {
@@ -132,7 +134,7 @@ def test_gpt_oss(name: str, intermediate: int, tmp_path: Path, capsys: pytest.Ca
     assert report["served"] == (why is None), (why, report["refused"])
 
 
-@pytest.mark.skipif(not NEW, reason="0.5.23's ranks can be set")
+@only_newest
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16"])
 def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,10 +171,7 @@ IGNORED = [
 ]
 
 
-only_new = pytest.mark.skipif(not NEW, reason="0.5.12.post1 takes a name for a part of a longer one")
-
-
-@only_new
+@only_newest
 @pytest.mark.parametrize("ignored", IGNORED, ids=str)
 def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
     config = Fp8Config.from_config({**CHECKPOINT, "modules_to_not_convert": list(ignored)})
@@ -180,7 +179,7 @@ def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
         assert skipping.fp8_skips(name, ignored) == is_layer_skipped(name, config.ignored_layers)
 
 
-@only_new
+@only_newest
 @pytest.mark.parametrize(
     "ignored",
     [*IGNORED, ["re:.*7.*"], ["re:mlp"], ["re:.*gate_proj$"], ["experts.0.up_proj"], ["0.up_proj"], ["proj"]],

@@ -21,7 +21,7 @@ from sglang.srt.layers.moe import topk as topk_module
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput, TopKConfig
 from sglang.srt.state_capturer import routed_experts
 
-from sglang_server import NEW, SHAPE, fused_moe, installed, operands, server
+from sglang_server import HAS_CONTEXT, SHAPE, fused_moe, installed, operands, server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +96,7 @@ def test_the_output_is_in_symmetric_memory(
         monkeypatch.setattr(pynccl_allocator, "is_symmetric_memory_enabled", lambda: enabled)
         monkeypatch.setattr(pynccl_allocator, "SymmetricMemoryContext", context)
         monkeypatch.setattr(dp_attention, "is_allocation_symmetric", lambda: padded)
-        if NEW:
+        if HAS_CONTEXT:
             monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_group=group))
         else:
             monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)

@@ -28,7 +28,7 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantizatio
 
 from oxmoe.sglang import compressed_tensors
 from oxmoe.sglang.loading import loaded, share_memory
-from sglang_server import NEW, FusedMoE, addresses_of, installed, server
+from sglang_server import NEW, FusedMoE, addresses_of, installed, only_cores, server
 from test_sglang_deepep import check as check_dispatched
 from test_sglang_deepep import poisoned
 from test_sglang_fp8 import expected, forward, from_model
@@ -38,8 +38,9 @@ __all__ = ["poisoned"]
 SHAPE = Shape("sglang-compressed", 8, 2, 256, 384)
 FOR_TWO = Shape("sglang-two-ranks", 8, 2, 256, 512)
 PREFIX = "model.layers.0.mlp.experts"
-new = pytest.mark.skipif(not NEW, reason="0.5.23's")
-only_new = pytest.mark.skipif(not NEW, reason="0.5.12.post1 has NVFP4 layers for Blackwell alone")
+HAS_NVFP4 = compressed_tensors.KINDS != "fp8"
+only_nvfp4 = pytest.mark.skipif(not HAS_NVFP4, reason="this SGLang has NVFP4 layers for Blackwell alone")
+OF_NVFP4 = pytest.param("nvfp4", marks=only_nvfp4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +184,7 @@ def nvfp4_layer(shape: Shape, device: str, rng: torch.Generator) -> tuple[Nvfp4,
     }
 
 
-@only_new
+@only_nvfp4
 @pytest.mark.parametrize("intermediate", [384, 176])
 @pytest.mark.parametrize("config", [W4A16, W4A4], ids=["w4a16", "w4a4"])
 def test_nvfp4(device: str, config: dict[str, Any], intermediate: int, rng: torch.Generator) -> None:
@@ -204,7 +205,7 @@ def test_nvfp4(device: str, config: dict[str, Any], intermediate: int, rng: torc
 
 
 @pytest.mark.gpu
-@only_new
+@only_nvfp4
 def test_nvfp4_is_in_memory_once(rng: torch.Generator) -> None:
     """Parameters have the packed weights' memory; after an update addresses are as before and weights are the new."""
     shape = Shape("sglang-nvfp4", 8, 1, 256, 384)
@@ -276,7 +277,7 @@ INT4 = changed(CHANNEL, type="int", num_bits=4, strategy="group", group_size=128
         (CHANNEL, "w8a8_fp8", None),
         (TENSOR, None, "oxmoe"),
         (BLOCKS, None, "oxmoe"),
-        (W4A4, None, "oxmoe" if NEW else None),
+        (W4A4, None, "oxmoe" if HAS_NVFP4 else None),
         (FP8, None, "oxmoe"),
         (FP8_STATIC, "fp8", "oxmoe"),
         (changed(BLOCKS, block_structure=[64, 64]), None, None),
@@ -297,7 +298,7 @@ def test_checkpoints_that_are_ours(config: dict[str, Any], asked: str | None, an
     assert QUANTIZATION_METHODS["oxmoe"].override_quantization_method(config, asked) == answer
 
 
-@only_new
+@only_nvfp4
 @pytest.mark.parametrize(("capability", "ours"), [((9, 0), True), ((10, 0), False), ((8, 9), False)])
 def test_nvfp4_is_for_hopper(capability: tuple[int, int], ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -345,13 +346,13 @@ TWO = {"tp_size": 2, "attn_tp_size": 2}
 
 
 def rank(number: int, of: str) -> dict[str, int]:
-    """0.5.23's server: one of two ranks that share experts' columns (moe_tp) or the experts (moe_ep)."""
+    """A server in a context: one of two ranks that share experts' columns (moe_tp) or the experts (moe_ep)."""
     return {**TWO, "tp_rank": number, "attn_tp_rank": number, f"{of}_size": 2, f"{of}_rank": number}
 
 
-@new
+@only_cores
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("name", [*MODES, "nvfp4"])
+@pytest.mark.parametrize("name", [*MODES, OF_NVFP4])
 def test_tensor_parallel_rank(name: str, number: int, rng: torch.Generator) -> None:
     """SGLang's loader gives a rank its part of every tensor of the checkpoint."""
     share = FOR_TWO.intermediate // 2
@@ -380,8 +381,8 @@ def test_tensor_parallel_rank(name: str, number: int, rng: torch.Generator) -> N
     assert made.intermediate_size == share and same_bits(result, oxmoe.moe(x, made, weights, ids))
 
 
-@new
-@pytest.mark.parametrize("name", ["channel", "static", "nvfp4"])
+@only_cores
+@pytest.mark.parametrize("name", ["channel", "static", OF_NVFP4])
 def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
     """The second of two: its experts' tensors and ids."""
     half = SHAPE.experts // 2
@@ -404,7 +405,7 @@ def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["channel", "static", "fp8-static", pytest.param("nvfp4", marks=only_new)])
+@pytest.mark.parametrize("name", ["channel", "static", "fp8-static", OF_NVFP4])
 def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
     """DeepEP's tokens in both modes: the bits of `moe`."""
     with server():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import Shape, make_layer, make_routing, make_x
-from oxmoe.sglang import layers, setting
+from oxmoe.sglang import layers, setting, sources
 from oxmoe.sglang import server as oxmoe_server
 from oxmoe.testing import same_bits
 
@@ -23,6 +23,7 @@ from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 from sglang.srt.layers.quantization import get_quantization_config
 
 from sglang_server import ADAPTER, NEW, VERSION, FusedMoE, fused_moe, installed, server
+from test_sglang_compressed import only_nvfp4
 
 SHAPE = Shape("eplb", 4, 2, 256, 128)
 PLACES = torch.tensor([2, 3, 1, 0])  # which expert moves to each place
@@ -62,7 +63,7 @@ def _installed() -> None:
 @contextmanager
 def balanced() -> Iterator[None]:
     """The server of `server` with --enable-eplb."""
-    if NEW:
+    if sources.function("srt.runtime_context", "get_exec"):
         from sglang.srt.runtime_context import get_exec
 
         with get_exec().moe.override(enable_eplb=True):
@@ -151,7 +152,7 @@ def test_experts_move_with_rows_of_parameters(kind: str, device: str, rng: torch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not NEW, reason="0.5.23's")
+@only_nvfp4
 def test_nvfp4_experts_move_with_rows_of_parameters(rng: torch.Generator) -> None:
     check_moved(W4A16, "cuda", rng)
 
@@ -196,7 +197,7 @@ def test_served_with_a_balancer(kind: str, rng: torch.Generator) -> None:
         pytest.param(
             W4A16,
             "NVFP4 experts on a CPU are not served with --enable-eplb",
-            marks=pytest.mark.skipif(not NEW, reason="0.5.23's"),
+            marks=only_nvfp4,
         ),
     ],
     ids=["static", "nvfp4"],

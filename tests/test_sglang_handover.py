@@ -1,5 +1,5 @@
 """What SGLang does with a layer by the server's --moe-runner-backend, whichever method the layer has: rows of w13 that
-its loader swaps, ids of all ranks' experts, top-k weights that hold the scaling factor (all before 0.5.23)."""
+its loader swaps, ids of all ranks' experts, top-k weights that hold the scaling factor, where not the layer decides."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cases import Shape, make_layer, make_routing, make_x
 from fp8_cases import make_fp8
 from mxfp8_cases import make_mxfp8
 from oxmoe import reference
+from oxmoe.sglang import capabilities
 from oxmoe.testing import assert_close_ulp, same_bits
 
 pytest.importorskip("sglang")
@@ -23,7 +24,9 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutp
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput, TopKConfig
 from sglang.srt.layers.quantization import get_quantization_config
 
-from sglang_server import NEW, FusedMoE, installed, server
+from sglang_server import HAS_CONTEXT, FusedMoE, installed, server
+
+DECIDES = capabilities.layer_decides()
 
 SHAPE = Shape("handover", 4, 2, 128, 128)
 PADDED = Shape("handover-padded", 4, 2, 128, 96)
@@ -111,14 +114,14 @@ def test_gate_and_up_that_the_loader_swaps(kind: str, backend: str, rng: torch.G
     x, topk = tokens(SHAPE, SHAPE.experts, rng)
     with server(backend):
         module = loaded(kind, tensors, SHAPE)
-        assert not torch.equal(module.w13_weight.view(torch.uint8), tensors["weight"][0].view(torch.uint8)) or NEW
+        assert not torch.equal(module.w13_weight.view(torch.uint8), tensors["weight"][0].view(torch.uint8)) or DECIDES
         result = forward(module, x, topk)
     assert same_bits(result, oxmoe.moe(x, made(kind, tensors), topk.topk_weights, topk.topk_ids))
 
 
 @pytest.mark.parametrize("backend", TRTLLM)
 def test_rows_that_the_loader_pads(backend: str, rng: torch.Generator) -> None:
-    """To multiples of 128 of each half, before 0.5.23 whatever the method."""
+    """To multiples of 128 of each half, where not the layer decides whatever the method."""
     tensors = checkpoint("bf16", PADDED, rng)
     x, topk = tokens(PADDED, PADDED.experts, rng)
     with server(backend):
@@ -153,7 +156,7 @@ def test_experts_without_gates(backend: str, rng: torch.Generator) -> None:
     assert_close_ulp(result, expected)
 
 
-@pytest.mark.skipif(NEW, reason="0.5.23 loads by the layer's own runner")
+@pytest.mark.skipif(DECIDES, reason="the layer's own runner decides how this SGLang loads it")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -169,6 +172,14 @@ def test_refuses_other_orders_of_rows(options: dict[str, Any], message: str, rng
             module.quant_method.process_weights_after_loading(module)
 
 
+@pytest.mark.skipif(DECIDES, reason="the layer's own runner decides how this SGLang loads it")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_refuses_weights_that_the_loader_transposes(kind: str, rng: torch.Generator) -> None:
+    """Before any is loaded: of a square matrix nothing else would tell."""
+    with server("triton_kernel"), pytest.raises(NotImplementedError, match="of every layer transposed; the quantizat"):
+        loaded(kind, checkpoint(kind, SHAPE, rng), SHAPE)
+
+
 def _config() -> dict[str, Any]:
     return {"quant_config": get_quantization_config("oxmoe")()}
 
@@ -177,10 +188,10 @@ def _config() -> dict[str, Any]:
 
 
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Rank 1 of 2 expert-parallel ranks: what 0.5.23's `server` overrides; in older releases its functions."""
+    """Rank 1 of 2 expert-parallel ranks: what a context overrides; in older releases its functions."""
     standard = importlib.import_module("sglang.srt.layers.moe.token_dispatcher.standard")
     monkeypatch.setattr(standard, "get_device", lambda: "cpu")
-    if NEW:
+    if HAS_CONTEXT:
         sizes = dict.fromkeys(("moe_ep_size", "tp_size", "attn_tp_size"), 2)
         return {**sizes, **dict.fromkeys(("moe_ep_rank", "tp_rank", "attn_tp_rank"), 1)}
     layers = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
@@ -224,10 +235,9 @@ def test_bypassed_topk_of_all_ranks(rng: torch.Generator, monkeypatch: pytest.Mo
     assert same_bits(result, oxmoe.moe(x, made("bf16", second), router_logits=logits, top_k=2, ep_size=2, ep_rank=1))
 
 
-@pytest.mark.skipif(NEW, reason="0.5.23 makes local ids for our runner")
+@pytest.mark.skipif(DECIDES, reason="this SGLang makes local ids for our runner")
 def test_refuses_global_ids_with_shared_experts_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    second_of_two(monkeypatch)
-    with server("flashinfer_cutlass"):
+    with server("flashinfer_cutlass", **second_of_two(monkeypatch)):
         module = FusedMoE(9, 128, 128, 0, 2, 1, params_dtype=torch.bfloat16, **_config())
         with pytest.raises(NotImplementedError, match="fused shared experts are on each rank; start with --disable-sh"):
             module.quant_method.process_weights_after_loading(module)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import oxmoe.sglang
-from oxmoe.sglang import layers, setting
+from oxmoe.sglang import capabilities, layers, setting, sources
 
 pytest.importorskip("sglang")
 
@@ -28,9 +28,20 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.plugins import load_plugins_by_group
 from sglang.srt.server_args import ServerArgs
 
-from sglang_server import ADAPTER, NEW, SHAPE, VERSION, attributes, fused_moe, installed, operands, server
+from sglang_server import (
+    ADAPTER,
+    NEW,
+    SHAPE,
+    VERSION,
+    attributes,
+    fused_moe,
+    installed,
+    only_cores,
+    operands,
+    server,
+)
 
-MOE = setting.SWAPS[VERSION]["moe"]
+MOE = capabilities.swaps()["moe"]
 SOURCES = Path(oxmoe.sglang.__file__).parent
 
 # Everything of SGLang whose contents `install` may change, by the last part of its name: modules that import a registry
@@ -48,7 +59,7 @@ REGISTRIES = (
         "_fused_funcs",
         "QUANTIZATION_METHODS",
         "QUANTIZATION_CHOICES",
-        "SPECULATIVE_DRAFT_MODEL_QUANTIZATION_CHOICES",
+        *({"SPECULATIVE_DRAFT_MODEL_QUANTIZATION_CHOICES"} & sources.names("srt.server_args")),
     }
 )
 
@@ -108,6 +119,8 @@ def test_sources_assign_to_nothing_of_sglang(path: Path) -> None:
     "module",
     [
         "setting",
+        "sources",
+        "capabilities",
         "experts",
         "collective",
         "platform",
@@ -228,7 +241,7 @@ def test_bad_settings(fresh: None, text: str, message: str, monkeypatch: pytest.
 def test_unknown_version(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(setting.SETTING, "moe")
     monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.4.99")
-    with pytest.raises(RuntimeError, match=r"SGLang 0\.4\.99 is not served; served are 0\.5\.12\.post1 and 0\.5\.23"):
+    with pytest.raises(RuntimeError, match=r"SGLang 0\.4\.99 is not served; served are 0\.5\.12\.post1 to 0\.5\.23"):
         oxmoe.sglang.install()
 
 
@@ -324,9 +337,8 @@ def test_a_layer_on_other_kernels_stops_the_load(watched: None, rng: torch.Gener
         torch.nn.ModuleList([module])
 
 
+@only_cores
 def test_a_fused_function_before_our_core_stops_the_load(watched: None, rng: torch.Generator) -> None:
-    if not NEW:
-        pytest.skip("0.5.23's")
     with server("deep_gemm"):
         module = fused_moe(operands(SHAPE, 1, "cpu", rng)[0], quantized=False)
     runner = module.quant_method.runner

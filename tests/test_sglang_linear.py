@@ -24,7 +24,7 @@ from sglang_server import NEW, installed, server
 
 CHECKPOINT = {"quant_method": "mxfp8", "activation_scheme": "dynamic"}
 HIDDEN, OUT = 96, 64
-# 0.5.23 takes its ranks from the state that server() sets.
+# Newer releases take their ranks from the state that server() sets.
 NO_GROUP: dict[str, Any] = {} if NEW else {"tp_rank": 0, "tp_size": 1}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor
 import oxmoe
 from cases import GPT_OSS, Shape, make_layer, tie_free_logits
 from oxmoe import reference
+from oxmoe.sglang import capabilities, sources
 from oxmoe.testing import assert_close, assert_close_ulp, same_bits
 
 pytest.importorskip("sglang")
@@ -27,7 +30,6 @@ from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput, T
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
 from sglang_server import (
-    NEW,
     SHAPE,
     FusedMoE,
     MoeRunner,
@@ -36,14 +38,16 @@ from sglang_server import (
     addresses_of,
     fused_moe,
     installed,
+    only_cores,
     operands,
     server,
 )
 from test_peer_calls import SWIGLU, Blocks, experts_of
 
 GPT_OSS_BF16 = Shape("gpt-oss", 8, 4, 120, 120, True, tuple(GPT_OSS.items()))
+# triton_kernels' form of a top-k result, which came with another layout of MXFP4 weights.
+RAGGED = "a_ragged_metadata" in TritonKernelTopKOutput._fields
 GPT_OSS_CONFIG = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
-new = pytest.mark.skipif(not NEW, reason="0.5.23's")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +67,7 @@ def routed(form: str, x: Tensor, logits: Tensor, top_k: int) -> Any:
         weights, ids = oxmoe.topk(logits, top_k)
         return StandardTopKOutput(weights, ids, logits)
     data, gather, scatter = oxmoe.routing(logits, top_k)
-    if NEW:
+    if RAGGED:
         tables = data.expt_data, gather.src_indx // top_k, scatter.dst_indx, data.gate_scal, top_k
         return TritonKernelTopKOutput(*tables)
     return TritonKernelTopKOutput(data, gather, scatter)
@@ -154,14 +158,14 @@ def test_refused(backend: str, info: dict[str, Any], options: dict[str, Any], me
         run(backend, quant_info, torch.zeros(1, 128, dtype=torch.bfloat16), topk, config(**options))
 
 
-@new
+@only_cores
 def test_core_refuses_an_all_to_all() -> None:
     with server("deep_gemm", a2a="mori"):
         with pytest.raises(NotImplementedError, match="--moe-a2a-backend mori is not served; served are none, deepep"):
             MoeRunner(MoeRunnerBackend.DEEP_GEMM, MoeRunnerConfig())
 
 
-# The runner "oxmoe" of 0.5.23
+# The runner "oxmoe"
 
 
 @pytest.fixture
@@ -172,18 +176,21 @@ def ours() -> Iterator[Any]:
         yield resolve_moe_runner_backend("oxmoe")
 
 
-@new
+@only_cores
 @pytest.mark.parametrize("keep", [False, True])
 def test_runner_without_combine(ours: Any, device: str, keep: bool, rng: torch.Generator) -> None:
+    if keep and not hasattr(MoeRunnerConfig, "no_combine_keep_router_weight"):
+        pytest.skip("this SGLang never weights what is not combined")
     layer, x, weights, ids = operands(SHAPE, 7, device, rng)
-    runner = MoeRunner(ours, config(inplace=False, no_combine=True, no_combine_keep_router_weight=keep))
+    options = {"no_combine_keep_router_weight": True} if keep else {}
+    runner = MoeRunner(ours, config(inplace=False, no_combine=True, **options))
     dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids, None))
     result = runner.run(dispatched, TritonMoeQuantInfo(layer.w13, layer.w2)).hidden_states
     expected = reference.moe(x, layer.w13, layer.w2, weights, ids, no_combine=True, keep_router_weight=keep)
     assert_close_ulp(result, expected)
 
 
-@new
+@only_cores
 def test_runner_takes_interleaved_rows(ours: Any, device: str, rng: torch.Generator) -> None:
     layer, x, weights, ids = operands(SHAPE, 7, device, rng)
     info = TritonMoeQuantInfo(layer.w13, layer.w2, fuse_swiglu_interleaved=True)
@@ -192,7 +199,7 @@ def test_runner_takes_interleaved_rows(ours: Any, device: str, rng: torch.Genera
     assert_close_ulp(result, reference.moe(x, layer.w13, layer.w2, weights, ids, layout="interleaved"))
 
 
-@new
+@only_cores
 @pytest.mark.parametrize("name", ["oxmoe", "triton_kernel", "deep_gemm", "flashinfer_mxfp4"])
 def test_core_names_its_backend(name: str) -> None:
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
@@ -210,7 +217,7 @@ def test_core_names_its_backend(name: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_triton_kernel_mxfp4(device: str, form: str, tokens: int, rng: torch.Generator) -> None:
     blocks = Blocks(8, 256, 128, device, rng)
-    given = experts_of(blocks, "3.8" if NEW else "3.6")
+    given = experts_of(blocks, "3.8" if RAGGED else "3.6")
     info = TritonKernelsQuantInfo(given["w1"], given["w2"], given["b1"], given["b2"], given["w1_pcg"], given["w2_pcg"])
     x = torch.randn(tokens, 256, generator=rng).bfloat16().to(device)
     logits = tie_free_logits(tokens, 8, rng).to(device)
@@ -219,14 +226,27 @@ def test_triton_kernel_mxfp4(device: str, form: str, tokens: int, rng: torch.Gen
     assert_close_ulp(result, blocks.expected(x, weights, ids, **SWIGLU, layout="interleaved"))
 
 
-# MXFP4 experts as --moe-runner-backend flashinfer_mxfp4 holds them on Hopper (0.5.23)
+# MXFP4 experts as --moe-runner-backend flashinfer_mxfp4 holds them on Hopper
 
 
-def flashinfer_info(blocks: Blocks, release: str, **fields: Any) -> Any:
-    from sglang.srt.layers.moe.moe_runner.flashinfer_cutlass import FlashInferCutlassMxfp4MoeQuantInfo
+_RUNNERS = "srt.layers.moe.moe_runner"
+CUTLASS_MXFP4 = {
+    f"{_RUNNERS}.flashinfer_cutlass": "FlashInferCutlassMxfp4MoeQuantInfo",
+    f"{_RUNNERS}.flashinfer_mxfp4": "FlashInferMxfp4CutlassMoeQuantInfo",
+}
+OF_CUTLASS = [(module, name) for module, name in CUTLASS_MXFP4.items() if name in sources.names(module)][:1]
+only_cutlass = pytest.mark.skipif(not OF_CUTLASS, reason="this SGLang calls flashinfer's kernels itself")
 
+
+def flashinfer_info(blocks: Blocks, release: str, config: MoeRunnerConfig, **fields: Any) -> Any:
+    ((module, name),) = OF_CUTLASS
+    kind = getattr(importlib.import_module(f"sglang.{module}"), name)
+    if "moe_ep_rank" in {field.name for field in dataclasses.fields(kind)}:
+        # Where the configuration does not say it.
+        size = config.num_experts // config.num_local_experts
+        fields |= {"moe_ep_size": size, "moe_ep_rank": size - 1}
     given = blocks.interleaved(release)
-    return FlashInferCutlassMxfp4MoeQuantInfo(
+    return kind(
         w13_weight=given["fc1_expert_weights"],
         w2_weight=given["fc2_expert_weights"],
         w13_weight_scale=given["quant_scales"][0],
@@ -238,12 +258,14 @@ def flashinfer_info(blocks: Blocks, release: str, **fields: Any) -> Any:
 
 
 def expert_parallel(experts: int, rank: int, size: int) -> MoeRunnerConfig:
-    """A configuration whose layer is one of `size` ranks."""
+    """A configuration whose layer is the last of `size` ranks."""
+    if not hasattr(MoeRunnerConfig, "moe_ep_rank"):
+        return MoeRunnerConfig(num_experts=experts * size, num_local_experts=experts, top_k=2)
     layer = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=size, moe_ep_rank=rank)
     return MoeRunnerConfig(num_experts=experts * size, num_local_experts=experts, top_k=2, layer=layer)
 
 
-@new
+@only_cutlass
 @pytest.mark.parametrize("form", ["standard", "bypassed"])
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("size", [1, 2])
@@ -256,13 +278,13 @@ def test_flashinfer_mxfp4(device: str, form: str, tokens: int, size: int, rng: t
     logits = tie_free_logits(tokens, 8 * size, rng).to(device)
     runner_config = expert_parallel(8, size - 1, size)
     dispatched = StandardDispatchOutput(x, None, routed(form, x, logits, 2))
-    result = Experts().run(dispatched, flashinfer_info(blocks, "0.7"), runner_config)
+    result = Experts().run(dispatched, flashinfer_info(blocks, "0.7", runner_config), runner_config)
     assert (result is x) is (tokens == 0)
     weights, ids = oxmoe.topk(logits, 2)
     assert_close_ulp(result, blocks.expected(x, weights, ids, ep_size=size, ep_rank=size - 1))
 
 
-@new
+@only_cutlass
 def test_flashinfer_mxfp4_takes_unpadded_tokens(rng: torch.Generator) -> None:
     from oxmoe.sglang.experts import Experts
 
@@ -270,19 +292,22 @@ def test_flashinfer_mxfp4_takes_unpadded_tokens(rng: torch.Generator) -> None:
     x = torch.randn(5, 192, generator=rng).bfloat16()
     logits = tie_free_logits(5, 8, rng)
     dispatched = StandardDispatchOutput(x, None, routed("bypassed", x, logits, 2))
-    info = flashinfer_info(blocks, "0.7", padded_hidden=256)
+    info = flashinfer_info(blocks, "0.7", expert_parallel(8, 0, 1), padded_hidden=256)
     result = Experts().run(dispatched, info, expert_parallel(8, 0, 1))
     weights, ids = oxmoe.topk(logits, 2)
     padded = torch.nn.functional.pad(x, (0, 64))
     assert_close_ulp(result, blocks.expected(padded, weights, ids)[:, :192])
 
 
-@new
+@only_cutlass
 @pytest.mark.parametrize("field", ["mxfp4_weight_global_scale", "w13_humming_residual_scale"])
 def test_flashinfer_mxfp4_refuses_8_bit_tokens(field: str, rng: torch.Generator) -> None:
     from oxmoe.sglang.experts import Experts
 
-    info = flashinfer_info(Blocks(8, 256, 128, "cpu", rng), "0.7", **{field: torch.ones(8)})
+    if all(field not in sources.members(*of) for of in OF_CUTLASS):
+        pytest.skip(f"this SGLang has no {field}")
+    given = {field: torch.ones(8)}
+    info = flashinfer_info(Blocks(8, 256, 128, "cpu", rng), "0.7", expert_parallel(8, 0, 1), **given)
     with pytest.raises(NotImplementedError, match=f"FlashInferCutlassMxfp4MoeQuantInfo with {field}"):
         Experts().prepare(info, expert_parallel(8, 0, 1))
 
@@ -291,7 +316,7 @@ def halves_of_the_best(gating_output: Tensor, topk: int, **_: Any) -> tuple[Tens
     return torch.full((gating_output.shape[0], topk), 0.5), gating_output.topk(topk).indices
 
 
-@new
+@only_cores
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -304,7 +329,7 @@ def halves_of_the_best(gating_output: Tensor, topk: int, **_: Any) -> tuple[Tens
     ids=lambda chosen: ",".join(chosen) or "softmax",
 )
 def test_mxfp4_call_routes_as_sglang(chosen: dict[str, Any], rng: torch.Generator) -> None:
-    info = flashinfer_info(Blocks(8, 128, 128, "cpu", rng, bias=False), "0.7")
+    info = flashinfer_info(Blocks(8, 128, 128, "cpu", rng, bias=False), "0.7", expert_parallel(8, 0, 1))
     x = torch.randn(7, 128, generator=rng).bfloat16()
     topk = BypassedTopKOutput(x, tie_free_logits(7, 8, rng), TopKConfig(top_k=2, torch_native=True, **chosen))
     result = oxmoe.fused_experts_flashinfer_mxfp4(x, topk, info, MoeRunnerConfig())
@@ -433,10 +458,13 @@ def test_layer_in_cuda_graph(kind: str, rng: torch.Generator) -> None:
         assert same_bits(result, module(x, topk))
 
 
-@pytest.mark.skipif(NEW, reason="0.5.12.post1's")
+@pytest.mark.skipif(capabilities.layer_decides(), reason="the layer's own runner decides how this SGLang loads it")
 def test_quantization_refuses_a_backend_that_transposes(rng: torch.Generator) -> None:
     layer = operands(SHAPE, 1, "cpu", rng)[0]
-    with server("triton_kernel"), pytest.raises(NotImplementedError, match="another --moe-runner-backend than triton"):
+    with (
+        server("triton_kernel"),
+        pytest.raises(NotImplementedError, match="loads the weights of every layer transposed"),
+    ):
         fused_moe(layer)
 
 

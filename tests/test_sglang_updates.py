@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oxmoe.sglang import layers, loading, updates
+from oxmoe.sglang import capabilities, layers, loading, updates
 from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
@@ -19,13 +19,13 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from cases import make_routing
 from mxfp8_cases import make_mxfp8
-from sglang_server import NEW, FusedMoE, fused_moe, installed, server
 from sglang_server import SHAPE as BF16_SHAPE
+from sglang_server import FusedMoE, fused_moe, installed, server
 from sglang_server import operands as bf16_operands
 from test_sglang_compressed import MODES, SHAPE, drawn, empty_layer, fp8_tensors, load
 from test_sglang_fp8 import MXFP8, forward, fp8_layer
 
-only_new = pytest.mark.skipif(not NEW, reason="announced updates are of SGLang 0.5.23")
+only_announced = pytest.mark.skipif(not capabilities.announces_updates(), reason="this SGLang announces no updates")
 ONE_SCALE = ("tensor", "static", "fp8", "fp8-static")
 
 
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("name", ONE_SCALE)
 def test_an_update_that_is_not_processed_is_refused(name: str, rng: torch.Generator) -> None:
-    """update_weights_from_tensor and _from_distributed of 0.5.12.post1, and of 0.5.23 without begin_weight_update."""
+    """update_weights_from_tensor and _from_distributed without begin_weight_update, as all are in older releases."""
     config, mode = MODES[name]
     first, x_and_topk = drawn(name, "cpu", rng), given("cpu", rng)
     with server():
@@ -135,7 +135,7 @@ def test_those_functions_are_there_and_process_weights() -> None:
     assert hasattr(DefaultModelLoader, updates.POST_PROCESS[0])
 
 
-@only_new
+@only_announced
 @pytest.mark.parametrize("name", ONE_SCALE)
 def test_an_announced_update_is_right(name: str, rng: torch.Generator) -> None:
     """begin_weight_update, requests that write, end_weight_update."""
@@ -212,7 +212,7 @@ def count_makes(module: FusedMoE, monkeypatch: pytest.MonkeyPatch) -> list[None]
 def test_packed_weights_are_not_packed_again(
     device: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.5.23's end_weight_update processes every layer, also those that the update did not write."""
+    """end_weight_update processes every layer, also those that the update did not write."""
     with server():
         module = packed_layer(device, rng, monkeypatch)
         x_and_topk = given(device, rng)
@@ -246,7 +246,7 @@ def test_part_of_packed_weights_is_refused(device: str, rng: torch.Generator, mo
         assert same_bits(forward(module, *x_and_topk), forward(fresh, *x_and_topk))
 
 
-@only_new
+@only_announced
 def test_layers_on_copies_refuse_updates_by_name(rng: torch.Generator) -> None:
     """SGLang asks for the reason before it writes anything."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error

@@ -131,9 +131,7 @@ def sglang() -> Iterator[Finding]:
         yield Finding("sglang", f"not installed{f'; {asked} asks for it' if setting else ''}", broken=bool(setting))
         return
     version = oxmoe.sglang.sglang_version()
-    known = " and ".join(oxmoe.sglang.ADAPTERS)
-    served = "served" if version in oxmoe.sglang.ADAPTERS else f"not served; served are {known}"
-    yield Finding("sglang", f"{version}, {served}{_incomplete('sglang')}")
+    yield Finding("sglang", f"{version}, {_served(version)}{_incomplete('sglang')}")
     if not setting:
         yield Finding("taken over", f"nothing: {oxmoe.sglang.SETTING} is empty")
         return
@@ -150,6 +148,20 @@ def sglang() -> Iterator[Finding]:
         yield Finding("taken over", f"nothing, {asked}: {type(error).__name__}: {error}", broken=True)
     for swap in oxmoe.sglang.active():
         yield Finding("taken over", f"{swap.name}: {swap.effect}")
+
+
+def _served(version: str) -> str:
+    capabilities = oxmoe.sglang.capabilities
+    try:
+        if not capabilities.is_new(version):
+            return "not served; served are " + capabilities.RANGE if capabilities.is_old(version) else "served"
+    except ValueError as error:
+        return f"not served: {error}"
+    tested = f"newer than {capabilities.LAST}, the newest that oxmoe is tested with"
+    lacking = capabilities.missing(tuple(capabilities.NEEDS))
+    if not lacking:
+        return f"{tested}; all that oxmoe takes over is there"
+    return f"{tested}, and has not {'; '.join(lacking)}"
 
 
 def entry_points() -> Iterator[Finding]:

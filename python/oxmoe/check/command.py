@@ -12,8 +12,9 @@ import sys
 from oxmoe.check.checkpoint import Unreadable, read
 from oxmoe.check.layers import HOPPER, Kind, Report, Server, judge
 from oxmoe.command import MOST_TOKENS, whole
+from oxmoe.sglang import capabilities
 
-_NEWEST = "0.5.23"
+_NEWEST = capabilities.LAST
 _ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 _KINDS = {"dense": "dense layers", "moe": "MoE layers", "shared": "shared experts", "draft": "draft (MTP) layers"}
 

@@ -1,7 +1,8 @@
 """SGLang's plugin: takes over what OXMOE_SGLANG names through SGLang's own registration points, and patches nothing.
 
 SGLang calls `plugin` in each of its processes (entry point group `sglang.srt.plugins`) and `platform.activate` while it
-is imported (`sglang.srt.platforms`); one module per SGLang version does the rest.
+is imported (`sglang.srt.platforms`). An adapter does the rest: `cores`, or `fused_functions` where SGLang takes no MoE
+runner under a name of others.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import multiprocessing
 from dataclasses import dataclass
 
 from oxmoe.hopper import untried
-from oxmoe.sglang import setting
+from oxmoe.sglang import capabilities, setting
 from oxmoe.sglang.dispatch import Dispatch, dispatch_dtype
 from oxmoe.sglang.setting import SETTING
 
 __all__ = [
-    "ADAPTERS",
     "SETTING",
     "Dispatch",
     "Swap",
     "active",
+    "adapter_name",
     "dispatch_dtype",
     "install",
     "plugin",
@@ -30,10 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-# SGLang version -> its module, whose SWAPS maps a swap's part to the function that registers it and says what is taken
-# over, and for which formats.
-ADAPTERS = {"0.5.12.post1": "oxmoe.sglang.v0_5_12_post1", "0.5.23": "oxmoe.sglang.v0_5_23"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,12 @@ def sglang_version() -> str:
     return importlib.metadata.version("sglang").partition("+")[0]
 
 
+def adapter_name() -> str:
+    """The module for the installed SGLang. Its SWAPS maps a swap's part to the function that registers it and says what
+    is taken over, and for which formats."""
+    return "oxmoe.sglang.cores" if capabilities.has_cores() else "oxmoe.sglang.fused_functions"
+
+
 def install() -> None:
     """Registers what OXMOE_SGLANG asks for. Does nothing when it is empty, and nothing twice.
 
@@ -79,13 +83,19 @@ def install() -> None:
     missing = [name for name in names if name not in _active]
     if not missing:
         return
-    adapter = importlib.import_module(ADAPTERS[version])
+    adapter = importlib.import_module(adapter_name())
     for name in missing:
         try:
             effect = adapter.SWAPS[name]()
         except Exception as error:
             raise RuntimeError(f"{SETTING}={setting.text()}: {name} in SGLang {version}: {error}") from error
         _active[name] = Swap(name, version, effect)
+    if capabilities.is_new(version) and multiprocessing.parent_process() is None:
+        logger.warning(
+            "oxmoe: SGLang %s is newer than %s, the newest that oxmoe is tested with; all that it takes over is there",
+            version,
+            capabilities.LAST,
+        )
     layers = importlib.import_module("oxmoe.sglang.layers")
     layers.watch(swaps, adapter, _model)
 

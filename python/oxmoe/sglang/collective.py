@@ -14,26 +14,12 @@ import torch
 from torch import Tensor
 
 from oxmoe.allreduce import AllReduceFusionPattern, allreduce_fusion, create_allreduce_fusion_workspace
+from oxmoe.sglang import capabilities
 
 if TYPE_CHECKING:
     from oxmoe.allreduce import AllReduceFusionWorkspace
 
 logger = logging.getLogger(__name__)
-
-FUSED = "flashinfer_allreduce_residual_rmsnorm"
-PLAIN = "flashinfer_allreduce"
-
-# SGLang's schemas, word for word: its callers and its own fake kernels rely on them.
-_FUSED_SCHEMA = (
-    f"{FUSED}(Tensor(a0!) input_tensor, Tensor(a1!) residual, Tensor(a2!) weight, float eps=1e-06, "
-    "SymInt max_token_num=2048, bool? use_oneshot=None, bool trigger_completion_at_end=False, "
-    "bool fp32_acc={fp32_acc}, bool use_attn_tp_group=True) -> (Tensor, Tensor)"
-)
-_PLAIN_SCHEMA = f"{PLAIN}(Tensor tensor, str group_name) -> Tensor"
-SCHEMAS = {
-    "0.5.12.post1": {FUSED: _FUSED_SCHEMA.format(fp32_acc=False)},
-    "0.5.23": {FUSED: _FUSED_SCHEMA.format(fp32_acc=True), PLAIN: _PLAIN_SCHEMA},
-}
 
 # A library's operators live as long as it does.
 _libraries: list[torch.library.Library] = []
@@ -44,9 +30,9 @@ _outgrown: list[AllReduceFusionWorkspace] = []
 _spans_hosts: dict[str, bool] = {}
 
 
-def define(version: str) -> None:
-    """Defines this SGLang version's operators, once. RuntimeError where SGLang has defined one already."""
-    for name, schema in SCHEMAS[version].items():
+def define() -> None:
+    """Defines the operators of the installed SGLang, once. RuntimeError where SGLang has defined one already."""
+    for name, schema in capabilities.schemas().items():
         if name in _defined:
             continue
         if hasattr(torch.ops.sglang, name):
@@ -57,7 +43,7 @@ def define(version: str) -> None:
             )
         library = torch.library.Library("sglang", "FRAGMENT")
         library.define(schema)
-        kernel, fake = (_fused, _fake_fused) if name == FUSED else (_plain, _fake_plain)
+        kernel, fake = (_fused, _fake_fused) if name == capabilities.FUSED else (_plain, _fake_plain)
         library.impl(name, kernel, "CUDA")
         library.impl(name, kernel, "CPU")
         torch.library.register_fake(f"sglang::{name}", fake, lib=library)
@@ -70,16 +56,27 @@ def defined() -> tuple[str, ...]:
     return tuple(sorted(_defined))
 
 
+def install() -> str:
+    """Sees that the operators are ours, which `oxmoe.sglang.platform` has defined; says what is taken over."""
+    define()
+    operators = "operator" if len(_defined) == 1 else "operators"
+    return f"{operators} {', '.join(defined())}: bf16, f16 and fp32; called with {capabilities.fusion_flag()}"
+
+
 def group_of(use_attn_tp_group: bool) -> Any:
     """SGLang's GroupCoordinator behind the flag: that of attention, or the one that experts are summed over."""
     from sglang.srt.layers import flashinfer_comm_fusion as fusion
 
     if hasattr(fusion, "resolve_fusion_group"):
         return fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)[2]
-    # 0.5.12.post1 has no such function: the choice of its ensure_workspace_initialized.
+    # Older releases have no such function: the choice of their ensure_workspace_initialized.
     if use_attn_tp_group:
         return fusion.get_attn_tp_group()
-    return fusion.get_moe_ep_group() if fusion.get_moe_expert_parallel_world_size() > 1 else fusion.get_moe_tp_group()
+    if hasattr(fusion, "get_moe_expert_parallel_world_size"):
+        expert_ranks = fusion.get_moe_expert_parallel_world_size()
+    else:
+        expert_ranks = fusion.get_parallel().moe_ep_size
+    return fusion.get_moe_ep_group() if expert_ranks > 1 else fusion.get_moe_tp_group()
 
 
 def host() -> tuple[str, str]:
@@ -156,7 +153,7 @@ def _fused(
     fp32_acc: bool = True,
     use_attn_tp_group: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(norm, residual) of the sum over the group's ranks. Never declines: 0.5.12.post1 would then sum nothing.
+    """(norm, residual) of the sum over the group's ranks. Never declines: older releases would then sum nothing.
 
     Sums are fp32 with any fp32_acc; input_tensor, residual and weight stay as they are.
     """

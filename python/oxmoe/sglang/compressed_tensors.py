@@ -19,8 +19,9 @@ from oxmoe.sglang import formats
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
 
-# 0.5.12.post1 has NVFP4 layers, of linear ones too, for Blackwell alone.
+# Older releases have NVFP4 layers, of linear ones too, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
+KINDS = "fp8 and NVFP4" if _WEIGHT_ONLY_NVFP4 else "fp8"
 SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" + (
     ", and NVFP4 on Hopper" if _WEIGHT_ONLY_NVFP4 else ""
 )

@@ -20,8 +20,9 @@ _COMBINE_INPUTS = {
     MASKED: ("deepep", "DeepEPLLCombineInput"),
 }
 _BF16 = (
-    "send them as bf16 (0.5.23: --deepep-dispatcher-output-dtype bf16; 0.5.12.post1: SGLANG_DEEPEP_BF16_DISPATCH=1, in "
-    "normal mode with --moe-runner-backend deep_gemm; nixl: SGLANG_NIXL_EP_BF16_DISPATCH=1)"
+    "send them as bf16 (--deepep-dispatcher-output-dtype bf16; in a release without that flag "
+    "SGLANG_DEEPEP_BF16_DISPATCH=1, in normal mode with --moe-runner-backend deep_gemm; nixl: "
+    "SGLANG_NIXL_EP_BF16_DISPATCH=1)"
 )
 
 
@@ -101,7 +102,7 @@ def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:
         dispatch_dtype(a2a_backend, weights=weights_format, mode=mode, version=version).dtype
         for mode in modes(a2a_backend)
     }
-    # The key of 0.5.23, and that of 0.5.12.post1.
+    # The key of newer releases, and that of older ones.
     layer.dispatcher.set_quant_config({"dispatcher_output_dtype": dtype, "bf16_dispatch": dtype == "bf16"})
 
 

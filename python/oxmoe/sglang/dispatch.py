@@ -1,6 +1,6 @@
 """Which layout and activation dtype SGLang's all-to-all backends must bring to which MoE runner. Imports nothing of it.
 
-docs/sglang.md has the same as a table; tests compare it with what both SGLang versions' dispatchers send.
+docs/sglang.md has the same as a table; tests compare it with what SGLang's dispatchers send.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from oxmoe.sglang import setting
+from oxmoe.sglang import capabilities
 
 __all__ = ["MASKED", "STANDARD", "TOKENS", "Dispatch", "dispatch_dtype", "modes"]
 
@@ -35,7 +35,14 @@ _LAYOUTS: dict[str, dict[str, str]] = {
     "pplx": {"low_latency": MASKED},
 }
 _ALWAYS = {"mooncake": "fp8"}
-_ONLY_NEW = {"pplx", "deepep_v2", "flashinfer_megamoe", "ascend_tp"}
+# The release that a name came with, where it is not the first that is served: also of all-to-alls and runners below.
+_SINCE = {
+    "ascend_tp": "0.5.16",
+    "humming": "0.5.16",
+    "pplx": "0.5.17",
+    "deepep_v2": "0.5.19",
+    "flashinfer_megamoe": "0.5.20",
+}
 # Backends whose tokens meet no runner that oxmoe could stand for.
 _UNSERVED = {
     "flashinfer": "its dispatcher keeps its tokens in flashinfer's workspace, in a format of its own",
@@ -62,12 +69,17 @@ _RUNNERS: dict[str, dict[str, str | dict[str, str]]] = {
     "cutlass": {"w4afp8": {"normal": "bf16", "low_latency": "fp8"}},
     "humming": {weights: "bf16" for weights in ("bf16", "fp8_block", "mxfp4", "nvfp4")},
 }
-_NEW_RUNNERS = {"humming"}
+# From the first of these releases until the second SGLang sent W4AFP8's tokens as bf16 in both modes.
+_W4AFP8_AS_BF16 = ("0.5.13", "0.5.16")
 _MODES = {"flashinfer_cutedsl": "low_latency"}  # of runners that take one alone
 _CALLS = {STANDARD: "oxmoe.moe", TOKENS: "oxmoe.moe", MASKED: "oxmoe.moe_masked"}
 # By which DeepEP is told a dtype, and those of fp8 alone, which give int32 scales whatever the dtype is.
 _SENT = {"bf16": {"use_fp8": False}, "fp8": {"use_fp8": True}, "nvfp4": {"use_fp8": False, "use_nvfp4": True}}
 _OF_FP8 = ("round_scale", "use_ue8m0")
+
+
+def _has(version: str, name: str) -> bool:
+    return name not in _SINCE or capabilities.order(version) >= capabilities.order(_SINCE[name])
 
 
 def modes(a2a_backend: str) -> tuple[str | None, ...]:
@@ -93,7 +105,7 @@ def dispatch_dtype(
     mode: str | None = None,
     nvfp4: bool = False,
     options: Mapping[str, Any] | None = None,
-    version: str = "0.5.23",
+    version: str = capabilities.LAST,
 ) -> Dispatch:
     """How tokens must reach a MoE runner: layout, dtype, oxmoe's call for them, and DeepEP's options.
 
@@ -108,10 +120,10 @@ def dispatch_dtype(
     ValueError for names that the SGLang version has not, or that do not go together; NotImplementedError for an
     all-to-all that oxmoe does not serve.
     """
-    if version not in setting.SWAPS:
-        raise ValueError(f"version: expected {' or '.join(setting.SWAPS)}, got {version!r}")
-    new, weights = version == "0.5.23", weights.replace("-", "_")
-    known = [name for name in (*_LAYOUTS, *_UNSERVED) if new or name not in _ONLY_NEW]
+    if capabilities.is_old(version):
+        raise ValueError(f"version: expected {capabilities.RANGE} or newer, got {version!r}")
+    weights = weights.replace("-", "_")
+    known = [name for name in (*_LAYOUTS, *_UNSERVED) if _has(version, name)]
     if a2a_backend not in known:
         raise ValueError(f"a2a_backend: SGLang {version} has {', '.join(known)}; got {a2a_backend!r}")
     if a2a_backend in _UNSERVED:
@@ -122,7 +134,7 @@ def dispatch_dtype(
     if layout == STANDARD:
         dtype = "bf16"  # Every runner of SGLang's quantises for itself.
     else:
-        runners = [name for name in _RUNNERS if new or name not in _NEW_RUNNERS]
+        runners = [name for name in _RUNNERS if _has(version, name)]
         if runner_backend not in runners:
             raise ValueError(
                 f"runner_backend: {where} brings tokens to {', '.join(runners)} alone; got {runner_backend!r}"
@@ -134,6 +146,9 @@ def dispatch_dtype(
             raise ValueError(f"mode: {runner_backend} takes {_MODES[runner_backend]!r} alone, got {mode!r}")
         found = formats[weights]
         dtype = found if isinstance(found, str) else found[mode]
+        first, after = map(capabilities.order, _W4AFP8_AS_BF16)
+        if weights == "w4afp8" and first <= capabilities.order(version) < after:
+            dtype = "bf16"
     if nvfp4:
         if weights != "nvfp4" or (a2a_backend, layout) != ("deepep", MASKED):
             raise ValueError(f"nvfp4: only of nvfp4 weights behind deepep (low_latency), got {weights} behind {where}")

@@ -1,4 +1,4 @@
-"""SGLang's experts on oxmoe's kernels: what its layers hand over, in both of its versions.
+"""SGLang's experts on oxmoe's kernels: what its layers hand over, in all releases that are served.
 
 Imports nothing of SGLang: its types are told apart by name, so that no module of it is loaded for a format that a
 server does not use.
@@ -44,8 +44,8 @@ class _Kind:
 class Handover:
     """What SGLang does with a layer besides what its MoeRunnerConfig says.
 
-    Before 0.5.23 the layer's loader, top-k and dispatcher follow the server's --moe-runner-backend, whichever method
-    the layer has.
+    Where not `capabilities.layer_decides()`, the layer's loader, top-k and dispatcher follow the server's
+    --moe-runner-backend, whichever method the layer has.
     """
 
     up_first: bool = False  # the loader puts rows of w13 as [up; gate]
@@ -162,10 +162,15 @@ def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: boo
         info.swiglu_alpha,
         info.swiglu_beta,
         info.swiglu_limit,
-        tp_rank=config.moe_tp_rank,
-        activation_type="SwigluStep" if info.use_swiglu_step else "Swiglu",
+        tp_rank=_placed(info, config, "moe_tp_rank"),
+        activation_type="SwigluStep" if getattr(info, "use_swiglu_step", False) else "Swiglu",
         hidden_size=None if columns == padded else columns,
     )
+
+
+def _placed(info: Any, config: Any, name: str) -> int:
+    """Where a rank's experts are: the configuration says it, or in older releases this quant_info."""
+    return int(getattr(info if hasattr(info, name) else config, name))
 
 
 def _memory(*tensors: Any) -> list[Any]:
@@ -173,6 +178,15 @@ def _memory(*tensors: Any) -> list[Any]:
     return [getattr(getattr(tensor, "storage", None), "data", tensor) for tensor in tensors]
 
 
+# From 0.5.13 on; named FlashInferMxfp4CutlassMoeQuantInfo before 0.5.15, and with its rank's place before 0.5.22.
+_CUTLASS_MXFP4 = _Kind(
+    frozenset({"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"})
+    | {"swiglu_alpha", "swiglu_beta", "swiglu_limit", "use_swiglu_step", "padded_hidden"}
+    | {"moe_tp_size", "moe_tp_rank", "moe_ep_size", "moe_ep_rank"},
+    lambda info: [info.w13_weight, info.w2_weight, info.w13_weight_scale, info.w2_weight_scale],
+    _flashinfer_mxfp4,
+    global_ids=True,
+)
 _KINDS = {
     "TritonMoeQuantInfo": _Kind(
         frozenset({"w13_weight", "w2_weight", "b13", "b2", "fuse_swiglu_interleaved"})
@@ -194,13 +208,8 @@ _KINDS = {
         _with_scales,
         _deep_gemm,
     ),
-    "FlashInferCutlassMxfp4MoeQuantInfo": _Kind(
-        frozenset({"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"})
-        | {"swiglu_alpha", "swiglu_beta", "swiglu_limit", "use_swiglu_step", "padded_hidden"},
-        lambda info: [info.w13_weight, info.w2_weight, info.w13_weight_scale, info.w2_weight_scale],
-        _flashinfer_mxfp4,
-        global_ids=True,
-    ),
+    "FlashInferCutlassMxfp4MoeQuantInfo": _CUTLASS_MXFP4,
+    "FlashInferMxfp4CutlassMoeQuantInfo": _CUTLASS_MXFP4,
 }
 
 
@@ -276,7 +285,7 @@ class Experts:
             if x.shape[0] == 0:
                 return x
             # Such layers' factor is in their top-k weights.
-            ranks = {"ep_size": config.moe_ep_size, "ep_rank": config.moe_ep_rank}
+            ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
             return moe(x, weights, **routing(topk_output, config.layer_id), **ranks, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
 

@@ -144,7 +144,7 @@ def _say(what: str) -> None:
 
 
 class Copies(nn.Module):
-    """Tells SGLang 0.5.23 that this layer runs on copies of its weights, which an update would not reach.
+    """Tells newer releases of SGLang that this layer runs on copies of its weights, which an update would not reach.
 
     SGLang asks every module of a model for this reason before it updates weights, and refuses the update with it.
     """
@@ -164,8 +164,8 @@ _DRAFT = (
 _MEND = {
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
     "or weight_block_size [128, 128]",
-    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and in SGLang "
-    "0.5.23 on Hopper of NVFP4; serve others without moe",
+    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and on Hopper, "
+    "where SGLang can load them there, of NVFP4; serve others without moe",
     "ModelOptNvFp4FusedMoEMethod": "serve this model without moe (SGLang keeps ModelOpt's checkpoints; NVFP4 of "
     "compressed-tensors is served)",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.fused_experts import check_config
-from oxmoe.sglang import deepep, eplb, formats, sglang_version
+from oxmoe.sglang import capabilities, deepep, eplb, formats, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
@@ -35,9 +35,19 @@ class NeedsBfloat16:
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)  # type: ignore[misc]
 
 
+def refuse_transposed(layer: Any) -> None:
+    """NotImplementedError where SGLang's loader would transpose the weights of this layer on their way in."""
+    if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
+        raise NotImplementedError(
+            "oxmoe: with --moe-runner-backend triton_kernel this SGLang loads the weights of every layer transposed; "
+            "the quantization oxmoe needs another --moe-runner-backend (for bf16 layers without --quantization oxmoe, "
+            "OXMOE_SGLANG=moe takes that backend over)"
+        )
+
+
 def handover(layer: Any, method: Any) -> Handover:
     """What SGLang did and will do with this layer; NotImplementedError for what cannot be followed."""
-    # From 0.5.23 on this flag is False for our runner and for methods without one.
+    # Where the layer decides, this flag is False for our runner and for methods without one.
     by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
     if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
         raise NotImplementedError(
@@ -124,6 +134,7 @@ class MadeAtLoad:
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
     handover = Handover()
+    layer_loads = True  # whether weights come through the layer's loader, or its model writes the parameters itself
     _updates: Updates | None = None
     _made_of: dict[str, int] | None = None
     _broken: str | None = None
@@ -141,6 +152,8 @@ class MadeAtLoad:
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        if self.layer_loads:
+            refuse_transposed(layer)
         check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
@@ -148,7 +161,7 @@ class MadeAtLoad:
         raise NotImplementedError
 
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
-        """0.5.23 calls it before it updates weights and will process them afterwards.
+        """Newer releases call it before they update weights and will process them afterwards.
 
         Nothing is unpacked: packed parameters are written whole, or the update is refused where it ends.
         """
@@ -203,5 +216,5 @@ class MadeAtLoad:
         return run_dispatched(dispatch_output, self.weights, self.moe_runner_config, self.handover)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
         return None

@@ -11,11 +11,10 @@ from oxmoe.sglang import setting, sglang_version
 def activate() -> None:
     """Defines the operators that OXMOE_SGLANG asks for; returns None, which to SGLang is "not this platform"."""
     try:
-        version = sglang_version()
-        requested = setting.read(version)
+        requested = setting.read(sglang_version())
     except (RuntimeError, ValueError):
         return  # `plugin` says it, where it ends the process
     if any(swap.name == "allreduce" for swap in requested):
         from oxmoe.sglang import collective
 
-        collective.define(version)
+        collective.define()

@@ -1,5 +1,5 @@
-"""SGLang's quantization "oxmoe", in both of its versions: MoE layers on oxmoe, all others as they are, but MXFP8 linear
-layers where SGLang has no kernel.
+"""SGLang's quantization "oxmoe": MoE layers on oxmoe, all others as they are, but MXFP8 linear layers where SGLang has
+no kernel.
 
 `--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
 MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8 or NVFP4 layers, get it by themselves. None
@@ -26,7 +26,7 @@ from oxmoe.fused_experts import check_config
 from oxmoe.sglang import compressed_tensors, deepep, formats, linear
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, refuse_transposed
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -35,7 +35,7 @@ SCALE_OF_ONE = 127  # E8M0
 
 
 def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts) -> Any:
-    """A layer's tokens through its MoeRunner, or where SGLang has none for us (0.5.12.post1) directly."""
+    """A layer's tokens through its MoeRunner, or where SGLang has none for us directly."""
     if hasattr(runner, "run"):
         return runner.run(dispatch_output, quant_info)
     return deepep.combine_input(dispatch_output, experts.run(dispatch_output, quant_info, runner.config))
@@ -57,6 +57,7 @@ class ThroughRunner:
     get_triton_quant_info: Any
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+        refuse_transposed(layer)
         check_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
@@ -72,7 +73,7 @@ class ThroughRunner:
         return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """0.5.23 asks; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
         return getattr(self.runner, "runner_backend", None)
 
 
@@ -84,15 +85,6 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
         # Rows of w13 are [gate; up] here whatever the server's --moe-runner-backend is.
         self.use_flashinfer_cutlass = False
         self.experts = Experts()
-
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-        if self.make_runner is DirectRunner and getattr(layer, "use_triton_kernels", False):
-            # This SGLang's loader follows the server's backend: it would transpose weights on their way in.
-            raise NotImplementedError(
-                "--quantization oxmoe needs another --moe-runner-backend than triton_kernel; without it, that backend "
-                "is taken over by OXMOE_SGLANG=moe too"
-            )
-        super().create_moe_runner(layer, moe_runner_config)
 
 
 class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
@@ -158,6 +150,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
 
     of = "MXFP4"
     hidden = 0
+    layer_loads = False
 
     def create_weights(
         self,

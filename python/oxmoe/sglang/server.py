@@ -8,11 +8,11 @@ from typing import Any
 
 
 def read(of_context: Callable[[Any], Any], of_arguments: Callable[[Any], Any]) -> Any:
-    """One argument, of SGLang's runtime context or in older releases of its global arguments; None without a server."""
+    """What SGLang's runtime context says, or in older releases its global arguments; None without a server."""
     try:
         return of_context(importlib.import_module("sglang.srt.runtime_context"))
     except (AttributeError, ImportError, LookupError, RuntimeError, ValueError):
-        pass  # there is none before 0.5.17
+        pass  # older releases have none, or less in it
     try:
         return of_arguments(importlib.import_module("sglang.srt.server_args").get_global_server_args())
     except (AttributeError, RuntimeError, ValueError):
@@ -40,3 +40,18 @@ def speculates() -> bool:
         lambda context: context.get_spec().speculative_algorithm, lambda arguments: arguments.speculative_algorithm
     )
     return algorithm is not None
+
+
+def fuses_allreduce() -> bool | None:
+    """Whether it fuses its all-reduce; None where there is nothing to reduce, or no server."""
+
+    def of_context(context: Any) -> tuple[int, bool]:
+        backend = context.get_exec().comm.flashinfer_allreduce_fusion_backend
+        return context.get_server_args().tp_size, backend is not None
+
+    def of_arguments(arguments: Any) -> tuple[int, bool]:
+        backend = getattr(arguments, "flashinfer_allreduce_fusion_backend", None)
+        return arguments.tp_size, backend is not None or arguments.enable_flashinfer_allreduce_fusion
+
+    found = read(of_context, of_arguments)
+    return None if found is None or found[0] == 1 else bool(found[1])

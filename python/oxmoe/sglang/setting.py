@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-SETTING = "OXMOE_SGLANG"
+from oxmoe.sglang import capabilities
 
-# What each SGLang version can have: a swap, and its parts ("moe=part+part"; the swap alone means all of them).
-SWAPS: dict[str, dict[str, tuple[str, ...]]] = {
-    "0.5.12.post1": {"moe": ("oxmoe", "triton_kernel", "deep_gemm"), "allreduce": ()},
-    "0.5.23": {"moe": ("oxmoe", "triton_kernel", "deep_gemm", "flashinfer_mxfp4"), "allreduce": ()},
-}
+SETTING = "OXMOE_SGLANG"
 
 
 @dataclass(frozen=True)
@@ -33,18 +30,22 @@ def text() -> str:
 def read(version: str) -> tuple[Requested, ...]:
     """The swaps that the setting asks for, in order; none where it is empty (the default).
 
-    ValueError says what is wrong with a setting and what this SGLang version can have; RuntimeError, which versions
-    are served, where this one is not.
+    ValueError says what is wrong with a setting and what this SGLang version can have; RuntimeError, why a release is
+    not served: it is older than those that are, or a newer one that lacks what the swaps need.
     """
     items = [item.strip() for item in text().split(",") if item.strip()]
     if not items:
         return ()
-    if version not in SWAPS:
+    try:
+        old = capabilities.is_old(version)
+    except ValueError as error:
+        raise RuntimeError(f"{SETTING}={text()}: {error}. Install one of them, or unset {SETTING}") from error
+    if old:
         raise RuntimeError(
-            f"{SETTING}={text()}: SGLang {version} is not served; served are {' and '.join(SWAPS)}. Install one of "
+            f"{SETTING}={text()}: SGLang {version} is not served; served are {capabilities.RANGE}. Install one of "
             f"them, or unset {SETTING}"
         )
-    known = SWAPS[version]
+    known = capabilities.swaps()
     requested: dict[str, Requested] = {}
     for item in items:
         name, equals, listed = (part.strip() for part in item.partition("="))
@@ -57,9 +58,22 @@ def read(version: str) -> tuple[Requested, ...]:
         if wrong:
             raise ValueError(f"{SETTING}: {name} has no part {', '.join(map(repr, wrong))}; {_choices(version)}")
         requested[name] = Requested(name, parts)
+    if capabilities.is_new(version):
+        _refuse_changed(version, requested.values())
     return tuple(requested.values())
 
 
+def _refuse_changed(version: str, requested: Iterable[Requested]) -> None:
+    """RuntimeError for a newer release that lacks what the swaps need."""
+    lacking = capabilities.missing(tuple(name for swap in requested for name in (swap.name, *swap.parts)))
+    if lacking:
+        raise RuntimeError(
+            f"{SETTING}={text()}: SGLang {version} is newer than {capabilities.LAST}, the newest that oxmoe is tested "
+            f"with, and has not what oxmoe takes over there: {'; '.join(lacking)}. Install a newer oxmoe or SGLang "
+            f"{capabilities.RANGE}, or unset {SETTING}"
+        )
+
+
 def _choices(version: str) -> str:
-    choices = [f"{name}[={'+'.join(parts)}]" if parts else name for name, parts in SWAPS[version].items()]
+    choices = [f"{name}[={'+'.join(parts)}]" if parts else name for name, parts in capabilities.swaps().items()]
     return f"SGLang {version} can have: {', '.join(choices)}"

@@ -27,7 +27,7 @@ def output_like(x: Tensor) -> Tensor | None:
     wanted = importlib.import_module("sglang.srt.layers.dp_attention").is_allocation_symmetric()
     if not wanted:
         return None
-    # 0.5.12.post1 has no such context.
+    # Older releases have no such context, or none with groups.
     parallel = getattr(sys.modules.get("sglang.srt.runtime_context"), "get_parallel", None)
     group = parallel().tp_group if parallel else importlib.import_module("sglang.srt.distributed").get_tp_group()
     if group.world_size == 1:

@@ -23,7 +23,7 @@ POST_PROCESS = ("load_weights_and_postprocess", "update_weights_from_ipc")
 def post_processing_follows() -> bool:
     """Whether a thread of this process is inside a function of SGLang that processes weights when it has loaded them.
 
-    Every thread counts: some models write experts from a pool of threads. 0.5.12.post1 has no other sign of it.
+    Every thread counts: some models write experts from a pool of threads. Older releases have no other sign of it.
     """
     return any(_post_processes(frame) for last in _threads() for frame in _frames(last))
 
@@ -97,9 +97,9 @@ class Updates:
                     raise RuntimeError(
                         f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: {what} experts were prepared at load, and "
                         "this weight update does not prepare them again, so nothing of this layer was written. Use "
-                        "update_weights_from_disk or _from_ipc, or in SGLang 0.5.23 begin_weight_update before and "
-                        "end_weight_update after the update; experts of bf16, f16, and fp8 with 128 x 128 blocks take "
-                        "every update"
+                        "update_weights_from_disk or _from_ipc, or where this SGLang has them begin_weight_update "
+                        "before and end_weight_update after the update; experts of bf16, f16, and fp8 with 128 x 128 "
+                        "blocks take every update"
                     )
                 self.announced = True
                 self._forget()

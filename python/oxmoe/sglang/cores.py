@@ -1,4 +1,5 @@
-"""SGLang 0.5.23: MoE runner cores under the name "oxmoe" and under names of its own, and the quantization "oxmoe".
+"""In SGLang with `register_moe_runner_core`: MoE runner cores under the name "oxmoe" and under names of its own, and
+the quantization "oxmoe".
 
 SGLang's own method for unquantised layers takes its Triton runner even with `--moe-runner-backend oxmoe`, so a layer
 gets ours through its quantization method: `--quantization oxmoe`, or
@@ -15,13 +16,13 @@ from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, FusedOp
 from sglang.srt.layers.moe.token_dispatcher.base import DispatchOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackendLike, get_moe_a2a_backend, resolve_moe_runner_backend
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-from sglang.srt.runtime_context import get_exec, get_server_args
 from sglang.srt.server_args import add_moe_runner_backend_choices, add_quantization_method_choices
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import collective, deepep, quantization
+from oxmoe.sglang import capabilities, collective, compressed_tensors, deepep, quantization
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import NAME, OxmoeMxfp4Config, OxmoeMxfp4MoEMethod
+from oxmoe.sglang.server import fuses_allreduce as allreduce_fusion
 
 __all__ = [
     "OxmoeConfig",
@@ -31,10 +32,10 @@ __all__ = [
     "OxmoeMxfp4MoEMethod",
     "OxmoeRunnerCore",
     "OxmoeUnquantizedFusedMoEMethod",
+    "allreduce_fusion",
 ]
 
-VERSION = "0.5.23"
-FUSION_FLAG = "--flashinfer-allreduce-fusion-backend auto"
+FUSION_FLAG = capabilities.fusion_flag()
 
 
 class OxmoeRunnerCore(DispatchMoeRunnerCore):
@@ -119,8 +120,8 @@ def install_oxmoe() -> str:
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
     return (
-        f"MoE runner and quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8 and NVFP4, "
-        f"and bf16 and f16 ones with --quantization {NAME}"
+        f"MoE runner and quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of "
+        f"{compressed_tensors.KINDS}, and bf16 and f16 ones with --quantization {NAME}"
     )
 
 
@@ -140,25 +141,10 @@ def _override(name: str, formats: str) -> Callable[[], str]:
     return install
 
 
-def allreduce_fusion() -> bool | None:
-    """Whether the server fuses its all-reduce; None where there is nothing to reduce, or no server."""
-    try:
-        server_args, fusion = get_server_args(), get_exec().comm.flashinfer_allreduce_fusion_backend
-    except (AttributeError, LookupError, RuntimeError, ValueError):
-        return None
-    return None if server_args.tp_size == 1 else fusion is not None
-
-
-def install_allreduce() -> str:
-    """Sees that the operators are ours; `oxmoe.sglang.platform` has defined them."""
-    collective.define(VERSION)
-    return f"operators {', '.join(collective.defined())}: bf16, f16 and fp32; called with {FUSION_FLAG}"
-
-
 SWAPS = {
     "moe=oxmoe": install_oxmoe,
     "moe=triton_kernel": _override("triton_kernel", "bf16 (weights copied) and MXFP4 experts (packed copies)"),
     "moe=deep_gemm": _override("deep_gemm", "bf16, f16 and fp8 experts without biases"),
     "moe=flashinfer_mxfp4": _override("flashinfer_mxfp4", "MXFP4 experts on Hopper (packed copies)"),
-    "allreduce": install_allreduce,
+    "allreduce": collective.install,
 }

@@ -1,6 +1,6 @@
-"""SGLang 0.5.12.post1: fused functions in its free places, and the quantization "oxmoe".
+"""In SGLang without `register_moe_runner_core`: fused functions in its free places, and the quantization "oxmoe".
 
-This version takes no runner under a name of ours: `initialize_moe_config` knows those of its enum only.
+Such a release takes no runner under a name of ours: `initialize_moe_config` knows those of its enum only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeQuantInfo, register_fused_func
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-from sglang.srt.server_args import add_quantization_method_choices, get_global_server_args
+from sglang.srt.server_args import add_quantization_method_choices
 
-from oxmoe.sglang import collective, deepep
+from oxmoe.sglang import capabilities, collective, deepep
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import (
     NAME,
@@ -25,6 +25,7 @@ from oxmoe.sglang.quantization import (
     OxmoeMxfp4MoEMethod,
     OxmoeUnquantizedFusedMoEMethod,
 )
+from oxmoe.sglang.server import fuses_allreduce as allreduce_fusion
 
 __all__ = [
     "OxmoeConfig",
@@ -33,11 +34,11 @@ __all__ = [
     "OxmoeMxfp4Config",
     "OxmoeMxfp4MoEMethod",
     "OxmoeUnquantizedFusedMoEMethod",
+    "allreduce_fusion",
     "fused_experts",
 ]
 
-VERSION = "0.5.12.post1"
-FUSION_FLAG = "--enable-flashinfer-allreduce-fusion"
+FUSION_FLAG = capabilities.fusion_flag()
 
 # A fused function is called with its layer's configuration, an object of its own in each layer.
 _layers: dict[int, tuple[weakref.ref[MoeRunnerConfig], Experts]] = {}
@@ -48,6 +49,8 @@ def experts_of(config: MoeRunnerConfig) -> Experts:
     known = _layers.get(id(config))
     if known is not None and known[0]() is config:
         return known[1]
+    # Not every release refuses it for fused functions, and a combine would wait for ever.
+    deepep.refuse_overlap()
     key = id(config)
     experts = Experts()
 
@@ -76,7 +79,7 @@ def install_oxmoe() -> str:
     add_quantization_method_choices([NAME])
     return (
         f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8, and bf16 and f16 ones "
-        f"with Engine(quantization={NAME!r})"
+        f"with --quantization {NAME}"
     )
 
 
@@ -92,26 +95,11 @@ def _fused(name: str, formats: str, a2a_backends: tuple[str, ...] = ("none",)) -
     return install
 
 
-def allreduce_fusion() -> bool | None:
-    """Whether the server fuses its all-reduce; None where there is nothing to reduce, or no server."""
-    try:
-        server_args = get_global_server_args()
-    except ValueError:
-        return None
-    return None if server_args.tp_size == 1 else bool(server_args.enable_flashinfer_allreduce_fusion)
-
-
-def install_allreduce() -> str:
-    """Sees that the operator is ours; `oxmoe.sglang.platform` has defined it."""
-    collective.define(VERSION)
-    return f"operator {', '.join(collective.defined())}: bf16, f16 and fp32; called with {FUSION_FLAG}"
-
-
 SWAPS = {
     "moe=oxmoe": install_oxmoe,
     "moe=triton_kernel": _fused("triton_kernel", "bf16 (weights copied) and MXFP4 experts (packed copies)"),
     "moe=deep_gemm": _fused(
         "deep_gemm", "bf16, f16 and fp8 experts without biases", ("none", "deepep", "mooncake", "nixl")
     ),
-    "allreduce": install_allreduce,
+    "allreduce": collective.install,
 }
