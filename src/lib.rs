@@ -34,7 +34,7 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::device_info;
     #[pymodule_export]
-    use crate::moe::explain::{explain, workspace_bytes};
+    use crate::moe::explain::{explain, shape_workspace_bytes, workspace_bytes};
     #[pymodule_export]
     use crate::moe::masked::{masked_workspace_bytes, moe_contiguous, moe_masked};
     #[pymodule_export]

@@ -404,7 +404,7 @@ def test_groups_are_explicit() -> None:
         ("exchange: group was given too", {"group": object(), "exchange": list}),
         ("exchange: expected a function", {"exchange": 3, "world_size": 2, "rank": 0}),
         ("comm_backend: expected", {"comm_backend": 3, "world_size": 2, "rank": 0}),
-        ("backend: expected", {"backend": "mnnvl", "world_size": 1, "rank": 0}),
+        ("backend: expected", {"backend": "nccl", "world_size": 1, "rank": 0}),
         ("deadline: expected", {"deadline": 0, "world_size": 1, "rank": 0}),
     ):
         kind, text = raised(lambda a=arguments: make(**{**shape, **a}))  # type: ignore[misc]
@@ -413,6 +413,8 @@ def test_groups_are_explicit() -> None:
         kind, text = raised(lambda n=name: make(world_size=1, rank=0, **{**shape, n: None}))  # type: ignore[misc]
         assert kind == "ValueError" and text.startswith(f"{name}: is needed")
     assert raised(lambda: make(world_size=1, rank=0, **{**shape, "dtype": torch.int32}))[0] == "ValueError"
+    kind, text = raised(lambda: make("mnnvl", world_size=1, rank=0, **shape))
+    assert kind == "NotImplementedError" and text.startswith('backend: "mnnvl" sums through NVLink multicast')
 
 
 def test_sizes() -> None:

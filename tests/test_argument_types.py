@@ -147,6 +147,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         _oxmoe.workspace_bytes,
         lambda: {"weights": bf16_experts(), "num_tokens": T, "top_k": K},
     ),
+    "shape_workspace_bytes": (
+        _oxmoe.shape_workspace_bytes,
+        lambda: (
+            {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": H, "num_tokens": T}
+            | {"format": "bf16", "gated": True}
+        ),
+    ),
     "masked_workspace_bytes": (
         _oxmoe.masked_workspace_bytes,
         lambda: {"weights": bf16_experts(), "num_rows": T},

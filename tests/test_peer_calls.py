@@ -354,12 +354,16 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"use_w4_group_scaling": False}, "no kernel for use_w4_group_scaling=False; served"),
-        ({"input_sf": torch.ones(1), "min_latency_mode": True}, "no kernel for input_sf, min_latency_mode; served"),
+        ({"use_w4_group_scaling": False}, "no kernel for fc1_expert_weights of uint8 with 2 quant_scales; served"),
+        (
+            {"enable_alltoall": True, "min_latency_mode": True},
+            "no kernel for enable_alltoall, min_latency_mode; served",
+        ),
+        ({"input_sf": torch.ones(1)}, "no kernel for input of bfloat16 with input_sf and mxfp4 weights; served"),
         ({"use_wfp4afp8_humming": True}, "no kernel for use_wfp4afp8_humming"),
-        ({"output_dtype": torch.float16}, "output_dtype torch.float16 of torch.bfloat16 input"),
+        ({"output_dtype": torch.float16}, "output_dtype: no kernel for float16 of bfloat16 input; expected bfloat16"),
         ({"activation_type": 4}, "activation_type: no kernel for 4; served"),
-        ({"activation_type": SimpleNamespace(name="Geglu")}, "no kernel for 'Geglu'"),
+        ({"activation_type": SimpleNamespace(name="Situ")}, "no kernel for 'Situ'"),
     ],
     ids=str,
 )

@@ -69,6 +69,8 @@ def test_defaults_are_flashinfers() -> None:
         "activation_type": 3,
         "swizzled_input_sf": True,
         "use_fused_finalize": True,
+        **dict.fromkeys(("profile_ids", "workspace_buffer", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")),
+        "backend": "cutlass",
     }
     assert defaults == expected
 

@@ -13,7 +13,12 @@ from oxmoe.allreduce import (
     create_allreduce_fusion_workspace,
 )
 from oxmoe.cutedsl_moe import CuteDslMoEWrapper
-from oxmoe.cutlass_moe import cutlass_fused_moe, fused_experts_flashinfer_mxfp4, prepare_cutlass_fused_moe
+from oxmoe.cutlass_moe import (
+    cutlass_fused_moe,
+    cutlass_fused_moe_workspace_size,
+    fused_experts_flashinfer_mxfp4,
+    prepare_cutlass_fused_moe,
+)
 from oxmoe.dispatch import moe, sort_by_expert, topk
 from oxmoe.fused_experts import fused_experts
 from oxmoe.masked import masked_workspace_bytes, moe_contiguous, moe_masked
@@ -21,6 +26,11 @@ from oxmoe.mxfp8 import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear,
 from oxmoe.packed_topk import pack_topk, unpack_topk
 from oxmoe.routing import ExptData, GatherIndx, RaggedTensorMetadata, RoutingData, ScatterIndx, routing
 from oxmoe.triton_kernels_moe import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
+from oxmoe.trtllm_allreduce import (
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+)
 from oxmoe.trtllm_moe import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
@@ -59,6 +69,7 @@ __all__ = [
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
     "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "device_info",
     "explain",
     "fused_experts",
@@ -80,6 +91,9 @@ __all__ = [
     "sort_by_expert",
     "topk",
     "triton_kernel_fused_experts_with_bias",
+    "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
     "unpack_topk",

@@ -821,6 +821,23 @@ def quantize_rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     x: bf16 [..., K], on CPU, or on sm_90 with K a multiple of 8.
     """
 
+def shape_workspace_bytes(
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_tokens: int,
+    *,
+    format: str = "bf16",
+    gated: bool = True,
+) -> int:
+    """Bytes of workspace that `moe` needs for up to num_tokens tokens of a layer of this shape, whose weights need not
+    be there: workspace_bytes of them. `oxmoe.cutlass_fused_moe_workspace_size`.
+
+    num_experts: of this rank.
+    format: as ExpertWeights.format.
+    """
+
 def explain(
     num_experts: int,
     top_k: int,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.exchange import FunctionLink, GroupLink, Link, PeerLost
+from oxmoe.exchange import FunctionLink, Link, PeerLost, group_link
 from oxmoe.peer_memory import share
 
 if TYPE_CHECKING:
@@ -327,13 +327,15 @@ def create_allreduce_fusion_workspace(
 ) -> AllReduceFusionWorkspace:
     """A workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. Collective.
 
-    The group is explicit: `group`, a torch ProcessGroup with a CPU backend (world_size and rank may be left out), or
-    `exchange`, a function that every rank calls with its bytes and that returns all ranks' in rank order (world_size
-    and rank must be given), or `comm_backend` with flashinfer's `allgather`. There is no default group: a subgroup
-    that meets on WORLD waits for ranks that never come. Nobody outside the group is spoken to.
+    The group is explicit: `group`, a torch ProcessGroup (world_size and rank may be left out), which exchanges through
+    its CPU backend, or where it has none (NCCL alone) through the store that its ranks met at; or `exchange`, a
+    function that every rank calls with its bytes and that returns all ranks' in rank order (world_size and rank must be
+    given); or `comm_backend` with flashinfer's `allgather`, Get_size and Get_rank. There is no default group: a
+    subgroup that meets on WORLD waits for ranks that never come. Nobody outside the group is spoken to.
 
-    backend: "auto" or "oxmoe"; gpus_per_node is not needed. deadline: seconds that a call may wait. All ranks must
-    make the same calls in the same order; a group may have several workspaces if their calls are in the same order too.
+    backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl". gpus_per_node is
+    not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
+    may have several workspaces if their calls are in the same order too.
     device: "cuda" (torch's current one), "cuda:<n>" or a torch.device: memory on that GPU, which all ranks map, for
     CUDA tensors; 1, 2, 4 or 8 ranks on one host. "cpu": none. By default the current GPU if it and the group are
     served.
@@ -348,8 +350,13 @@ def create_allreduce_fusion_workspace(
         for argument, given, own in (("world_size", world_size, link.size), ("rank", rank, link.rank)):
             if given is not None and given != own:
                 raise ValueError(f"{argument}: expected {own} (of the group), got {given}")
-        if backend not in ("auto", "oxmoe"):
-            raise ValueError(f'backend: expected "auto" or "oxmoe", got {backend!r}')
+        if backend == "mnnvl":
+            raise NotImplementedError(
+                'backend: "mnnvl" sums through NVLink multicast, for which oxmoe has no kernels; served are "auto", '
+                '"oxmoe" and "trtllm"'
+            )
+        if backend not in ("auto", "oxmoe", "trtllm"):
+            raise ValueError(f'backend: expected "auto", "oxmoe" or "trtllm", got {backend!r}')
         missing = [
             name
             for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("dtype", dtype))
@@ -454,8 +461,12 @@ def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, 
             raise ValueError(
                 "comm_backend: expected an object with allgather(bytes), got " + type(comm_backend).__name__
             )
+        if world_size is None and callable(getattr(comm_backend, "Get_size", None)):
+            world_size = comm_backend.Get_size()
+        if rank is None and callable(getattr(comm_backend, "Get_rank", None)):
+            rank = comm_backend.Get_rank()
     if group is not None:
-        return GroupLink(group)
+        return group_link(group)
     if world_size is None or rank is None:
         raise ValueError("world_size: is needed with rank where no group is given; there is no default group")
     if not 0 <= rank < world_size:

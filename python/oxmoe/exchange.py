@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,19 +52,51 @@ class Link(Protocol):
         """Drops buffers."""
 
 
+def group_link(group: Any) -> Link:
+    """Of a torch ProcessGroup: by its CPU backend, else by the store that its ranks met at."""
+    import torch
+    from torch.distributed import ProcessGroup, distributed_c10d
+
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"group: expected a torch ProcessGroup that this process is in, got {group!r}")
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError as error:
+        of = getattr(distributed_c10d, "_get_process_group_store", None)
+        if of is None:
+            raise ValueError("group: has no backend for CPU tensors; pass one made with backend gloo") from error
+        return FunctionLink(StoreExchange(of(group), group.size(), group.rank()), group.size(), group.rank())
+    return GroupLink(group)
+
+
+class StoreExchange:
+    """An all-gather of bytes through a torch Store, which every group has, whatever its backend.
+
+    Several on one store are numbered, so that none reads another's keys; ranks make them in the same order.
+    """
+
+    def __init__(self, store: Any, size: int, rank: int) -> None:
+        self._store, self._size, self._rank = store, size, rank
+        self._number = int(store.add(f"oxmoe/links/{rank}", 1))
+        self._round = 0
+
+    def __call__(self, data: bytes) -> list[bytes]:
+        self._round += 1
+        keys = [f"oxmoe/{self._number}/{self._round}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], data)
+        gathered = [bytes(self._store.get(key)) for key in keys]
+        # Everybody is in this round, so everybody has read the one before.
+        if self._round > 1:
+            self._store.delete_key(f"oxmoe/{self._number}/{self._round - 1}/{self._rank}")
+        return gathered
+
+
 class GroupLink:
     """Sends and receives of a ProcessGroup, so that a wait knows its peer, and nobody but the group is involved."""
 
     def __init__(self, group: Any) -> None:
         import torch
-        from torch.distributed import ProcessGroup
 
-        if not isinstance(group, ProcessGroup):
-            raise ValueError(f"group: expected a torch ProcessGroup that this process is in, got {group!r}")
-        try:
-            group._get_backend(torch.device("cpu"))
-        except RuntimeError as error:
-            raise ValueError("group: has no backend for CPU tensors; pass one made with backend gloo") from error
         self.size, self.rank = group.size(), group.rank()
         self._torch = torch
         self._group = group
@@ -176,14 +209,20 @@ class FunctionLink:
 
     def _gather(self, data: bytes, end: float) -> list[bytes]:
         results: list[Any] = []
+        torch = sys.modules.get("torch")
+        # A thread begins with GPU 0 as its current one, which a function of NCCL's would take.
+        current = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 
         def call() -> None:
             try:
+                if current is not None and threading.current_thread() is not caller:
+                    torch.cuda.set_device(current)  # type: ignore[union-attr]
                 # One more than are needed, of what may have no end.
                 results.append(list(itertools.islice(self._exchange(data), self.size + 1)))
             except BaseException as error:
                 results.append(error)
 
+        caller = threading.current_thread()
         if self.size == 1:
             call()
         else:

@@ -5,7 +5,7 @@ use super::weights::{ExpertWeights, LayerDesc};
 use super::MAX_TOP_K;
 use crate::contract;
 use crate::device::{gpu, Arch, Device};
-use crate::error::guard;
+use crate::error::{guard, Result};
 use crate::quant;
 use pyo3::prelude::*;
 
@@ -19,6 +19,62 @@ pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_
         let layer = weights.get().desc();
         super::require_countable("num_tokens", layer, num_tokens, top_k)?;
         Ok(plan::workspace(layer, num_tokens, top_k).bytes)
+    })
+}
+
+#[doc = crate::help!("shape_workspace_bytes")]
+#[pyfunction(crate = "crate::python")]
+#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true))]
+pub fn shape_workspace_bytes(
+    num_experts: i64,
+    top_k: i64,
+    hidden_size: i64,
+    intermediate_size: i64,
+    num_tokens: i64,
+    format: &str,
+    gated: bool,
+) -> PyResult<usize> {
+    guard(|| {
+        let layer = described((num_experts, top_k, hidden_size, intermediate_size), num_tokens, format, gated)?;
+        super::require_countable("num_tokens", &layer, num_tokens, top_k)?;
+        Ok(plan::workspace(&layer, num_tokens, top_k).bytes)
+    })
+}
+
+/// The layer of these sizes; an error for those that no layer has.
+fn described(
+    (num_experts, top_k, hidden_size, intermediate_size): (i64, i64, i64, i64),
+    num_tokens: i64,
+    format: &str,
+    gated: bool,
+) -> Result<LayerDesc> {
+    let spec = quant::by_name(format).ok_or_else(|| quant::unknown(format))?;
+    let sizes = [
+        ("num_experts", num_experts, 4096),
+        ("top_k", top_k, MAX_TOP_K),
+        ("hidden_size", hidden_size, 1 << 24),
+        ("intermediate_size", intermediate_size, 1 << 24),
+    ];
+    for (name, got, most) in sizes {
+        if !(1..=most).contains(&got) {
+            contract!("{name}: expected 1 to {most}, got {got}");
+        }
+    }
+    for (name, got) in [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)] {
+        if got % spec.block != 0 {
+            contract!("{name}: expected a multiple of {} for format {format:?}, got {got}", spec.block);
+        }
+    }
+    if !(0..=1 << 24).contains(&num_tokens) {
+        contract!("num_tokens: expected 0 to 2^24, got {num_tokens}");
+    }
+    Ok(LayerDesc {
+        experts: num_experts,
+        hidden: hidden_size,
+        intermediate: intermediate_size,
+        gated,
+        dtype: spec.compute,
+        format: spec.format,
     })
 }
 
@@ -37,34 +93,10 @@ pub fn explain(
     arch: Option<&str>,
 ) -> PyResult<String> {
     guard(|| {
-        let spec = quant::by_name(format).ok_or_else(|| quant::unknown(format))?;
-        let sizes = [
-            ("num_experts", num_experts, 4096),
-            ("top_k", top_k, MAX_TOP_K.min(num_experts)),
-            ("hidden_size", hidden_size, 1 << 24),
-            ("intermediate_size", intermediate_size, 1 << 24),
-        ];
-        for (name, got, most) in sizes {
-            if !(1..=most).contains(&got) {
-                contract!("{name}: expected 1 to {most}, got {got}");
-            }
+        let layer = described((num_experts, top_k, hidden_size, intermediate_size), num_tokens, format, gated)?;
+        if top_k > num_experts {
+            contract!("top_k: expected 1 to {num_experts}, got {top_k}");
         }
-        for (name, got) in [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)] {
-            if got % spec.block != 0 {
-                contract!("{name}: expected a multiple of {} for format {format:?}, got {got}", spec.block);
-            }
-        }
-        if !(0..=1 << 24).contains(&num_tokens) {
-            contract!("num_tokens: expected 0 to 2^24, got {num_tokens}");
-        }
-        let layer = LayerDesc {
-            experts: num_experts,
-            hidden: hidden_size,
-            intermediate: intermediate_size,
-            gated,
-            dtype: spec.compute,
-            format: spec.format,
-        };
         let desc = MoeDesc {
             layer,
             tokens: num_tokens,
