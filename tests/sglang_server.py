@@ -112,6 +112,22 @@ def server(backend: str = "auto", *, a2a: str = "none", overlap: bool = False, *
         yield
 
 
+@contextmanager
+def argument(place: str, name: str, value: Any) -> Iterator[None]:
+    """An argument of the server, in its place of the runtime context ("exec.moe"); older releases have it elsewhere."""
+    top, _, rest = place.partition(".")
+    if sources.function("srt.runtime_context", f"get_{top}"):
+        bag = getattr(importlib.import_module("sglang.srt.runtime_context"), f"get_{top}")()
+        with (getattr(bag, rest) if rest else bag).override(**{name: value}):
+            yield
+        return
+    from sglang.srt.server_args import get_global_server_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_global_server_args(), name, value)
+        yield
+
+
 def operands(
     shape: Shape,
     tokens: int,
@@ -206,6 +222,7 @@ __all__ = [
     "MoeRunner",
     "MoeRunnerBackend",
     "MoeRunnerConfig",
+    "argument",
     "attributes",
     "fused_moe",
     "installed",

@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-from sglang_server import ADAPTER, NEW, SHAPE, VERSION, FusedMoE, fused_moe, installed, operands, server
+from sglang_server import ADAPTER, SHAPE, VERSION, FusedMoE, argument, fused_moe, installed, operands, server
 
 
 @pytest.fixture(autouse=True)
@@ -104,20 +104,10 @@ def test_layers_of_sglangs_own_methods(rng: torch.Generator, caplog: pytest.LogC
             run(layer, rng)
 
 
-def test_torch_compile_with_sglangs_own_method_stops_the_load(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_compile_with_sglangs_own_method_stops_the_load(rng: torch.Generator) -> None:
     with ExitStack() as stack:
         stack.enter_context(server("deep_gemm"))
-        if NEW:
-            from sglang.srt.runtime_context import get_exec
-
-            graph: Any = get_exec().graph
-            stack.enter_context(graph.override(enable_torch_compile=True))
-        else:
-            from sglang.srt.server_args import get_global_server_args
-
-            monkeypatch.setattr(get_global_server_args(), "enable_torch_compile", True)
+        stack.enter_context(argument("exec.graph", "enable_torch_compile", True))
         assert oxmoe_server.compiles()
         with pytest.raises(RuntimeError, match=r"with --enable-torch-compile SGLang runs a single token .*oxmoe"):
             model(1, rng, quantized=False)

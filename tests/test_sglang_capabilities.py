@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import oxmoe.sglang
 from oxmoe import doctor
@@ -91,6 +92,17 @@ def test_capabilities_are_sglangs() -> None:
     layers = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     assert capabilities.has_cores() is hasattr(runners, "register_moe_runner_core")
     assert capabilities.layer_decides() is hasattr(layers.FusedMoE, "_set_runner_flags")
+
+
+def test_schemas_are_sglangs() -> None:
+    """What is made of the sources is what SGLang has made of its functions in this process."""
+    for module in ("srt.layers.flashinfer_comm_fusion", "srt.distributed.parallel_state"):
+        importlib.import_module(f"sglang.{module}")
+    found = {name: str(getattr(torch.ops.sglang, name).default._schema) for name in capabilities.schemas()}
+    # Parsed, as 1e-06 is written in another way.
+    ours = {name: torch._C.parse_schema(f"sglang::{schema}") for name, schema in capabilities.schemas().items()}
+    assert found == {name: str(schema) for name, schema in ours.items()}
+    assert (capabilities.PLAIN in found) is hasattr(torch.ops.sglang, capabilities.PLAIN)
 
 
 def test_nothing_is_imported() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import oxmoe
-from oxmoe.sglang import layers, setting, sources
+from oxmoe.sglang import layers, setting
 from oxmoe.sglang import server as oxmoe_server
 from oxmoe.testing import same_bits
 
@@ -20,7 +20,7 @@ from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, speculative_moe_backend_context
 
-from sglang_server import ADAPTER, SHAPE, VERSION, fused_moe, installed, operands, server
+from sglang_server import ADAPTER, SHAPE, VERSION, argument, fused_moe, installed, operands, server
 
 
 @contextmanager
@@ -31,14 +31,7 @@ def speculating(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     with ExitStack() as stack:
         stack.callback(layers.unwatch)
         stack.enter_context(server())
-        if sources.function("srt.runtime_context", "get_spec"):
-            from sglang.srt.runtime_context import get_spec
-
-            stack.enter_context(get_spec().override(speculative_algorithm="EAGLE"))
-        else:
-            from sglang.srt.server_args import get_global_server_args
-
-            monkeypatch.setattr(get_global_server_args(), "speculative_algorithm", "EAGLE")
+        stack.enter_context(argument("spec", "speculative_algorithm", "EAGLE"))
         if hasattr(utils, "SPECULATIVE_MOE_RUNNER_BACKEND"):
             monkeypatch.setattr(utils, "SPECULATIVE_MOE_RUNNER_BACKEND", MoeRunnerBackend(backend))
         else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import Shape, make_layer, make_routing, make_x
-from oxmoe.sglang import layers, setting, sources
+from oxmoe.sglang import layers, setting
 from oxmoe.sglang import server as oxmoe_server
 from oxmoe.testing import same_bits
 
@@ -22,7 +22,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 from sglang.srt.layers.quantization import get_quantization_config
 
-from sglang_server import ADAPTER, NEW, VERSION, FusedMoE, fused_moe, installed, server
+from sglang_server import ADAPTER, NEW, VERSION, FusedMoE, argument, fused_moe, installed, server
 from test_sglang_compressed import only_nvfp4
 
 SHAPE = Shape("eplb", 4, 2, 256, 128)
@@ -63,19 +63,8 @@ def _installed() -> None:
 @contextmanager
 def balanced() -> Iterator[None]:
     """The server of `server` with --enable-eplb."""
-    if sources.function("srt.runtime_context", "get_exec"):
-        from sglang.srt.runtime_context import get_exec
-
-        with get_exec().moe.override(enable_eplb=True):
-            yield
-        return
-    from sglang.srt.server_args import get_global_server_args
-
-    get_global_server_args().enable_eplb = True
-    try:
+    with argument("exec.moe", "enable_eplb", True):
         yield
-    finally:
-        get_global_server_args().enable_eplb = False
 
 
 def fill(parameter: Tensor, name: str, rng: torch.Generator) -> None:
