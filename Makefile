@@ -93,7 +93,7 @@ rust-test: python-names ## Rust tests
 python-test: install sglangs ## Python tests that need no GPU, SGLang's with several of its releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
 	for folder in $(wordlist 2,99,$(OLD_FOLDERS)); do PYTHONPATH=$$folder $(PYTEST) $(RELEASE_TESTS) || exit; done
-	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py tests/test_flashinfer_names.py
 	$(SERVER_TESTS)
 	$(PYTEST)
 
