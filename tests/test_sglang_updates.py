@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oxmoe.sglang import capabilities, layers, loading, updates
-from oxmoe.testing import same_bits
-
 pytest.importorskip("sglang")
 
 from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -19,6 +16,8 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from cases import make_routing
 from mxfp8_cases import make_mxfp8
+from oxmoe.sglang import capabilities, layers, loading, updates
+from oxmoe.testing import same_bits
 from sglang_server import SHAPE as BF16_SHAPE
 from sglang_server import FusedMoE, fused_moe, installed, server
 from sglang_server import operands as bf16_operands

@@ -7,7 +7,9 @@ is not. docs/sglang_releases.md says how a release is added. Imports nothing of 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import typing
 from typing import Any
 
 from oxmoe.sglang import sources
@@ -122,21 +124,75 @@ def _decorator(function: sources.Function) -> ast.Call | None:
 
 def _schema(function: sources.Function) -> str:
     """As SGLang makes it: of the function's signature, by torch."""
-    import typing
-
     import torch
 
     decorator = _decorator(function)
     assert decorator is not None
     named = {keyword.arg: keyword.value for keyword in decorator.keywords}
-    mutated = ast.literal_eval(named["mutates_args"]) if "mutates_args" in named else ()
-    result = ast.unparse(function.returns) if function.returns else "None"
-    scope: dict[str, Any] = {name: getattr(typing, name) for name in typing.__all__} | {"torch": torch}
+
+    def prototype() -> None: ...
+
     try:
-        exec(f"def {function.name}({ast.unparse(function.args)}) -> {result}: ...", scope)
-        return function.name + torch.library.infer_schema(scope[function.name], mutates_args=mutated)
-    except (AttributeError, NameError, ValueError) as error:
+        mutated = ast.literal_eval(named["mutates_args"]) if "mutates_args" in named else ()
+        prototype.__signature__ = _signature(function)  # type: ignore[attr-defined]
+        return function.name + torch.library.infer_schema(prototype, mutates_args=mutated)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"the signature of SGLang's {function.name} is not understood: {error}") from error
+
+
+def _signature(function: sources.Function) -> inspect.Signature:
+    """Without running anything of SGLang's: annotations are looked up, defaults are literals."""
+    of, kinds = function.args, inspect.Parameter
+    if of.vararg or of.kwarg or of.posonlyargs:
+        raise ValueError(f"it takes {ast.unparse(of)}")
+    required = [None] * (len(of.args) - len(of.defaults))
+    parameters = [
+        *((kinds.POSITIONAL_OR_KEYWORD, *pair) for pair in zip(of.args, [*required, *of.defaults], strict=True)),
+        *((kinds.KEYWORD_ONLY, *pair) for pair in zip(of.kwonlyargs, of.kw_defaults, strict=True)),
+    ]
+    return inspect.Signature(
+        [
+            kinds(
+                argument.arg,
+                kind,
+                default=kinds.empty if default is None else _literal(default),
+                annotation=_type(argument.annotation),
+            )
+            for kind, argument, default in parameters
+        ],
+        return_annotation=_type(function.returns),
+    )
+
+
+def _literal(default: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(default)
+    except ValueError as error:
+        raise ValueError(f"it has the default {ast.unparse(default)}") from error
+
+
+def _type(annotation: ast.expr | None) -> Any:
+    """What an annotation names: of torch, of typing, or a builtin type."""
+    import torch
+
+    match annotation:
+        case None | ast.Constant(value=None):
+            return None
+        case ast.Name(id="torch"):
+            return torch
+        case ast.Name(id=name) if name in typing.__all__:
+            return getattr(typing, name)
+        case ast.Name(id=name):
+            return {of.__name__: of for of in (bool, int, float, str, list, tuple)}[name]
+        case ast.Attribute(value=value, attr=name):
+            return getattr(_type(value), name)
+        case ast.Tuple(elts=parts):
+            return tuple(_type(part) for part in parts)
+        case ast.Subscript(value=value, slice=part):
+            return _type(value)[_type(part)]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return typing.Union[_type(left), _type(right)]  # noqa: UP007
+    raise ValueError(f"it has the annotation {ast.unparse(annotation)}")
 
 
 # What a release must have
