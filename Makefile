@@ -92,7 +92,7 @@ rust-test: python-names ## Rust tests
 
 python-test: install sglangs ## Python tests that need no GPU, SGLang's with several of its releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
-	for folder in $(wordlist 2,99,$(OLD_FOLDERS)); do PYTHONPATH=$$folder $(PYTEST) $(RELEASE_TESTS) || exit; done
+	printf '%s\n' $(wordlist 2,99,$(OLD_FOLDERS)) | xargs -P $(JOBS) -I{} env PYTHONPATH={} $(PYTEST) -n 0 $(RELEASE_TESTS)
 	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py tests/test_flashinfer_names.py
 	$(SERVER_TESTS)
 	$(PYTEST)

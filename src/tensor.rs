@@ -382,7 +382,7 @@ impl<'py> Borrowed<'py> {
         if view.numel() == 0 {
             return Ok(());
         }
-        let memory = storage::Memory::of_tensor(object)?;
+        let Some(memory) = storage::Memory::of_tensor(object)? else { return Ok(()) };
         if memory.address == 0 {
             contract!("{operand}: has no data (a fake or meta tensor, or one whose storage was freed)");
         }

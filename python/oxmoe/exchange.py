@@ -209,14 +209,14 @@ class FunctionLink:
 
     def _gather(self, data: bytes, end: float) -> list[bytes]:
         results: list[Any] = []
-        torch = sys.modules.get("torch")
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
         # A thread begins with GPU 0 as its current one, which a function of NCCL's would take.
-        current = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+        current = cuda.current_device() if cuda is not None and cuda.is_initialized() else None
 
         def call() -> None:
             try:
                 if current is not None and threading.current_thread() is not caller:
-                    torch.cuda.set_device(current)  # type: ignore[union-attr]
+                    cuda.set_device(current)
                 # One more than are needed, of what may have no end.
                 results.append(list(itertools.islice(self._exchange(data), self.size + 1)))
             except BaseException as error:

@@ -19,24 +19,23 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Of a torch tensor's storage. Without memory, as a fake tensor's is, the address is 0.
-    pub fn of_tensor(tensor: &Bound<'_, PyAny>) -> Result<Memory> {
+    /// Of a torch tensor's storage; None where it has none that can be asked. Without memory, as a fake tensor's is, the address is 0.
+    pub fn of_tensor(tensor: &Bound<'_, PyAny>) -> Result<Option<Memory>> {
         static PLACES: PyOnceLock<Option<[usize; 2]>> = PyOnceLock::new();
         let py = tensor.py();
-        if let (Some([tensor_word, storage_word]), Some(places)) =
-            (*PLACES.get_or_try_init(py, || find_storage(py))?, storage_fields(py)?)
-        {
+        // What cannot be looked at leaves doubt.
+        let words = *PLACES.get_or_init(py, || find_storage(py).unwrap_or_default());
+        if let (Some([tensor_word, storage_word]), Some(places)) = (words, storage_fields(py)) {
             let storage = word(word(tensor.as_ptr() as usize, tensor_word), storage_word);
             if storage != 0 {
-                return Ok(Fields::at(storage, places).read());
+                return Ok(Some(Fields::at(storage, places).read()));
             }
         }
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"));
+        let Some(method) = tensor.getattr_opt(intern!(py, "untyped_storage"))? else { return Ok(None) };
+        let storage = method.call0();
         // What has no memory raises or says 0.
-        Ok(storage
-            .map_err(Into::into)
-            .and_then(|storage| Memory::of(&storage))
-            .unwrap_or(Memory { address: 0, bytes: 0 }))
+        let memory = storage.map_err(Into::into).and_then(|storage| Memory::of(&storage));
+        Ok(Some(memory.unwrap_or(Memory { address: 0, bytes: 0 })))
     }
 
     /// Of a storage, as torch says it.
@@ -60,7 +59,7 @@ pub(super) struct Fields {
 
 impl Fields {
     pub fn of(storage: &Bound<'_, PyAny>) -> Result<Option<Fields>> {
-        let Some(places) = storage_fields(storage.py())? else { return Ok(None) };
+        let Some(places) = storage_fields(storage.py()) else { return Ok(None) };
         Ok(Some(Fields::at(implementation(storage)?, places)))
     }
 
@@ -95,9 +94,9 @@ fn only<const N: usize>(matches: [bool; N]) -> Option<usize> {
 
 /// Which words of a storage are its address and its size: those that follow both through four sizes. An allocator's own pointer to the memory
 /// stands behind the address and is the same for most.
-fn storage_fields(py: Python<'_>) -> Result<Option<[usize; 2]>> {
+fn storage_fields(py: Python<'_>) -> Option<[usize; 2]> {
     static PLACES: PyOnceLock<Option<[usize; 2]>> = PyOnceLock::new();
-    Ok(*PLACES.get_or_try_init(py, || find_fields(py))?)
+    *PLACES.get_or_init(py, || find_fields(py).unwrap_or_default())
 }
 
 fn find_fields(py: Python<'_>) -> Result<Option<[usize; 2]>> {
