@@ -169,6 +169,8 @@ def _numpy(t: Tensor, rng: random.Random) -> Any:
 
 
 def _freed(t: Tensor, rng: random.Random) -> Any:
+    if t.ndim == 0:
+        return None  # an option's number may be such a tensor, which Python's float() has torch read
     t = t.clone()
     t.untyped_storage().resize_(rng.choice((0, 0, t.nbytes // 2)))
     return t
