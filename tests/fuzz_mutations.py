@@ -169,8 +169,10 @@ def _numpy(t: Tensor, rng: random.Random) -> Any:
 
 
 def _freed(t: Tensor, rng: random.Random) -> Any:
-    if t.ndim == 0:
-        return None  # an option's number may be such a tensor, which Python's float() has torch read
+    # An option's number may be a tensor, which Python's float() has torch read; so may functions that are written in
+    # torch read subclasses, whose storages are theirs.
+    if t.ndim == 0 or type(t) not in (Tensor, torch.nn.Parameter):
+        return None
     t = t.clone()
     t.untyped_storage().resize_(rng.choice((0, 0, t.nbytes // 2)))
     return t

@@ -114,9 +114,13 @@ def draw_dequantize(rng: random.Random, generator: torch.Generator) -> Call:
         operands["dtype"] = rng.choice(("float32", "float16", "bfloat16", torch.float16))
 
     def check(before: Operands, result: Any) -> None:
-        contract(before, codes="R C", scales="R G")
+        codes, scales = before["codes"], before["scales"]
+        lead = "A B D E F".split()[: max(codes.ndim - 1, 0)] if isinstance(codes, Tensor) else ["R"]
+        contract(before, codes=" ".join([*lead, "C"]), scales=" ".join([*lead, "G"]))
         name = str(before.get("dtype") or "float32").rpartition(".")[2]
-        same(result, reference.mxfp4_weights(before["codes"], before["scales"], getattr(torch, name)), "numbers")
+        flat = (part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in (codes, scales))
+        expected = reference.mxfp4_weights(*flat, getattr(torch, name))
+        same(result, expected.view(*codes.shape[:-1], 2 * codes.shape[-1]), "numbers")
 
     return Call("quantize.dequantize", lambda operands: quantize.dequantize(**operands), operands, check)
 
