@@ -75,6 +75,12 @@ def test_a_second_model_is_counted_with_the_first(rng: torch.Generator, caplog: 
     assert caplog.messages[1:] == [f"oxmoe: {count} of {count} MoE layers ran on oxmoe" for count in (2, 3)]
 
 
+def test_layers_outlive_the_watch(rng: torch.Generator) -> None:
+    (layer,) = model(1, rng)
+    layers.unwatch()
+    run(layer, rng)
+
+
 def test_other_ranks_say_nothing(
     rng: torch.Generator, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,8 @@ def expect(module: Any, name: str) -> None:
         # Compiled code has run nothing yet.
         if torch.compiler.is_compiling():
             return
-        if not _known[id(config)].runs:
+        layer = _known.get(id(config))
+        if layer is not None and not layer.runs:
             raise RuntimeError(
                 f"oxmoe: {name} ran without oxmoe: SGLang took a path of its own for it; use --quantization oxmoe, or "
                 "change OXMOE_SGLANG (see docs/sglang.md)"
