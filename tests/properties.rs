@@ -318,7 +318,7 @@ fn packed_mxfp4_comes_back() {
 
 // Numbers
 
-/// Numbers of every binade, and what is none.
+/// Random numbers of every binade, with infinities and NaN among them.
 fn numbers(count: usize) -> impl Strategy<Value = Vec<f32>> {
     vec(prop_oneof![4 => any::<u32>().prop_map(f32::from_bits), 4 => -8.0f32..8.0, 1 => Just(0.0)], count)
 }
@@ -349,10 +349,17 @@ fn narrow_numbers_are_the_nearest() {
     }
 }
 
+/// Replaces what may become infinite when it is rounded to fewer bits: infinities, NaN, and the largest binade, whose largest number
+/// rounds to 2^128.
+fn stay_finite(x: &mut [f32]) {
+    let most = 2.0f32.powi(127);
+    x.iter_mut().filter(|x| !(-most..=most).contains(*x)).for_each(|x| *x = 1.0);
+}
+
 #[test]
 fn quantised_numbers_stay_when_quantised_again() {
     check(numbers(128), |mut x| {
-        x.iter_mut().filter(|x| !x.is_finite()).for_each(|x| *x = 1.0);
+        stay_finite(&mut x);
         for rounding in [mxfp4::Rounding::Up, mxfp4::Rounding::Down] {
             let (mut codes, mut scales) = (vec![0; x.len() / 2], vec![0; x.len() / 32]);
             mxfp4::quantize(&x, rounding, &mut codes, &mut scales);
@@ -365,7 +372,7 @@ fn quantised_numbers_stay_when_quantised_again() {
         }
     });
     check(numbers(32), |mut x| {
-        x.iter_mut().filter(|x| !x.is_finite()).for_each(|x| *x = 1.0);
+        stay_finite(&mut x);
         let quantised = |x: &[f32]| {
             let (scale, codes) = mxfp8::quantize_group(x.try_into().expect("32 numbers"));
             codes.map(|code| mxfp8::value(code, scale))
