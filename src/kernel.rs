@@ -1,6 +1,5 @@
 //! Kernels: loaded once per device, launched here and nowhere else.
 
-use crate::counters;
 use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
@@ -309,9 +308,6 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     let _current = Current::new(gpu)?;
     for variant in variants {
         load(gpu, variant)?;
-    }
-    if variants.iter().any(Variant::counts) {
-        counters::prepare(gpu)?;
     }
     Ok(())
 }

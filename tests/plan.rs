@@ -2,12 +2,12 @@
 
 mod legal;
 
+use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
 use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
-use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
 use _oxmoe::variants::fp8::{Fp8, ORDERED_TOKENS, WIDE_TOKENS};
@@ -78,7 +78,7 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
 }
 
 fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
-    layers().filter(|(layer, _)| layer.require_cuda(device).is_ok())
+    layers().filter(|(layer, _)| plan::require(layer, device).is_ok())
 }
 
 /// A usual GPU of every architecture, and a Hopper GPU without Hopper's kernels.
@@ -294,7 +294,7 @@ fn e4m3_on_other_gpus_is_portable() {
             let [x, hidden] = plan.quantize;
             assert!(x[1].is_some() && hidden[1].is_some(), "{plan:?}");
             let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
-            assert_eq!(odd.require_cuda(&device).is_err(), layer.format.is_fp8());
+            assert_eq!(plan::require(&odd, &device).is_err(), layer.format.is_fp8());
         }
     }
 }

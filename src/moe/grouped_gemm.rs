@@ -1,85 +1,18 @@
-//! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
+//! The two grouped GEMMs of a layer: their parameters and launches.
 
-use super::plan::{fp8_sm90, sm90, Counters, Overlap};
-use super::weights::{Layer, LayerDesc, Matrix};
+use super::layer::Layer;
+use super::plan::{sm90, Counters, Overlap};
+use super::weight_maps::fp8_shape;
 use crate::counters::{self, Counts};
-use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Args, Launch, Stream};
 use crate::params::{
-    Activation, ActivationKind, Dtype, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams,
-    RoutedLayerParams, ScheduleParams, Tile, W13Layout,
+    Activation, ActivationKind, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams,
+    ScheduleParams, Tile,
 };
 use crate::tma::{self, TensorMap};
-use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
+use crate::variants::fp8::Fp8;
 use crate::variants::Variant;
-
-/// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
-/// Empty where a portable kernel serves.
-#[derive(Clone, Debug, Default)]
-pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
-
-impl WeightMaps {
-    fn get(&self, op: &str, row_tiles: u32, consumers: u32) -> Result<&TensorMap> {
-        self.0.iter().find(|m| m.0 == (row_tiles, consumers)).map(|m| &m.1).ok_or_else(|| {
-            Error::Cuda(format!(
-                "{op}: the plan wants tiles of {consumers} x {row_tiles} x 64 rows and no such tensor map was encoded"
-            ))
-        })
-    }
-}
-
-/// Views of w [experts, rows, k] whose boxes are wgmma A tiles: slices of 16 rows, each two halves of 8.
-///
-/// Gated: a slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts of
-/// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
-pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout: W13Layout) -> Result<WeightMaps> {
-    let (experts, rows, k) = (desc.experts as u64, w.rows as u64, w.k as u64);
-    if fp8_sm90::serves(device, desc) {
-        return encode_fp8(w.data, (experts, rows, k), gated);
-    }
-    if desc.format.spec().block != 1 || !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
-        return Ok(WeightMaps::default());
-    }
-    let split = gated && layout != W13Layout::Interleaved;
-    let map = |(row_tiles, consumers): (u32, u32)| -> Result<_> {
-        let slices = 4 * row_tiles * consumers;
-        // Distances in rows: between the rows of a half, between the halves of a slice, between slices; of pairs of row tiles: between
-        // the rows of a half, the tiles of a pair, the halves, the strips of 32 rows, which count on from expert to expert.
-        let dims = match (row_tiles, gated) {
-            (2, _) if split => [(8, 2, 8), (2, 1, 1), (2, rows / 2, 2), ((2 * experts - 1) * rows / 32, 16, 4)],
-            (2, _) => [(8, 4, 8), (2, 2, 1), (2, 1, 2), (experts * rows / 32, 32, 4)],
-            (_, false) => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-            (_, true) if split => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
-            (_, true) => [(8, 2, 8), (2, 1, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-        };
-        Ok(((row_tiles, consumers), tma::encode_16bit(w.data, desc.dtype == Dtype::Bf16, k, &dims)?))
-    };
-    sm90::tile_shapes(w.rows as u32).into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
-}
-
-/// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
-/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
-fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
-    let map = |tile: &Fp8Tile| -> Result<_> {
-        let slices = 4 * tile.consumers;
-        let dims = match gated {
-            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)],
-            true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
-            false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-        };
-        Ok((fp8_shape(tile.kernel(gated)), tma::encode_16bit(data, true, k / 2, &dims)?))
-    };
-    FP8_TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
-}
-
-/// (row tiles, consumers) of a kernel of e4m3.
-fn fp8_shape(kernel: Fp8) -> (u32, u32) {
-    match kernel {
-        Fp8::GroupedGemmFp8Sm90 { consumers, .. } => (1, consumers),
-        _ => (2, 2),
-    }
-}
 
 /// What both GEMMs of a layer are called with beside its weights.
 pub struct Rows {

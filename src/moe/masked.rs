@@ -2,14 +2,16 @@
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
 use super::grouped_gemm::{self, Gemm, Order};
+use super::layer::Layer;
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::rounding::Rounding;
 use super::scratch::Scratch;
-use super::weights::{ExpertWeights, Layer, LayerDesc};
+use super::weights::ExpertWeights;
 use super::{elem, fp8, nvfp4};
 use crate::contract;
 use crate::cpu;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::{Args, Stream};

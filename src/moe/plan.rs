@@ -12,7 +12,7 @@ pub mod routing;
 pub mod sm90;
 mod tiles;
 
-use super::weights::LayerDesc;
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
@@ -281,10 +281,22 @@ impl Kernels {
     }
 }
 
+/// An error where no kernel of this GPU takes the layer.
+pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
+    layer.format.require_cuda()?;
+    if layer.format.is_fp8() {
+        fp8_sm90::require(layer)?;
+    }
+    if layer.format == Format::Mxfp4A8 {
+        mxfp4_sm90::require_e4m3(device, layer)?;
+    }
+    Ok(())
+}
+
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
-        layer.require_cuda(device)?;
+        require(layer, device)?;
         let slots = desc.tokens * desc.top_k;
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let rows = layer.up_rows();
@@ -529,7 +541,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
     );
     if let Some(device) = device {
         if layer.format != Format::F32 {
-            layer.require_cuda(device)?;
+            require(layer, device)?;
         }
         let _ = writeln!(
             text,

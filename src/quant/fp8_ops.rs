@@ -1,7 +1,7 @@
 //! What Python sees of fp8: quantisation of rows, on CPU and CUDA tensors.
 
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape};
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;

@@ -2,8 +2,8 @@
 
 use super::mxfp8;
 use super::nvfp4::ScaleLayout;
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, float_dtype, leading, shape, Pair, E8M0};
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;

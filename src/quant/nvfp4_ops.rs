@@ -1,9 +1,9 @@
 //! What Python sees of the quantisation to NVFP4, on CPU and CUDA tensors.
 
 use super::nvfp4::ScaleLayout;
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, Pair};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;

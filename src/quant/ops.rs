@@ -2,7 +2,6 @@
 
 use super::mxfp4::{self, Float, Rounding};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{guard, Result};
@@ -45,6 +44,17 @@ pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a View) -> Res
     }
     // SAFETY: as above.
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data.cast(), tensor.numel() as usize) })
+}
+
+/// Kernels read and write vectors of 16 bytes.
+pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
+    if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
+        contract!(
+            "{operand}: must start at a multiple of 16 bytes, got address {:p}; pass {operand}.clone()",
+            tensor.data
+        );
+    }
+    Ok(())
 }
 
 pub(super) fn check_aligned<T>(operand: &str, tensor: &View) -> Result<()> {

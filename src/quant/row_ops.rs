@@ -1,8 +1,8 @@
 //! What Python sees of the quantisation of rows to e4m3, on CPU and CUDA tensors.
 
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape, Pair};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::{gpu, Arch};

@@ -2,10 +2,10 @@
 
 use super::tiles::{self, Tile};
 use super::{max_tiles, sm90, GemmDesc, MoeDesc, Overlap};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};

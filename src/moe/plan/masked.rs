@@ -5,10 +5,10 @@ use super::{
     GemmDesc, Kernels, MoeWorkspace, Overlap, MIN_TILE_TOKENS,
 };
 use crate::counters::{Counts, MOST_EXPERTS};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::params::{Dtype, Fp8Scaling, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};
@@ -67,7 +67,7 @@ pub struct MaskedPlan {
 impl MaskedPlan {
     pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
         let MaskedDesc { layer, rows: slots, .. } = desc;
-        layer.require_cuda(device)?;
+        super::require(layer, device)?;
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let up = GemmDesc {
             element,

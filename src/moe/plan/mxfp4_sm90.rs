@@ -2,10 +2,10 @@
 
 use super::tiles::{self, Tile};
 use super::{sm90, GemmDesc, MoeDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
 use crate::variants::{
     Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_FOURS, MXFP4_SM90_TILES,

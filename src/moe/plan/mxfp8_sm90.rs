@@ -2,9 +2,9 @@
 
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
 use crate::variants::mxfp8::{Mxfp8, Mxfp8Tile, MXFP8_TILES};
 use crate::variants::Variant;

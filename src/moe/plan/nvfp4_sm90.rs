@@ -2,9 +2,9 @@
 
 use super::tiles::{self, Tile};
 use super::{mxfp4_sm90, GemmDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
 use crate::variants::nvfp4::{Nvfp4, Nvfp4Tile, NVFP4_FOURS, NVFP4_TILES};
 use crate::variants::Variant;
