@@ -2,17 +2,15 @@
 
 use super::layer::Layer;
 use super::plan::{sm90, Counters, Overlap};
-use super::weight_maps::fp8_shape;
 use crate::counters::{self, Counts};
 use crate::error::{Error, Result};
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Launch, Stream};
 use crate::params::{
     Activation, ActivationKind, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams,
     ScheduleParams, Tile,
 };
 use crate::tma::{self, TensorMap};
-use crate::variants::fp8::Fp8;
-use crate::variants::Variant;
+use crate::variants::Family;
 
 /// What both GEMMs of a layer are called with beside its weights.
 pub struct Rows {
@@ -136,21 +134,16 @@ pub fn launch(
     order: Option<Order>,
 ) -> Result<()> {
     let maps = if which == Gemm::Up { &layer.up_maps } else { &layer.down_maps };
-    match launch.variant {
-        Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
-            stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
-        }
-        Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }) => {
-            // As those below.
-            stream.launch(op, launch, Args::Gemm(&GroupedGemmParams { k: p.k / 2, ..*p }))
-        }
-        Variant::Fp8(kernel) => {
-            let (row_tiles, consumers) = fp8_shape(kernel);
-            // Its kernels count pairs of elements.
-            let (map, gemm) = (maps.get(op, row_tiles, consumers)?, GroupedGemmParams { k: p.k / 2, ..*p });
-            let Fp8::GroupedGemmFp8OrderedSm90 { .. } = kernel else {
-                return stream.launch(op, launch, Args::GemmSm90(map, &gemm));
-            };
+    let map = || {
+        let (row_tiles, consumers) = launch.variant.map_shape();
+        maps.get(op, row_tiles, consumers)
+    };
+    // Kernels of e4m3 count pairs of elements.
+    let pairs = GroupedGemmParams { k: p.k / 2, ..*p };
+    match launch.variant.family {
+        Family::GroupedGemmSm90 => stream.launch(op, launch, (map()?, p)),
+        Family::GroupedGemmFp8Portable => stream.launch(op, launch, &pairs),
+        Family::GroupedGemmFp8OrderedSm90 => {
             let Some(order) = order else {
                 return Err(Error::Unsupported(format!("{op}: rows in no order with a kernel for rows in order")));
             };
@@ -158,15 +151,18 @@ pub fn launch(
             let tokens = tma::encode_rows_e4m3(p.x, order.rows as u64, p.k as u64)?;
             let (x, out) = (order.x_scales, order.out_scales);
             let p = OrderedGemmParams {
-                gemm,
+                gemm: pairs,
                 x_scale_row: x.0 as i32,
                 x_scale_group: x.1 as i32,
                 out_scale_row: out.0 as i32,
                 out_scale_group: out.1 as i32,
             };
-            stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
+            stream.launch(op, launch, (map()?, &tokens, &p))
         }
-        _ => stream.launch(op, launch, Args::Gemm(p)),
+        Family::GroupedGemmFp8Sm90 | Family::GroupedGemmFp8WideSm90 | Family::GroupedGemmFp8StationarySm90 => {
+            stream.launch(op, launch, (map()?, &pairs))
+        }
+        _ => stream.launch(op, launch, p),
     }
 }
 
@@ -178,7 +174,7 @@ pub fn launch_both(
     up: &GroupedGemmParams,
     down: &GroupedGemmParams,
 ) -> Result<()> {
-    stream.launch(op, launch, Args::GemmPair(&pair(up, down)))
+    stream.launch(op, launch, &pair(up, down))
 }
 
 /// Both with a schedule.
@@ -218,7 +214,7 @@ pub fn launch_both_of_rows(
         counters,
         ..pair(&GroupedGemmParams { next_unit: counters, ..*up }, down)
     };
-    stream.launch(op, launch, Args::GemmPair(&of_rows))
+    stream.launch(op, launch, &of_rows)
 }
 
 /// The maps of both weights for a layer in one launch.
@@ -230,7 +226,7 @@ fn layer_maps<'a>(op: &str, layer: &'a Layer) -> Result<(&'a TensorMap, &'a Tens
 /// Both GEMMs and the combine in one launch.
 pub fn launch_fused(stream: &Stream<'_>, op: &str, launch: &Launch, layer: &Layer, p: &LayerParams) -> Result<()> {
     let (up, down) = layer_maps(op, layer)?;
-    stream.launch(op, launch, Args::LayerSm90(up, down, p))
+    stream.launch(op, launch, (up, down, p))
 }
 
 /// The routing as well.
@@ -241,9 +237,9 @@ pub fn launch_routed(
     layer: &Layer,
     p: &RoutedLayerParams,
 ) -> Result<()> {
-    if let Variant::RoutedLayerMxfp4Sm90 { .. } = launch.variant {
-        return stream.launch(op, launch, Args::RoutedLayerMxfp4(p));
+    if launch.variant.family == Family::RoutedLayerMxfp4Sm90 {
+        return stream.launch(op, launch, p);
     }
     let (up, down) = layer_maps(op, layer)?;
-    stream.launch(op, launch, Args::RoutedLayerSm90(up, down, p))
+    stream.launch(op, launch, (up, down, p))
 }

@@ -35,7 +35,7 @@ use crate::cpu;
 use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, View};
@@ -196,7 +196,7 @@ impl Stages {
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
-            stream.launch("moe: schedule of GEMM2", launch, Args::Schedule(schedule))?;
+            stream.launch("moe: schedule of GEMM2", launch, schedule)?;
         }
         match &plan.experts {
             Experts::Gemms { up, down } => {
@@ -232,7 +232,7 @@ impl Stages {
 
     fn combine_on_cuda(&self, stream: &Stream<'_>, plan: &MoePlan) -> Result<()> {
         match &plan.combine {
-            Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
+            Some(launch) => stream.launch("moe: combine", launch, &self.combine),
             None => Ok(()),
         }
     }

@@ -19,7 +19,7 @@ use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::Format;
-use crate::variants::{Element, Variant};
+use crate::variants::{self, Element, Family, Variant};
 use crate::workspace::{Layout, Range};
 pub use counters::{counters, Counters};
 use routing::{RoutingDesc, RoutingPlan};
@@ -470,7 +470,7 @@ pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
 
 /// A schedule from counts.
 fn schedule() -> Launch {
-    let variant = Variant::Schedule;
+    let variant = Variant::of(Family::Schedule);
     Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
@@ -488,7 +488,7 @@ pub fn combine_columns(desc: &MoeDesc) -> u32 {
 
 /// Combine: a CTA takes a part of one token's row.
 fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
-    let variant = Variant::Combine { element };
+    let variant = variants::routing::combine(element);
     let parts = (desc.layer.hidden as u32).div_ceil(variant.threads() * combine_columns(desc));
     Launch { variant, grid: parts * desc.tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
@@ -504,7 +504,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
-    all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
+    all.extend([variants::routing::combine(element(layer.dtype)), Variant::of(Family::Schedule)]);
     all.extend(masked::variants(device, layer.format));
     all.extend(routing::variants());
     all

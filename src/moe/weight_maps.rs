@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::params::{Dtype, W13Layout};
 use crate::tma::{self, TensorMap};
-use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
+use crate::variants::{fp8, Family, Variant};
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
 /// Empty where a portable kernel serves.
@@ -62,22 +62,16 @@ pub fn encode(
 /// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
 /// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
 fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
-    let map = |tile: &Fp8Tile| -> Result<_> {
+    let map = |tile: &Variant| -> Result<_> {
         let slices = 4 * tile.consumers;
         let dims = match gated {
-            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)],
+            _ if tile.family == Family::GroupedGemmFp8WideSm90 => {
+                [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)]
+            }
             true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
             false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
         };
-        Ok((fp8_shape(tile.kernel(gated)), tma::encode_16bit(data, true, k / 2, &dims)?))
+        Ok((tile.map_shape(), tma::encode_16bit(data, true, k / 2, &dims)?))
     };
-    FP8_TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
-}
-
-/// The shape, as (row tiles, consumers), of the map that a kernel of e4m3 weights reads.
-pub fn fp8_shape(kernel: Fp8) -> (u32, u32) {
-    match kernel {
-        Fp8::GroupedGemmFp8Sm90 { consumers, .. } => (1, consumers),
-        _ => (2, 2),
-    }
+    fp8::TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
 }
