@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oxmoe.bench import layers
+from oxmoe.tools.bench import layers
 
 GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 

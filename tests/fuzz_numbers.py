@@ -12,7 +12,7 @@ from torch import Tensor
 import oxmoe
 from cases import Shape, make_layer
 from fuzz_calls import E4M3, Call, Operands, as_torch, contract, same
-from oxmoe import _oxmoe, mxfp8, nvfp4, quantize, reference
+from oxmoe import _oxmoe, dense, nvfp4, quantize, reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ def draw_mxfp8_quantize(rng: random.Random, generator: torch.Generator) -> Call:
             return same(got_scales, padded.flatten(), "scales")
         return same(got_scales, quantize.swizzle_scales(padded, "8x4" if layout == 1 else "128x4"), "scales")
 
-    return Call("mxfp8_quantize", lambda operands: mxfp8.mxfp8_quantize(**operands), operands, check)
+    return Call("mxfp8_quantize", lambda operands: dense.mxfp8_quantize(**operands), operands, check)
 
 
 def draw_mxfp8_dequantize(rng: random.Random, generator: torch.Generator) -> Call:
@@ -79,7 +79,7 @@ def draw_mxfp8_dequantize(rng: random.Random, generator: torch.Generator) -> Cal
         same(result, expected, "numbers")
 
     def run(operands: Operands) -> Any:
-        return mxfp8.mxfp8_dequantize_host(**operands)
+        return dense.mxfp8_dequantize_host(**operands)
 
     return Call("mxfp8_dequantize_host", run, operands, check)
 

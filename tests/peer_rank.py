@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from oxmoe.peer_memory import share
+from oxmoe.allreduce.memory import share
 
 
 class Memory:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import oxmoe
 import oxmoe._oxmoe as extension
 from oxmoe import AllReduceFusionPattern as Pattern
-from oxmoe.allreduce import _Operands
+from oxmoe.allreduce.fusion import _Operands
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 

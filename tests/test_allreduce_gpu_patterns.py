@@ -11,7 +11,7 @@ import torch
 import oxmoe
 import oxmoe._oxmoe as extension
 from oxmoe import AllReduceFusionPattern as Pattern
-from oxmoe.allreduce import _Operands
+from oxmoe.allreduce.fusion import _Operands
 from ranks import (
     DTYPES,
     GPUS,

@@ -12,7 +12,7 @@ import torch
 import oxmoe._oxmoe as extension
 from fake_cuda.harness import STRUCTS
 from host_allreduce import ELEMENTS, WORKS, HostAllReduce, on_every_rank
-from oxmoe.allreduce import _Operands
+from oxmoe.allreduce.fusion import _Operands
 from ranks import draw, poison, quant_operands, same_bits, seed_of
 
 EMPTY = -1  # of an int64 word

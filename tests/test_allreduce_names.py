@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import oxmoe
 from oxmoe import AllReduceFusionPattern as Pattern
-from oxmoe.exchange import FunctionLink, StoreExchange
+from oxmoe.allreduce.exchange import FunctionLink, StoreExchange
 from oxmoe.testing import same_bits
 from ranks import Crew, Rank, seed_of
 

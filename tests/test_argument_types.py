@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oxmoe import ExpertWeights, _oxmoe
-from oxmoe.allreduce import _Operands
+from oxmoe.allreduce.fusion import _Operands
 
 E, K, H, T = 4, 2, 128, 3
 BYTES, E4M3 = torch.uint8, torch.float8_e4m3fn

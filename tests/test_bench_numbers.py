@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from oxmoe import testing
-from oxmoe.bench import allreduce, layers, masked, overhead, report, timing
+from oxmoe.tools.bench import allreduce, layers, masked, overhead, report, timing
 
 # The median, the mean, the smallest and the largest differ.
 TIMES = [7.0, 1.0, 2.0, 30.0, 3.0]
@@ -259,7 +259,7 @@ def test_the_bar_of_peers(truth: torch.Tensor, rng: torch.Generator) -> None:
 
 
 def test_every_format_of_the_bench_has_a_bar_here() -> None:
-    from oxmoe.bench import FORMATS
+    from oxmoe.tools.bench import FORMATS
 
     marks = test_our_own_bars.pytestmark  # type: ignore[attr-defined]
     assert {case[0] for case in marks[0].args[1]} == set(FORMATS)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from oxmoe import __main__, quantize
-from oxmoe.bench import deep_gemm, layers, masked, timing
-from oxmoe.bench.deep_gemm import DeepGemm
-from oxmoe.bench.flashinfer_cutlass import FlashinferFp8
-from oxmoe.bench.peers import SglangTriton
+from oxmoe.tools.bench import deep_gemm, layers, masked, timing
+from oxmoe.tools.bench.deep_gemm import DeepGemm
+from oxmoe.tools.bench.flashinfer_cutlass import FlashinferFp8
+from oxmoe.tools.bench.peers import SglangTriton
 
 ALIGNMENT = 128
 SHAPE = layers.Shape(6, 2, 256, 128)

@@ -17,8 +17,8 @@ import torch
 
 import oxmoe
 from oxmoe import __main__, testing
-from oxmoe.bench import allreduce, layers, machine, masked, overhead, report, timing
-from oxmoe.bench.timing import Protocol, Times, fields
+from oxmoe.tools.bench import allreduce, layers, machine, masked, overhead, report, timing
+from oxmoe.tools.bench.timing import Protocol, Times, fields
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 CLOCKS = {

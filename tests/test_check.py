@@ -32,9 +32,9 @@ from check_configs import (
     step,
 )
 from oxmoe import __main__
-from oxmoe.check.checkpoint import Checkpoint, Fields, Unreadable
-from oxmoe.check.layers import Server, judge
 from oxmoe.sglang import formats
+from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Unreadable
+from oxmoe.tools.check.layers import Server, judge
 
 RELEASE = ["--sglang", "0.5.23"]
 

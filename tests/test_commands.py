@@ -17,14 +17,15 @@ import torch
 import oxmoe
 import oxmoe.sglang
 import oxmoe.sglang.platform
-from oxmoe import __main__, doctor
-from oxmoe.bench import layers, report
-from oxmoe.bench.backend import Oxmoe
-from oxmoe.bench.flashinfer import sort_tokens, tactics
-from oxmoe.bench.flashinfer_cutlass import aligned, padded, up_gate
-from oxmoe.bench.machine import without_paths
-from oxmoe.bench.peers import PEERS
+from oxmoe import __main__
 from oxmoe.testing import assert_close_ulp
+from oxmoe.tools import doctor
+from oxmoe.tools.bench import layers, report
+from oxmoe.tools.bench.backend import Oxmoe
+from oxmoe.tools.bench.flashinfer import sort_tokens, tactics
+from oxmoe.tools.bench.flashinfer_cutlass import aligned, padded, up_gate
+from oxmoe.tools.bench.machine import without_paths
+from oxmoe.tools.bench.peers import PEERS
 
 SHAPE = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96)
 GPT_OSS = layers.Shape(experts=6, top_k=2, hidden=128, intermediate=96, gpt_oss=True)

@@ -13,7 +13,8 @@ import oxmoe
 from cases import Shape, make_layer, make_routing, make_x
 from fp8_cases import make_fp8, make_fp8_tensor
 from mxfp8_cases import make_mxfp8
-from oxmoe import cutlass_moe, nvfp4, quantize, reference
+from oxmoe import nvfp4, quantize, reference
+from oxmoe.peers import flashinfer_cutlass
 from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 from test_nvfp4_experts import make as make_nvfp4
 
@@ -25,7 +26,7 @@ FLAGS = {"fp8_block": "use_deepseek_fp8_block_scale", "mxfp8": "use_mxfp8_act_sc
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> None:
-    cutlass_moe.cache.clear()
+    flashinfer_cutlass.cache.clear()
 
 
 def on(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from oxmoe import __main__, demo
+from oxmoe import __main__
+from oxmoe.tools import demo
 
 
 @pytest.fixture(autouse=True)

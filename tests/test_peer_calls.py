@@ -14,10 +14,11 @@ from torch.nn.functional import pad
 
 import oxmoe
 from cases import GPT_OSS, draws, make_routing, tie_free_logits
-from oxmoe import cutlass_moe, quantize, reference, triton_kernels_moe
-from oxmoe.prepared import Cache
+from oxmoe import quantize, reference
+from oxmoe.peers import flashinfer_cutlass, triton_kernels
+from oxmoe.peers.kept import Cache
+from oxmoe.peers.topk_forms import slots_of
 from oxmoe.testing import assert_close_ulp, same_bits
-from oxmoe.topk_output import slots_of
 
 RELEASES = ("0.6", "0.7")
 SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
@@ -25,8 +26,8 @@ SWIGLU = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 @pytest.fixture(autouse=True)
 def empty_caches() -> None:
-    cutlass_moe.cache.clear()
-    triton_kernels_moe.cache.clear()
+    flashinfer_cutlass.cache.clear()
+    triton_kernels.cache.clear()
 
 
 class Blocks:
@@ -186,8 +187,8 @@ def test_prepared_weights_have_the_same_bits(device: str, rng: torch.Generator) 
     assert (prepared.alpha, prepared.beta, prepared.limit) == (pytest.approx(1.702), 1.0, 7.0)
     nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": None}
     result = fused(*operands, **nothing, weights=prepared)
-    assert len(cutlass_moe.cache) == 0
-    assert same_bits(result, fused(*operands, **arguments, **numbers)) and len(cutlass_moe.cache) == 1
+    assert len(flashinfer_cutlass.cache) == 0
+    assert same_bits(result, fused(*operands, **arguments, **numbers)) and len(flashinfer_cutlass.cache) == 1
 
 
 def test_expert_parallel(device: str, rng: torch.Generator) -> None:
@@ -310,7 +311,7 @@ def test_swiglu_step_of_sglangs_call(rng: torch.Generator) -> None:
         info.use_swiglu_step = step
         if step is None:
             del info.use_swiglu_step
-        cutlass_moe.cache.clear()
+        flashinfer_cutlass.cache.clear()
         results.append(oxmoe.fused_experts_flashinfer_mxfp4(x, topk_output, info, SimpleNamespace()))
         assert_close_ulp(results[-1], blocks.expected(x, weights, ids, **numbers, clamp=clamp))
     assert not same_bits(results[0], results[1]) and same_bits(results[1], results[2])
@@ -510,7 +511,7 @@ def test_triton_kernels_weights(hidden: int, intermediate: int, kind: str, devic
     assert result is out
     assert_close_ulp(result, blocks.expected(x, weights, ids, **GPT_OSS))
     assert same_bits(run(x, **operands, topk_output=topk_output, **NUMBERS_OF_GPT_OSS), result)
-    assert len(triton_kernels_moe.cache) == 1
+    assert len(triton_kernels.cache) == 1
     prepared = oxmoe.prepare_triton_kernel_experts(**operands, **NUMBERS_OF_GPT_OSS)
     nothing = dict.fromkeys(operands)
     assert same_bits(run(x, **nothing, topk_output=topk_output, weights=prepared), result)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import oxmoe
-from oxmoe.peer_memory import share
+from oxmoe.allreduce.memory import share
 from peer_rank import Memory
 from ranks import raised
 
@@ -166,7 +166,7 @@ def test_a_flood_ends_with_the_deadline(uid: int) -> None:
             # Rank 1's mailbox is there, and nobody looks after it.
             return [text, absent.card.text()]
 
-        from oxmoe.mailbox import Mailbox
+        from oxmoe.allreduce.mailbox import Mailbox
 
         absent = Mailbox()
         started = time.monotonic()
@@ -358,7 +358,7 @@ def test_answers_in_another_order() -> None:
 
 
 def test_secrets_are_in_no_text() -> None:
-    from oxmoe.mailbox import Card
+    from oxmoe.allreduce.mailbox import Card
 
     card = Card.new()
     assert Card.parse(0, card.text()) == card and len(card.text()) <= 200
@@ -367,7 +367,7 @@ def test_secrets_are_in_no_text() -> None:
 
 
 def test_whose_credentials_fit() -> None:
-    from oxmoe.mailbox import Card, Credentials
+    from oxmoe.allreduce.mailbox import Card, Credentials
 
     here = Card("", b"", uid=1000, pid=10, user_namespace=7, pid_namespace=8)
 
@@ -387,7 +387,7 @@ def test_whose_credentials_fit() -> None:
 
 def test_a_mailbox_that_another_process_holds() -> None:
     """Nothing is sent to a process that listens at a rank's name and is not that rank."""
-    from oxmoe.mailbox import Card
+    from oxmoe.allreduce.mailbox import Card
 
     program = (
         "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "

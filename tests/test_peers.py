@@ -10,10 +10,10 @@ import torch
 
 import oxmoe
 from cases import MODELS, Shape, make_layer, make_routing, make_x, tie_free_logits
-from oxmoe.bench import layers
-from oxmoe.bench.backend import Oxmoe
-from oxmoe.bench.peers import SglangTriton, TritonKernels
 from oxmoe.testing import Bar, assert_close, assert_close_ulp, relative_norm
+from oxmoe.tools.bench import layers
+from oxmoe.tools.bench.backend import Oxmoe
+from oxmoe.tools.bench.peers import SglangTriton, TritonKernels
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -9,9 +10,21 @@ import pytest
 import torch
 
 import oxmoe
-from oxmoe.prepared import number
+from oxmoe.peers.kept import number
 from oxmoe.testing import assert_close_ulp
 from test_peer_calls import Blocks, fused, inputs
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("cutlass_moe", "flashinfer_cutlass"),
+        ("triton_kernels_moe", "triton_kernels"),
+        ("trtllm_moe", "flashinfer_trtllm"),
+    ],
+)
+def test_caches_under_the_names_that_docstrings_had(old: str, new: str) -> None:
+    assert getattr(oxmoe, old).cache is importlib.import_module(f"oxmoe.peers.{new}").cache
 
 
 def test_a_number_that_all_experts_share_is_one() -> None:

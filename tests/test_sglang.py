@@ -14,7 +14,7 @@ from torch import Tensor
 import oxmoe
 from cases import GPT_OSS, Layer, Shape, make_layer, make_x, tie_free_logits
 from oxmoe import reference
-from oxmoe.fused_experts import _unknown_fields
+from oxmoe.peers.sglang import _unknown_fields
 from oxmoe.sglang.experts import Experts
 from oxmoe.testing import assert_close_ulp, same_bits
 

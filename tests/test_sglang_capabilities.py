@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import oxmoe.sglang
-from oxmoe import doctor
 from oxmoe.sglang import capabilities, setting, sources
+from oxmoe.tools import doctor
 
 pytest.importorskip("sglang")
 
@@ -258,7 +258,7 @@ def test_older_releases_are_refused(version: str, asked: None, monkeypatch: pyte
 def test_versions_are_compared_in_one_place() -> None:
     """No other module names a release as text that code compares; dispatch has the releases of names."""
     folder = Path(oxmoe.sglang.__file__).parent
-    for path in [*folder.glob("*.py"), folder.parent / "doctor.py"]:
+    for path in [*folder.glob("*.py"), folder.parent / "tools" / "doctor.py"]:
         texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         versions = {text for text in texts if isinstance(text, str) and re.fullmatch(r"\d+\.\d+\.\d+\S*", text)}
         assert not versions or path.name in ("capabilities.py", "dispatch.py"), f"{path.name}: {versions}"

@@ -14,8 +14,8 @@ import torch
 from cases import Shape
 from check_configs import INT4, MODELOPT, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
 from oxmoe import __main__
-from oxmoe.check import skipping
 from oxmoe.sglang import capabilities
+from oxmoe.tools.check import skipping
 
 pytest.importorskip("sglang")
 

@@ -9,7 +9,7 @@ import torch
 import oxmoe
 from cases import tie_free_logits
 from oxmoe import reference
-from oxmoe.topk_output import routing_arguments, slots_of
+from oxmoe.peers.topk_forms import routing_arguments, slots_of
 from test_peer_calls import bypassed
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 import oxmoe
 from cases import Shape, make_routing, tie_free_groups, tie_free_logits
 from fp8_cases import CPU_BAR, FP8_BAR, Fp8, call, make_fp8
-from oxmoe import reference, trtllm_moe
+from oxmoe import reference
+from oxmoe.peers import flashinfer_trtllm
 from oxmoe.testing import assert_close_ulp, same_bits
 
 SHAPE = Shape("trtllm", 16, 4, 256, 128).with_options(layout="up_gate")
@@ -263,14 +264,14 @@ def test_layouts_of_weights(shuffled: bool, weight_layout: int, device: str, rng
     w13, w2 = (tensor.view(torch.float8_e4m3fn) for tensor in tensors)
     given = arguments(layer, x, gemm1_weights=w13, gemm2_weights=w2)
     form = {"use_shuffled_weight": shuffled, "weight_layout": weight_layout}
-    trtllm_moe.cache.clear()
+    flashinfer_trtllm.cache.clear()
     for _ in range(2):
         assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **form), expected)
-    assert len(trtllm_moe.cache) == int(shuffled or weight_layout == 2)
+    assert len(flashinfer_trtllm.cache) == int(shuffled or weight_layout == 2)
     scales = layer.w13_scale, layer.w2_scale
     made = oxmoe.prepare_trtllm_fp8_block_scale_moe(w13, scales[0], w2, scales[1], **form)
     assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **arguments(layer, x), weights=made), expected)
-    trtllm_moe.cache.clear()
+    flashinfer_trtllm.cache.clear()
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -347,7 +348,7 @@ def test_not_served(options: dict[str, Any], match: str, rng: torch.Generator) -
 
 def test_routing_options() -> None:
     """Numbers and names; what a method has no use for is dropped."""
-    options = functools.partial(trtllm_moe.routing_options, top_k=4)
+    options = functools.partial(flashinfer_trtllm.routing_options, top_k=4)
     sigmoid = {"top_k": 4, "scoring_func": "sigmoid"}
     assert options(6) == {**sigmoid, "renormalize": True} == options(SimpleNamespace(name="SigmoidRenorm"))
     assert options(6, norm_topk_prob=False) == {**sigmoid, "renormalize": False}

@@ -12,7 +12,7 @@ import oxmoe
 from cases import Shape, make_routing, tie_free_logits
 from mxfp4_cases import call
 from mxfp8_cases import Mxfp8, check, make_mxfp8
-from oxmoe import trtllm_layouts, trtllm_moe
+from oxmoe.peers import flashinfer_trtllm, flashinfer_trtllm_layouts
 from oxmoe.testing import same_bits
 
 # I and H in whole tiles of scales, 128 rows by 4 blocks of 32, as flashinfer's shuffle needs them.
@@ -98,10 +98,10 @@ def test_shuffles_are_undone(gated: bool, blocks: int, rng: torch.Generator) -> 
     scales = torch.randint(256, (3, 256, blocks), dtype=torch.uint8, generator=rng)
     places = shuffle(weights, gated), interleave(shuffle(scales, gated))
     for given in (places[1], places[1].view(3, 256, -1), places[1].view(torch.float8_e8m0fnu)):
-        back = trtllm_layouts.plain_mxfp8(places[0], given, gated=gated, weight_layout=0)
+        back = flashinfer_trtllm_layouts.plain_mxfp8(places[0], given, gated=gated, weight_layout=0)
         assert torch.equal(back[0], weights) and torch.equal(back[1].view(torch.uint8), scales)
     bias = torch.randn((3, 256), generator=rng)
-    assert torch.equal(trtllm_layouts.plain_biases(shuffle(bias, gated), 32, gated=gated), bias)
+    assert torch.equal(flashinfer_trtllm_layouts.plain_biases(shuffle(bias, gated), 32, gated=gated), bias)
 
 
 @pytest.mark.parametrize("weight_layout", [0, 2])
@@ -113,16 +113,16 @@ def test_layouts_of_weights(tokens: int, shuffled: bool, weight_layout: int, dev
     expected = call(x, layer.weights(), router_logits=logits, top_k=3, scoring_func="softmax_topk", renormalize=False)
     form = as_trtllm(layer, shuffled=shuffled, weight_layout=weight_layout)
     how = {"use_shuffled_weight": shuffled, "weight_layout": weight_layout}
-    trtllm_moe.cache.clear()
+    flashinfer_trtllm.cache.clear()
     for _ in range(2):
         assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **arguments(layer, x), **form, **how), expected)
     # What is not packed or undone is described at each call.
-    assert len(trtllm_moe.cache) == int(shuffled or weight_layout == 2 or device == "cuda")
+    assert len(flashinfer_trtllm.cache) == int(shuffled or weight_layout == 2 or device == "cuda")
     made = oxmoe.prepare_trtllm_fp8_block_scale_moe(**form, **how, fp8_quantization_type=MX)
-    trtllm_moe.cache.clear()
+    flashinfer_trtllm.cache.clear()
     out = torch.full_like(x, torch.nan)
     result = oxmoe.trtllm_fp8_block_scale_moe(logits, **arguments(layer, x), **form, weights=made, output=out)
-    assert result is out and same_bits(out, expected) and len(trtllm_moe.cache) == 0
+    assert result is out and same_bits(out, expected) and len(flashinfer_trtllm.cache) == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -222,4 +222,4 @@ def test_refused(rng: torch.Generator) -> None:
     refused(NotImplementedError, "no kernel for fp8_quantization_type 3; served: .* MxFp8", fp8_quantization_type=3)
     refused(ValueError, "needs a multiple of 32 rows, got 250", gemm1_weights=given["gemm1_weights"][:, :250])
     with pytest.raises(ValueError, match="use_shuffled_weight needs a multiple of 32 rows, got 48"):
-        trtllm_layouts.unshuffled(torch.zeros(2, 48, 64), 32)
+        flashinfer_trtllm_layouts.unshuffled(torch.zeros(2, 48, 64), 32)

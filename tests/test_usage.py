@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import oxmoe
-from oxmoe import __main__, shapes
-from oxmoe.bench import layers, masked, report
+from oxmoe import __main__
+from oxmoe.tools import shapes
+from oxmoe.tools.bench import layers, masked, report
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -28,9 +29,13 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("measured")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for name in ("oxmoe.bench.layers.make_weights", "oxmoe.bench.overhead.measure", "oxmoe.bench.distance.run"):
+    for name in (
+        "oxmoe.tools.bench.layers.make_weights",
+        "oxmoe.tools.bench.overhead.measure",
+        "oxmoe.tools.bench.distance.run",
+    ):
         monkeypatch.setattr(name, measured)
-    monkeypatch.setattr("oxmoe.demo.choose", measured)
+    monkeypatch.setattr("oxmoe.tools.demo.choose", measured)
 
 
 NUMBERS = [
@@ -109,7 +114,7 @@ def test_results_that_cannot_be_written(run: list[str], tmp_path: Path, capsys: 
 def test_a_plot_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oxmoe.bench.find_spec", lambda name: object())
+    monkeypatch.setattr("oxmoe.tools.bench.find_spec", lambda name: object())
     said = refused(["bench", "--device", "cpu", "--plot", str(tmp_path / "missing" / "a.png")], capsys)
     assert "--plot: cannot open" in said
 
@@ -198,7 +203,7 @@ def test_what_is_no_gpu_is_refused(arch: str) -> None:
 
 def test_formats_have_one_spelling() -> None:
     own = oxmoe.device_info()["formats"]
-    for kinds in (oxmoe.bench.FORMATS, [name.removesuffix("-bf16") for name in masked.FORMATS]):
+    for kinds in (layers.FORMATS, [name.removesuffix("-bf16") for name in masked.FORMATS]):
         assert set(kinds) <= set(own) and len(set(kinds)) >= len(own) - 1
     for name in own:
         sizes = 8, 2, 256, 256, 3

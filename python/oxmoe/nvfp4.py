@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.dispatch import quantize_nvfp4
-from oxmoe.masked import moe_masked
+from oxmoe.functions import quantize_nvfp4
 from oxmoe.operands import check_tensor
-from oxmoe.prepared import Cache
+from oxmoe.peers.kept import Cache
+from oxmoe.rows import moe_masked
 from oxmoe.tracing import tracing
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.fused_experts import expert_weights, run
+from oxmoe.peers.sglang import expert_weights, run
 from oxmoe.tracing import tracing
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.fused_experts import expert_weights
 from oxmoe.ops import BLOCK_OPTION_NAMES, EXPERT_OPTION_NAMES, EXPERT_OPTIONS, bare, define, dispatching, expert_tensors
+from oxmoe.peers.sglang import expert_weights
 
 _ROWS = f"{EXPERT_OPTIONS}, Tensor? x_scale=None, Tensor? a13_scale=None, Tensor? a2_scale=None, int? expected_m=None"
 _MASKED = "Tensor x, Tensor w13, Tensor w2, Tensor masked_m, Tensor? b13=None, Tensor? b2=None"
@@ -161,11 +161,11 @@ _ROUTING_OF_LOGITS = (
 
 
 def _trtllm_fp8(x: Tensor, *operands: Any, **options: Any) -> Tensor:
-    from oxmoe import trtllm_moe
+    from oxmoe.peers import flashinfer_trtllm
 
     if options.get("topk_ids") is not None:
         options = {name: value for name, value in options.items() if name not in _ROUTING_OF_LOGITS}
-    return trtllm_moe.layer(x, *operands, **options)
+    return flashinfer_trtllm.layer(x, *operands, **options)
 
 
 define("trtllm_fp8_layer", f"({_LAYER}) -> Tensor", _trtllm_fp8, _fake_rows)

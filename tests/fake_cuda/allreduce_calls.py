@@ -12,7 +12,7 @@ from tensors import Tensor
 
 from oxmoe import _oxmoe
 from oxmoe.allreduce import allreduce_fusion
-from oxmoe.allreduce_workspace import create_allreduce_fusion_workspace
+from oxmoe.allreduce.workspace import create_allreduce_fusion_workspace
 
 
 def records(path):
