@@ -43,7 +43,11 @@ from oxmoe.peers.triton_kernels_routing import (
     routing,
 )
 from oxmoe.rows import masked_workspace_bytes, moe_contiguous, moe_masked
+from oxmoe.tracing import HAS_TORCH
 
+if HAS_TORCH:
+    # It defines the operators of the calls above.
+    importlib.import_module("oxmoe.peers.operators")
 if TYPE_CHECKING:
     from oxmoe import nvfp4 as nvfp4
     from oxmoe import reference as reference

@@ -235,7 +235,7 @@ def quantised_input(
     """(x, x_scale) of `moe` for an input that may be quantised; NotImplementedError for a form that is not served."""
     import torch
 
-    from oxmoe.nvfp4 import unswizzle_blockscale
+    from oxmoe.formats.nvfp4 import unswizzle_blockscale
 
     codes = name_of(input.dtype) in ("float8_e4m3fn", "uint8", "int8", "int64")
     if format == "fp8_tensor" and codes and input_sf is None:

@@ -241,10 +241,7 @@ def _run(
         _check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
     of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
     form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
-    if tracing():
-        from oxmoe.ops_rows import traced_trtllm_fp8 as call
-    else:
-        call = layer
+    call = _traced_layer if tracing() else layer
     return call(hidden_states, hidden_states_scale, *gemms, **form, **of_experts, **routing, out=output)
 
 
@@ -277,6 +274,17 @@ def layer(
     weights = _weights(gemms, quantization, shuffled, weight_layout, (alpha, beta, limit), (b13, b2))
     x, x_scale = _tokens(x, x_scale, weights, quantization)
     return _oxmoe.moe(x, weights, **routing, x_scale=x_scale, out=out)
+
+
+def _traced_layer(*operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+    import torch
+
+    packet = torch.ops.oxmoe.trtllm_fp8_layer
+    if out is None:
+        result: Tensor = packet.default(*operands, **options)
+        return result
+    packet.out(*operands, **options, out=out)
+    return out
 
 
 def _weights(

@@ -48,7 +48,7 @@ def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: 
     """Copies of weights [E, R, K] and scales [E, R, K / 32] of what the MXFP8 kernels of trtllm-gen take: rows of both
     shuffled, those of w13 (gated) alternating before that, and scales of each expert in tiles of 128 rows by 4
     (block_scale_interleave; shape [E, R, K / 32], or any with as many bytes an expert)."""
-    from oxmoe.nvfp4 import unswizzle_blockscale
+    from oxmoe.formats.nvfp4 import unswizzle_blockscale
 
     weights = major_k(weights, weight_layout)
     if weights.dim() != 3:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +10,14 @@ from oxmoe import _oxmoe
 from oxmoe.operands import check_tensor
 from oxmoe.peers.topk_forms import as_float32
 from oxmoe.tracing import tracing
+from oxmoe.weights import SERVED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # torch's names of compute types, and the names that ExpertWeights has for them.
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-_BUILDERS: dict[str, Callable[..., _oxmoe.ExpertWeights]] = {
-    "bfloat16": _oxmoe.ExpertWeights.bf16,
-    "float16": _oxmoe.ExpertWeights.f16,
-    "float32": _oxmoe.ExpertWeights.f32,
-}
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-_SERVED = (
-    "fused_experts serves unquantised bfloat16, float16 and (on CPU) float32 experts with or without biases, and (on "
-    "CPU; on CUDA oxmoe.moe takes them, as ExpertWeights.mxfp4) MXFP4 experts: uint8 codes with w1_scale and w2_scale; "
-    "with use_fp8_w8a8 float8_e4m3fn experts with w1_scale and w2_scale, of block_shape [128, 128], one number an "
-    "expert or one for each row of its weights, for bfloat16 tokens"
-)
-
 
 # Fields of SGLang's MoeRunnerConfig whose meaning is known: those that are read, and those that describe the layer.
 _CONFIG_FIELDS = frozenset(
@@ -65,28 +53,6 @@ def check_config(config: Any) -> None:
 
 def _is_e4m3(weights: Tensor) -> bool:
     return str(weights.dtype).endswith("float8_e4m3fn")
-
-
-@functools.cache
-def _builder(dtype: Any) -> Callable[..., _oxmoe.ExpertWeights]:
-    name = str(dtype).rpartition(".")[2]
-    if name not in _BUILDERS:
-        raise NotImplementedError(f"w1: no kernel for dtype {name}; {_SERVED}")
-    return _BUILDERS[name]
-
-
-def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **options: Any) -> _oxmoe.ExpertWeights:
-    """ExpertWeights in this format, or in that of w13's dtype."""
-    if format == "mxfp4-a8":
-        return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
-    if format == "mxfp8":
-        options.pop("dtype", None)  # bf16: there is no other
-    if format in ("fp8_tensor", "fp8_tensor-token"):
-        return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=format.endswith("token"), **options)
-    if format == "fp8_tensor-static":
-        format = "fp8_tensor"
-    build = _builder(w13.dtype) if format is None else getattr(_oxmoe.ExpertWeights, format)
-    return build(w13, w2, **options)
 
 
 def expert_options(
@@ -249,7 +215,7 @@ def fused_experts(
     }
     if any(unserved.values()):
         given = ", ".join(name for name, used in unserved.items() if used)
-        raise NotImplementedError(f"fused_experts: no kernel for {given}; {_SERVED}")
+        raise NotImplementedError(f"fused_experts: no kernel for {given}; {SERVED}")
 
     config = moe_runner_config
     check_config(config)
@@ -284,9 +250,10 @@ def fused_experts(
     if not tracing():
         return run(*operands, **options, out=hidden_states if inplace else None)
 
-    from oxmoe import ops
+    import torch
 
+    operator = torch.ops.oxmoe.fused_experts
     if not inplace:
-        return ops.fused_experts.default(*operands, **options)
-    ops.fused_experts.out(*operands, **options, out=hidden_states)
+        return operator.default(*operands, **options)
+    operator.out(*operands, **options, out=hidden_states)
     return hidden_states

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.peers.sglang import expert_weights
 from oxmoe.tools.bench.layers import Fp8Block, Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
+from oxmoe.weights import expert_weights
 
 
 class Backend(ABC):
