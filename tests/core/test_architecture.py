@@ -213,6 +213,12 @@ def test_no_circle(graph: Arrows, exceptions: set[tuple[str, str]]) -> None:
     assert circle(counted) == []
 
 
+def test_every_test_has_a_room() -> None:
+    assert not sorted((ROOT / "tests").glob("test_*.py"))
+    names = [path.name for path in (ROOT / "tests").glob("*/test_*.py")]
+    assert len(names) == len(set(names)) > 100
+
+
 def test_tests_import_helpers_and_their_own_room() -> None:
     places = {path.stem: path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
     for path in (ROOT / "tests").glob("*/*.py"):
