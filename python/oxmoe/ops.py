@@ -1,8 +1,8 @@
-"""torch.ops.oxmoe.*: every function as a torch operator with a fake kernel, and the public functions on top.
+"""torch.ops.oxmoe.*: oxmoe's functions as torch operators with fake kernels, and the public functions on top.
 
 An operator costs over a microsecond more than the builtin, so eager calls go straight to the extension; while torch
 compiles, exports, traces or fakes, they go through the operator, which such modes can see. Operators take the experts
-as plain tensors.
+as plain tensors. `oxmoe.ops_rows` and `oxmoe.peers.operators` define the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.fused_experts import expert_weights, run
 from oxmoe.tracing import tracing
+from oxmoe.weights import expert_weights
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -47,16 +47,6 @@ _MOE_OPTIONS = (
     "bool apply_router_weight_on_input=False, bool no_combine=False, bool keep_router_weight=False, "
     "int ep_size=1, int ep_rank=0, Tensor? x_scale=None, Tensor? a13_scale=None, Tensor? a2_scale=None"
 )
-_FUSED_OPERANDS = (
-    "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b1=None, Tensor? b2=None"
-)
-_FUSED_OPTIONS = (
-    'str activation="silu", bool is_gated=True, bool apply_router_weight_on_input=False, bool no_combine=False, '
-    "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
-    "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
-    "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, "
-    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=True"
-)
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
     "int topk_group=0, str? group_score=None, int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
@@ -70,8 +60,6 @@ _DENSE_OPERANDS = (
 SCHEMAS = {
     "moe": f"({_MOE_OPERANDS}, *, {_MOE_OPTIONS}) -> Tensor",
     "moe.out": f"({_MOE_OPERANDS}, *, {_MOE_OPTIONS}, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
-    "fused_experts": f"({_FUSED_OPERANDS}, *, {_FUSED_OPTIONS}) -> Tensor",
-    "fused_experts.out": f"({_FUSED_OPERANDS}, *, {_FUSED_OPTIONS}, Tensor(a!) out) -> ()",
     "topk": f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}) -> (Tensor, Tensor)",
     "topk.out": (
         f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()"
@@ -132,7 +120,7 @@ def _moe(
     return _oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
 
 
-def _into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
+def into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
     """The kernel of an out variant, which returns nothing."""
 
     def call(*operands: Any, **options: Any) -> None:
@@ -143,24 +131,23 @@ def _into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "moe": _moe,
-    "moe.out": _into_out(_moe),
-    "fused_experts": run,
-    "fused_experts.out": _into_out(run),
+    "moe.out": into_out(_moe),
     "topk": _oxmoe.topk,
-    "topk.out": _into_out(_oxmoe.topk),
+    "topk.out": into_out(_oxmoe.topk),
     "sort_by_expert": _oxmoe.sort_by_expert,
     "routing_tables": _oxmoe.routing_tables,
     "quantize_mxfp8": _oxmoe.quantize_mxfp8,
     "dequantize_mxfp8": _oxmoe.dequantize_mxfp8,
     "mm_mxfp8": _oxmoe.mm_mxfp8,
-    "mm_mxfp8.out": _into_out(_oxmoe.mm_mxfp8),
+    "mm_mxfp8.out": into_out(_oxmoe.mm_mxfp8),
 }
 
 
 # Fakes: shapes and dtypes alone.
 
 
-def _fake_rows(x: Tensor, slots: int, no_combine: bool) -> Tensor:
+def fake_rows(x: Tensor, slots: int = 1, no_combine: bool = False) -> Tensor:
+    """A layer's result: a row for each token, or with no_combine one for each slot."""
     # Quantised tokens have bf16 results.
     dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
     return x.new_empty((x.shape[0], slots, x.shape[1]) if no_combine else x.shape, dtype=dtype)
@@ -179,22 +166,7 @@ def _fake_moe(
     no_combine: bool = False,
     **options: Any,
 ) -> Tensor:
-    return _fake_rows(x, top_k if topk_ids is None else topk_ids.shape[1], no_combine)
-
-
-def _fake_fused(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
-    no_combine: bool = False,
-    **options: Any,
-) -> Tensor:
-    return _fake_rows(hidden_states, topk_ids.shape[1], no_combine)
+    return fake_rows(x, top_k if topk_ids is None else topk_ids.shape[1], no_combine)
 
 
 def _fake_topk(router_logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
@@ -241,13 +213,12 @@ def _fake_mm_mxfp8(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or torch.bfloat16)
 
 
-def _fake_nothing(*operands: Any, **options: Any) -> None:
+def fake_nothing(*operands: Any, **options: Any) -> None:
     return None
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "moe": _fake_moe,
-    "fused_experts": _fake_fused,
     "topk": _fake_topk,
     "sort_by_expert": _fake_sort,
     "routing_tables": _fake_routing_tables,
@@ -268,12 +239,10 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
 
 
 for _name, _schema in SCHEMAS.items():
-    define(_name, _schema, _KERNELS[_name], _FAKES.get(_name, _fake_nothing))
+    define(_name, _schema, _KERNELS[_name], _FAKES.get(_name, fake_nothing))
 
 
 # Public functions
-
-fused_experts = torch.ops.oxmoe.fused_experts
 
 
 def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
@@ -319,7 +288,7 @@ def _traced_moe(
         return torch.ops.oxmoe.moe.default(*operands, **options)
     if out is None:
         slots = options.get("top_k", 0) if topk_ids is None else topk_ids.shape[1]
-        out = _fake_rows(x, slots, options.get("no_combine", False))
+        out = fake_rows(x, slots, options.get("no_combine", False))
     torch.ops.oxmoe.moe.out(*operands, **options, out=out, workspace=workspace)
     return out
 
