@@ -381,8 +381,9 @@ class ExpertWeights:
 
     @property
     def handle(self) -> int:
-        """The number by which an operator of torch names these experts (`torch.ops.oxmoe.moe_held`), which no other
-        experts of this process have or had. It keeps nothing alive.
+        """The number by which operators of torch name these experts where they are no plain tensors: those of
+        `torch.ops` whose names end in `_held`. No other experts of this process have it or had it, and it keeps
+        nothing alive.
         """
 
     @property
