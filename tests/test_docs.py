@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import re
+import sys
+import types
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import check_configs
 import oxmoe
+from oxmoe import __main__
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -121,6 +127,48 @@ def test_there_are_examples() -> None:
     assert DOCS / "start.md" in WITH_EXAMPLES
 
 
+def commands() -> list[str]:
+    """Arguments of `python -m oxmoe` in pages' text, but for those with a place for the reader's own."""
+    found = {
+        " ".join(arguments.split())
+        for page in PAGES
+        for arguments in re.findall(r"`(?:\w+=\w+ )*python -m oxmoe ([^`]+)`", page.read_text(encoding="utf-8"))
+    }
+    return sorted(text for text in found if "..." not in text and " " in text)
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_are_understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their flags exist and take these values."""
+    pytest.importorskip("torch")
+    module = importlib.import_module(__main__.COMMANDS[arguments.split()[0]][0])
+    monkeypatch.setattr(module, "run", lambda args: 0)
+    assert __main__.main(arguments.split()) == 0
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 15
+
+
+def test_the_example_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-235B in fp8: what the page shows is what the command prints."""
+    config = {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"},
+        **{"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"torch_dtype": "bfloat16", "quantization_config": check_configs.FP8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block = (DOCS / "check.md").read_text(encoding="utf-8").split("```\n")[1]
+    shown, status = block.split("$ python -m oxmoe ")[1:], []
+    for text in shown:
+        command, *lines = text.replace("/models/Qwen3-235B-A22B-FP8", str(tmp_path)).splitlines()
+        status.append(__main__.main([*command.split(), "--sglang", "0.5.23"]))
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.strip() != "..."] == printed[: len(lines) - 1]
+    assert status == [1, 0]
+
+
 # Names
 
 
@@ -147,6 +195,28 @@ def test_names_of_the_reference_exist(path: str) -> None:
     for part in rest:
         found = getattr(found, part)
     assert found.__doc__
+
+
+@pytest.fixture
+def docstrings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The extension of the API reference, which is griffe's only as far as its base class."""
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
+    spec = importlib.util.spec_from_file_location("oxmoe_docstrings", DOCS / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_arguments_of_docstrings_become_a_list(docstrings: Any) -> None:
+    text = "Adds.\n\nNote: not an argument.\nx: [T, H],\n    or none.\na, b: numbers.\n\nx: again."
+    assert docstrings.as_markdown(text, {"x", "a", "b"}) == (
+        "Adds.\n\nNote: not an argument.\n\n- **x**: [T, H],\n    or none.\n- **a, b**: numbers.\n\n\n- **x**: again."
+    )
+
+
+def test_brackets_of_docstrings_are_no_links(docstrings: Any) -> None:
+    assert docstrings.without_links("[B / 4][4] of `x[0][1]`") == r"\[B / 4]\[4] of `x[0][1]`"
 
 
 # Environment variables
