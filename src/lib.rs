@@ -4,6 +4,7 @@ pub mod allreduce;
 mod counters;
 pub mod cpu;
 pub mod dense;
+pub mod desc;
 pub mod device;
 mod dlpack;
 pub mod error;

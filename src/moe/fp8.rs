@@ -2,12 +2,16 @@
 //!
 //! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
-use super::grouped_gemm::{self, Order};
-use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
+use super::grouped_gemm::Order;
+use super::layer::{Layer, Matrix};
+use super::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use super::options::Options;
+use super::plan::{self, fp8_sm90, Counters, MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
 use super::tokens::GivenScales;
-use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
+use super::weight_maps;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::params::{
@@ -123,9 +127,9 @@ pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_
     let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if let Place::Cuda(ordinal) = layer.place {
         let gpu = gpu(ordinal)?;
-        desc.require_cuda(&gpu.device)?;
-        layer.up_maps = grouped_gemm::encode(&gpu.device, &desc, &layer.up, gated, layout)?;
-        layer.down_maps = grouped_gemm::encode(&gpu.device, &desc, &layer.down, false, layout)?;
+        plan::require(&desc, &gpu.device)?;
+        layer.up_maps = weight_maps::encode(&gpu.device, &desc, layer.up.extent(), gated, layout)?;
+        layer.down_maps = weight_maps::encode(&gpu.device, &desc, layer.down.extent(), false, layout)?;
     }
     Ok(layer)
 }

@@ -2,17 +2,19 @@
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
 use super::grouped_gemm::{self, Gemm, Order};
+use super::layer::Layer;
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
 use super::plan::{self, e4m3_columns, MoeWorkspace};
 use super::rounding::Rounding;
 use super::scratch::Scratch;
-use super::weights::{ExpertWeights, Layer, LayerDesc};
+use super::weights::ExpertWeights;
 use super::{elem, fp8, nvfp4};
 use crate::contract;
 use crate::cpu;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams, TileRowsParams};
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
@@ -134,7 +136,7 @@ impl Stages {
             let (op, gemms) = ("moe_masked: GEMM1 and GEMM2", (&self.up, &self.down));
             return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, workspace);
         };
-        stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
+        stream.launch("moe_masked: schedule", &schedule, &self.schedule)?;
         let [of_x, of_hidden] = plan.quantize;
         let mut up = self.up;
         if let Some(x) = &self.rounding[0] {

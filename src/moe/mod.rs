@@ -1,6 +1,7 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
 pub mod explain;
+mod formats;
 mod fp8;
 mod fp8_tensor;
 pub mod grouped_gemm;
@@ -14,27 +15,35 @@ mod numbers;
 mod numbers_of;
 pub mod nvfp4;
 mod nvfp4_gpu;
+mod operands;
 mod options;
 mod per_expert;
+mod plain;
 pub mod plan;
 mod rounding;
 mod routed;
 pub mod routing;
+mod scale_bytes;
 mod scratch;
 mod tokens;
 pub mod topk;
+mod weight_maps;
 pub mod weights;
 
 use crate::contract;
 use crate::cpu;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 use grouped_gemm::Gemm;
+use layer::Layer;
 use numbers::Numbers;
+use operands::{Arguments, Operands};
+use options::Options;
 use per_expert::{Given, Scalar};
 use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
@@ -43,7 +52,7 @@ use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
-use weights::{Arguments, ExpertWeights, Layer, LayerDesc, Operands};
+use weights::ExpertWeights;
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -187,7 +196,7 @@ impl Stages {
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
-            stream.launch("moe: schedule of GEMM2", launch, Args::Schedule(schedule))?;
+            stream.launch("moe: schedule of GEMM2", launch, schedule)?;
         }
         match &plan.experts {
             Experts::Gemms { up, down } => {
@@ -223,7 +232,7 @@ impl Stages {
 
     fn combine_on_cuda(&self, stream: &Stream<'_>, plan: &MoePlan) -> Result<()> {
         match &plan.combine {
-            Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
+            Some(launch) => stream.launch("moe: combine", launch, &self.combine),
             None => Ok(()),
         }
     }
@@ -512,7 +521,7 @@ pub fn moe_tensors<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let mut contract = Contract::new();
-        let options = weights::Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+        let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
         if let Some(spec) =
             format.and_then(quant::by_name).filter(|spec| spec.format.is_packed() && !spec.format.is_nvfp4())
         {
@@ -542,7 +551,7 @@ pub fn moe_tensors<'py>(
             Some(tensor) => Numbers::Fp8(tensor.scaling()),
             None => Numbers::new(format, dtype, hidden_size, operands.w13.elem)?,
         };
-        let layer = Layer::new(&operands, numbers, &options)?;
+        let layer = formats::layer(&operands, numbers, &options)?;
         let call = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,

@@ -2,24 +2,11 @@
 
 use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
-use crate::contract;
-use crate::error::Result;
 use crate::parallel::*;
 use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::packed_e4m3;
-use pyo3::prelude::*;
 use std::sync::Arc;
-
-/// Whether activations become e4m3: torch.float8_e4m3fn or its name, or None.
-pub fn is_e4m3(activation_dtype: Option<&Bound<'_, PyAny>>) -> Result<bool> {
-    let Some(given) = activation_dtype else { return Ok(false) };
-    let name = given.str()?.to_string();
-    match name.trim_start_matches("torch.") {
-        "float8_e4m3fn" => Ok(true),
-        _ => contract!("activation_dtype: expected None or torch.float8_e4m3fn, got {name}"),
-    }
-}
 
 /// Of x and of GEMM1's output. Makes the GEMMs read what these write. `packed`: weights are, so that rows are bytes, padded to whole blocks;
 /// else bf16 numbers.

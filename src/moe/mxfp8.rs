@@ -1,9 +1,13 @@
 //! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
 
+use super::layer::{Layer, Matrix};
 use super::mxfp4::{BIASES, SCALES};
+use super::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use super::options::Options;
+use super::plan;
 use super::rounding::Rounding;
-use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
@@ -54,7 +58,7 @@ pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_,
     let desc = LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format };
     let layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if let Place::Cuda(ordinal) = layer.place {
-        layer.desc.require_cuda(&gpu(ordinal)?.device)?;
+        plan::require(&layer.desc, &gpu(ordinal)?.device)?;
     }
     Ok(layer)
 }

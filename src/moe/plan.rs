@@ -12,14 +12,14 @@ pub mod routing;
 pub mod sm90;
 mod tiles;
 
-use super::weights::LayerDesc;
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::Format;
-use crate::variants::{Element, Variant};
+use crate::variants::{self, Element, Family, Variant};
 use crate::workspace::{Layout, Range};
 pub use counters::{counters, Counters};
 use routing::{RoutingDesc, RoutingPlan};
@@ -281,10 +281,22 @@ impl Kernels {
     }
 }
 
+/// An error where no kernel of this GPU takes the layer.
+pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
+    layer.format.require_cuda()?;
+    if layer.format.is_fp8() {
+        fp8_sm90::require(layer)?;
+    }
+    if layer.format == Format::Mxfp4A8 {
+        mxfp4_sm90::require_e4m3(device, layer)?;
+    }
+    Ok(())
+}
+
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
-        layer.require_cuda(device)?;
+        require(layer, device)?;
         let slots = desc.tokens * desc.top_k;
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let rows = layer.up_rows();
@@ -458,7 +470,7 @@ pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
 
 /// A schedule from counts.
 fn schedule() -> Launch {
-    let variant = Variant::Schedule;
+    let variant = Variant::of(Family::Schedule);
     Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
@@ -476,7 +488,7 @@ pub fn combine_columns(desc: &MoeDesc) -> u32 {
 
 /// Combine: a CTA takes a part of one token's row.
 fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
-    let variant = Variant::Combine { element };
+    let variant = variants::routing::combine(element);
     let parts = (desc.layer.hidden as u32).div_ceil(variant.threads() * combine_columns(desc));
     Launch { variant, grid: parts * desc.tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
@@ -492,7 +504,7 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
         Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
     };
     let mut all = gemms;
-    all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
+    all.extend([variants::routing::combine(element(layer.dtype)), Variant::of(Family::Schedule)]);
     all.extend(masked::variants(device, layer.format));
     all.extend(routing::variants());
     all
@@ -529,7 +541,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
     );
     if let Some(device) = device {
         if layer.format != Format::F32 {
-            layer.require_cuda(device)?;
+            require(layer, device)?;
         }
         let _ = writeln!(
             text,

@@ -1,18 +1,16 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
-use super::tiles::{self, Tile};
+use super::tiles;
 use super::{max_tiles, sm90, GemmDesc, MoeDesc, Overlap};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};
-use crate::variants::fp8::{
-    self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, ORDERED_TOKENS, WIDE_TOKENS, WIDE_UNIT_ROWS,
-};
-use crate::variants::Variant;
+use crate::variants::fp8::{self, ORDERED_TOKENS, WIDE_TOKENS};
+use crate::variants::{Family, Variant};
 
 /// An error where no kernel takes the layer, these or the portable one of other GPUs.
 pub fn require(layer: &LayerDesc) -> Result<()> {
@@ -34,23 +32,9 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better.
 const FEW_UNITS: u32 = 1;
 
-impl Tile for Fp8Tile {
-    fn tokens(self) -> u32 {
-        self.tokens
-    }
-
-    fn unit_rows(self) -> u32 {
-        Fp8Tile::unit_rows(self)
-    }
-
-    fn variant(self, gated: bool) -> Variant {
-        Variant::Fp8(self.kernel(gated))
-    }
-}
-
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
-    tiles::narrowest(&FP8_TILES, FEW_UNITS, gemm, tokens, device)
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    tiles::narrowest(&fp8::TILES, FEW_UNITS, gemm, tokens, device)
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
@@ -129,7 +113,7 @@ pub fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> b
         return gemm.format == Format::Fp8Block;
     }
     let units = gemm.slots.min(gemm.experts) * gemm.outputs() / GROUP as i64;
-    tile(gemm, tile_tokens, device).quantises() && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
+    fp8::quantises(&tile(gemm, tile_tokens, device)) && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
 }
 
 /// Whether GEMM2 of `moe` begins where a GEMM1 ends that quantises inside. Not where x lies in the order of places: there it writes where GEMM1
@@ -141,7 +125,7 @@ pub fn overlaps(tile_tokens: i32, inside: bool) -> bool {
 /// What GEMM2 then knows of GEMM1, whose units are groups of a row but in wide tiles. `up`: GEMM1.
 pub fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
     let group = GROUP as u32 * if up.gated { 2 } else { 1 };
-    let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { WIDE_UNIT_ROWS } else { group };
+    let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { launch.variant.unit_rows() } else { group };
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(unit_rows) }
 }
 
@@ -179,7 +163,7 @@ pub fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> La
     let launch = self::gemm(gemm, tile_tokens, device);
     let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
     match tile_tokens < WIDE_TOKENS as i32 {
-        true => tiles::launch(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
+        true => tiles::launch_units(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
         false => launch,
     }
 }
@@ -187,10 +171,10 @@ pub fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> La
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     if in_order(tile_tokens) {
         let unit_rows = if gemm.gated { 256 } else { 128 };
-        return tiles::launch(&[gemm], tile_tokens, (Variant::Fp8(fp8::ordered(gemm.gated)), unit_rows), device);
+        return tiles::launch_units(&[gemm], tile_tokens, (fp8::ordered(gemm.gated), unit_rows), device);
     }
     let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(&[gemm], tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+    tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device)
 }
 
 /// Tokens of GEMM2's tiles where it has its own schedule.
@@ -223,7 +207,7 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         return self::gemm(gemm, tile_tokens, device);
     }
     let group = GROUP as u32;
-    let [few, many] = FP8_STATIONARY_BLOCKS;
+    let [few, many] = fp8::STATIONARY_BLOCKS;
     let tiles = (gemm.slots / i64::from(tile_tokens)).max(gemm.slots.min(gemm.experts)) as u32;
     let rounds = tiles * (gemm.rows as u32).div_ceil(many * group) / device.multiprocessors;
     let blocks = match (rounds, gemm.k) {
@@ -235,15 +219,14 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         }
         _ => few,
     };
-    let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
-    tiles::launch(&[gemm], tile_tokens, (variant, blocks * group), device)
+    tiles::launch_units(&[gemm], tile_tokens, (fp8::stationary(blocks), blocks * group), device)
 }
 
 /// The same where only `expected` many rows are likely of all that there is room for.
 pub fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
     let (few, many) = (down(expected, tile_tokens, device), gemm(all, tile_tokens, device));
-    match few.variant {
-        Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
+    match few.variant.family {
+        Family::GroupedGemmFp8StationarySm90 => {
             Launch { grid: many.grid.min(tiles::resident(few.variant, device)), ..few }
         }
         _ => many,
@@ -274,37 +257,43 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     let alone = long && 2 * tiles * row_blocks[0] <= device.multiprocessors;
     let logits = desc.logits?;
     let (experts, ctas) =
-        FP8_LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
+        fp8::LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
     let fits = sm90::routes_inside(desc, up, i64::from(experts), up.gated)
         && desc.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
         && down.k <= LAYER_INNER;
-    let kernel = Fp8::RoutedLayerFp8Sm90 { gated: up.gated, experts, ctas, plain: logits.plain };
+    let variant = fp8::layer(up.gated, (experts, ctas), logits.plain);
     fits.then(|| Launch {
-        variant: Variant::Fp8(kernel),
+        variant,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
         grid: (tiles * row_blocks.iter().sum::<u32>()).min(device.multiprocessors * ctas),
-        block: kernel.threads(),
+        block: variant.threads(),
         cluster: 1,
-        shared_bytes: kernel.shared_bytes(),
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
     })
 }
 
 /// What gives the GEMMs their e4m3.
 pub fn quantisers() -> [Variant; 5] {
-    [Fp8::RowsToE4m3, Fp8::TilesToE4m3, Fp8::WholeRowsToE4m3, Fp8::PeakOfRows, Fp8::ExpandScales].map(Variant::Fp8)
+    let families = [
+        Family::QuantizeFp8,
+        Family::QuantizeFp8Tiles,
+        Family::QuantizeFp8Rows,
+        Family::QuantizeFp8Peak,
+        Family::ExpandScales,
+    ];
+    families.map(Variant::of)
 }
 
 pub fn variants(gated: bool) -> Vec<Variant> {
-    let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    let ordered = [fp8::ordered(gated), fp8::ordered(false), Fp8::RowsToSlots];
+    let gemms = fp8::TILES.iter().flat_map(|t| [gated, false].map(|gated| t.gated(gated)));
+    let ordered = [fp8::ordered(gated), fp8::ordered(false), Variant::of(Family::QuantizeFp8Slots)];
     gemms
         .chain(ordered)
         .chain(fp8::layers(gated))
-        .chain(fp8::stationary())
-        .map(Variant::Fp8)
+        .chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary))
         .chain(quantisers())
         .collect()
 }
@@ -346,6 +335,6 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, FP8_TILES.map(|t| Variant::Fp8(t.kernel(true))));
+        assert_eq!(chosen, fp8::TILES.map(|t| t.gated(true)));
     }
 }

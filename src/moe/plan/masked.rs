@@ -5,16 +5,14 @@ use super::{
     GemmDesc, Kernels, MoeWorkspace, Overlap, MIN_TILE_TOKENS,
 };
 use crate::counters::{Counts, MOST_EXPERTS};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::params::{Dtype, Fp8Scaling, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Format};
-use crate::variants::fp8::Fp8;
-use crate::variants::mxfp8::Mxfp8;
-use crate::variants::Variant;
+use crate::variants::{Family, Variant};
 use crate::workspace::Layout;
 
 /// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
@@ -67,7 +65,7 @@ pub struct MaskedPlan {
 impl MaskedPlan {
     pub fn new(desc: &MaskedDesc, device: &Device) -> Result<MaskedPlan> {
         let MaskedDesc { layer, rows: slots, .. } = desc;
-        layer.require_cuda(device)?;
+        super::require(layer, device)?;
         let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
         let up = GemmDesc {
             element,
@@ -154,6 +152,11 @@ const CTA_THREADS: i64 = 256;
 const ROUND_VECTORS: i64 = 2;
 const PEAK_VECTORS: i64 = 4;
 
+/// The kernel that rounds a schedule's rows to MXFP8.
+fn round_tiles_mxfp8(device: &Device) -> Variant {
+    Variant::of(if device.is_hopper() { Family::RoundTilesMxfp8 } else { Family::RoundTilesMxfp8Portable })
+}
+
 /// What a schedule may name, at most.
 struct Room<'a> {
     tiles: i64,
@@ -165,21 +168,20 @@ impl Room<'_> {
     /// The launches that quantise rows of so many columns, none for formats whose activations stay as they are.
     fn quantise(&self, format: Format, columns: i64) -> [Option<Launch>; 2] {
         let vectors = self.tile_tokens * columns / 8;
-        let fp8 = |kernel, parts, each| Some(self.launch(Variant::Fp8(kernel), parts, each));
-        let groups = || fp8(Fp8::TilesToE4m3, vectors * 8 / GROUP as i64, 64);
+        let fp8 = |family, parts, each| Some(self.launch(Variant::of(family), parts, each));
+        let groups = || fp8(Family::QuantizeFp8Tiles, vectors * 8 / GROUP as i64, 64);
         match format {
             Format::Mxfp8 => {
-                let round = Mxfp8::RoundTiles { portable: !self.device.is_hopper() };
-                [None, Some(self.launch(Variant::Mxfp8(round), vectors, ROUND_VECTORS * CTA_THREADS))]
+                [None, Some(self.launch(round_tiles_mxfp8(self.device), vectors, ROUND_VECTORS * CTA_THREADS))]
             }
-            Format::Mxfp4A8 => [None, Some(self.launch(Variant::QuantizeTilesE4m3, self.tile_tokens, 1))],
+            Format::Mxfp4A8 => [None, Some(self.launch(Variant::of(Family::QuantizeTilesE4m3), self.tile_tokens, 1))],
             _ if !format.is_fp8() => [None; 2],
             _ => match fp8_sm90::scaling(format) {
                 Fp8Scaling::Rows => {
                     let rows = CTA_THREADS / i64::from(fp8_ops::row_threads(columns as i32));
-                    [None, fp8(Fp8::WholeRowsOfTiles, self.tile_tokens, rows)]
+                    [None, fp8(Family::QuantizeFp8TileRows, self.tile_tokens, rows)]
                 }
-                Fp8Scaling::Peak => [fp8(Fp8::PeakOfTiles, vectors, PEAK_VECTORS * CTA_THREADS), groups()],
+                Fp8Scaling::Peak => [fp8(Family::QuantizeFp8TilePeak, vectors, PEAK_VECTORS * CTA_THREADS), groups()],
                 _ => [None, groups()],
             },
         }
@@ -197,10 +199,10 @@ impl Room<'_> {
 /// The variants of `Room::quantise` that no call of `moe` has.
 pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
     match format {
-        Format::Mxfp8 => vec![Variant::Mxfp8(Mxfp8::RoundTiles { portable: !device.is_hopper() })],
-        Format::Mxfp4A8 => vec![Variant::QuantizeTilesE4m3],
-        Format::Fp8Tensor => vec![Variant::Fp8(Fp8::PeakOfTiles)],
-        Format::Fp8TensorToken => vec![Variant::Fp8(Fp8::WholeRowsOfTiles)],
+        Format::Mxfp8 => vec![round_tiles_mxfp8(device)],
+        Format::Mxfp4A8 => vec![Variant::of(Family::QuantizeTilesE4m3)],
+        Format::Fp8Tensor => vec![Variant::of(Family::QuantizeFp8TilePeak)],
+        Format::Fp8TensorToken => vec![Variant::of(Family::QuantizeFp8TileRows)],
         _ => vec![],
     }
 }

@@ -1,15 +1,14 @@
 //! Tile choice of the Hopper grouped GEMM of packed MXFP4 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
 
-use super::tiles::{self, Tile};
+use super::tiles;
 use super::{sm90, GemmDesc, MoeDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
-use crate::variants::{
-    Mxfp4Sm90Tile, Variant, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_FOURS, MXFP4_SM90_TILES,
-};
+use crate::variants::packed::{stages_beside, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE, MXFP4_TILES};
+use crate::variants::{Family, Variant};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
 pub fn serves(device: &Device, rows: u32, k: u32, out_columns: u32) -> bool {
@@ -30,11 +29,11 @@ hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: 
 }
 
 /// By tokens.
-fn tiles_of(format: Format) -> &'static [Mxfp4Sm90Tile] {
+fn tiles_of(format: Format) -> &'static [Variant] {
     if format == Format::Mxfp4A8 {
-        &MXFP4_E4M3_SM90_TILES
+        &MXFP4_E4M3_TILES
     } else {
-        &MXFP4_SM90_TILES
+        &MXFP4_TILES
     }
 }
 
@@ -43,23 +42,9 @@ fn tiles_of(format: Format) -> &'static [Mxfp4Sm90Tile] {
 ///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
 const FEW_UNITS: u32 = 6;
 
-impl Tile for Mxfp4Sm90Tile {
-    fn tokens(self) -> u32 {
-        self.tokens
-    }
-
-    fn unit_rows(self) -> u32 {
-        64 * self.consumers
-    }
-
-    fn variant(self, gated: bool) -> Variant {
-        Mxfp4Sm90Tile::variant(self, gated)
-    }
-}
-
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp4Sm90Tile {
-    let fours: &[_] = if gemm.format == Format::Mxfp4A8 { &[] } else { &MXFP4_SM90_FOURS };
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    let fours: &[_] = if gemm.format == Format::Mxfp4A8 { &[] } else { &MXFP4_FOURS };
     tiles::narrowest_by_k((tiles_of(gemm.format), fours), FEW_UNITS, gemm, tokens, device)
 }
 
@@ -104,7 +89,7 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
 pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> (Launch, Option<Launch>) {
     let launch = |of: &GemmDesc, gemms: &[&GemmDesc]| {
         let tile = tile(of, tile_tokens, device);
-        tiles::launch(gemms, tile_tokens, (tile.variant(of.gated), tile.unit_rows()), device)
+        tiles::launch(gemms, tile_tokens, tile.gated(of.gated), device)
     };
     match up.format {
         Format::Mxfp4A8 => (launch(up, &[up]), Some(launch(down, &[down]))),
@@ -124,8 +109,8 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
     let fits = sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS, false)
         && desc.tokens <= LAYER_TOKENS
-        && MXFP4_LAYER_TILE.stages_beside(bytes(up), bytes(down)) >= LEAST_STAGES;
-    let variant = MXFP4_LAYER_TILE.variant(up.gated);
+        && stages_beside(&MXFP4_LAYER_TILE, bytes(up), bytes(down)) >= LEAST_STAGES;
+    let variant = MXFP4_LAYER_TILE.gated(up.gated);
     fits.then(|| Launch {
         variant,
         // NOTE: one an SM, though two fit: the other place is the next launch's.
@@ -138,18 +123,18 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
 
 /// A CTA takes row after row; a multiprocessor has room for 16.
 pub fn quantize(rows: i64, device: &Device) -> Launch {
-    let variant = Variant::QuantizeRowsE4m3;
+    let variant = Variant::of(Family::QuantizeRowsE4m3);
     let grid = (rows as u32).min(16 * device.multiprocessors);
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 pub fn variants(format: Format, gated: bool) -> Vec<Variant> {
-    let gemms = |gated| tiles_of(format).iter().map(move |t| t.variant(gated));
+    let gemms = |gated| tiles_of(format).iter().map(move |t| t.gated(gated));
     match format {
-        Format::Mxfp4A8 => gemms(gated).chain(gemms(false)).chain([Variant::QuantizeRowsE4m3]).collect(),
+        Format::Mxfp4A8 => gemms(gated).chain(gemms(false)).chain([Variant::of(Family::QuantizeRowsE4m3)]).collect(),
         _ => {
-            let fours = MXFP4_SM90_FOURS.iter().map(|t| t.variant(gated));
-            gemms(gated).chain(fours).chain([MXFP4_LAYER_TILE.variant(gated)]).collect()
+            let fours = MXFP4_FOURS.iter().map(|t| t.gated(gated));
+            gemms(gated).chain(fours).chain([MXFP4_LAYER_TILE.gated(gated)]).collect()
         }
     }
 }
@@ -170,7 +155,7 @@ mod tests {
             let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
             gemms(&gemm, &gemm, tile_tokens(&gemm), &device).0.variant
         };
-        let fours = MXFP4_SM90_FOURS.map(|t| t.variant(true));
+        let fours = MXFP4_FOURS.map(|t| t.gated(true));
         assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
         assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
         assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
@@ -189,7 +174,7 @@ mod tests {
                 chosen.push(launch.variant);
             }
             chosen.dedup();
-            assert_eq!(chosen, tiles_of(format).iter().map(|t| t.variant(true)).collect::<Vec<_>>());
+            assert_eq!(chosen, tiles_of(format).iter().map(|t| t.gated(true)).collect::<Vec<_>>());
         }
     }
 

@@ -1,13 +1,13 @@
 //! Tile choice of the Hopper grouped GEMM of packed MXFP8 weights, from measurements on H200 (both GEMMs of cold layers, random routing).
 
-use super::tiles::{self, Tile};
+use super::tiles;
 use super::{mxfp4_sm90, GemmDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
-use crate::variants::mxfp8::{Mxfp8, Mxfp8Tile, MXFP8_TILES};
-use crate::variants::Variant;
+use crate::variants::packed::MXFP8_TILES;
+use crate::variants::{Family, Variant};
 
 /// Whether the kernel takes the layer: its sizes are multiples of 32, so that GPUs alone decide. Others have the portable one.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
@@ -22,22 +22,8 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
 ///   dsv3-tp8, M = 16 (1.5 and 21)  95.4 + 48.3, 101.8 + 51.5
 const FEW_UNITS: u32 = 1;
 
-impl Tile for Mxfp8Tile {
-    fn tokens(self) -> u32 {
-        self.tokens
-    }
-
-    fn unit_rows(self) -> u32 {
-        64 * self.consumers
-    }
-
-    fn variant(self, gated: bool) -> Variant {
-        Variant::Mxfp8(self.kernel(gated))
-    }
-}
-
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Mxfp8Tile {
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
     tiles::narrowest(&MXFP8_TILES, FEW_UNITS, gemm, tokens, device)
 }
 
@@ -63,20 +49,20 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
 /// Both GEMMs.
 pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(up, tile_tokens, device);
-    tiles::launch(&[up, down], tile_tokens, (tile.variant(up.gated), tile.unit_rows()), device)
+    tiles::launch(&[up, down], tile_tokens, tile.gated(up.gated), device)
 }
 
 /// Rounding of so many elements of x, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
 pub fn round(elements: i64, device: &Device) -> Launch {
-    let variant = Variant::Mxfp8(Mxfp8::RoundRows);
+    let variant = Variant::of(Family::RoundRowsMxfp8);
     let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
     let grid = ctas.min(u64::from(8 * device.multiprocessors)) as u32;
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 pub fn variants(gated: bool) -> Vec<Variant> {
-    let gemms = MXFP8_TILES.iter().map(|t| Variant::Mxfp8(t.kernel(gated)));
-    gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect()
+    let gemms = MXFP8_TILES.iter().map(|t| t.gated(gated));
+    gemms.chain([Variant::of(Family::RoundRowsMxfp8)]).collect()
 }
 
 #[cfg(test)]
@@ -97,6 +83,6 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, MXFP8_TILES.map(|t| Variant::Mxfp8(t.kernel(true))));
+        assert_eq!(chosen, MXFP8_TILES.map(|t| t.gated(true)));
     }
 }

@@ -1,13 +1,13 @@
 //! Tile choice of the Hopper grouped GEMM of packed NVFP4 weights. Borders are those of packed MXFP4.
 
-use super::tiles::{self, Tile};
+use super::tiles;
 use super::{mxfp4_sm90, GemmDesc};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::quant::Format;
-use crate::variants::nvfp4::{Nvfp4, Nvfp4Tile, NVFP4_FOURS, NVFP4_TILES};
-use crate::variants::Variant;
+use crate::variants::packed::{NVFP4_FOURS, NVFP4_TILES};
+use crate::variants::{Family, Variant};
 
 /// Whether the kernel takes the layer: its sizes are multiples of 16, so that GPUs alone decide.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
@@ -20,20 +20,6 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
 /// There is one tile of each width.
 const FEW_UNITS: u32 = 0;
 
-impl Tile for Nvfp4Tile {
-    fn tokens(self) -> u32 {
-        self.tokens
-    }
-
-    fn unit_rows(self) -> u32 {
-        64 * self.consumers
-    }
-
-    fn variant(self, gated: bool) -> Variant {
-        Variant::Nvfp4(self.kernel(gated))
-    }
-}
-
 /// The schedule's tile for both GEMMs of a layer. us of 64 experts of qwen3-30b-a3b on rows in order: mean 8 59 at 16, 63 at 48; 16 68 at 32,
 /// 64 at 48.
 pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
@@ -43,12 +29,17 @@ pub fn tile_tokens(gemm: &GemmDesc) -> i32 {
 /// Both GEMMs.
 pub fn gemms(up: &GemmDesc, down: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tiles::narrowest_by_k((&NVFP4_TILES, &NVFP4_FOURS), FEW_UNITS, up, tile_tokens, device);
-    tiles::launch(&[up, down], tile_tokens, (tile.variant(up.gated), tile.unit_rows()), device)
+    tiles::launch(&[up, down], tile_tokens, tile.gated(up.gated), device)
+}
+
+/// The kernel that rounds activations to NVFP4.
+pub fn round_rows(hopper: bool) -> Variant {
+    Variant::of(if hopper { Family::RoundRowsNvfp4 } else { Family::RoundRowsNvfp4Portable })
 }
 
 /// Rounding of up to so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
 fn round(elements: i64, device: &Device) -> Launch {
-    let variant = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: !device.is_hopper() });
+    let variant = round_rows(device.is_hopper());
     let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
     let grid = ctas.clamp(1, u64::from(variant.ctas_per_multiprocessor() * device.multiprocessors)) as u32;
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
@@ -62,8 +53,8 @@ pub fn rounds(layer: &LayerDesc, slots: i64, device: &Device) -> [Option<Launch>
 }
 
 pub fn variants(layer: &LayerDesc) -> Vec<Variant> {
-    let gemms = NVFP4_TILES.iter().chain(&NVFP4_FOURS).map(|t| Variant::Nvfp4(t.kernel(layer.gated)));
-    let round = Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: false });
+    let gemms = NVFP4_TILES.iter().chain(&NVFP4_FOURS).map(|t| t.gated(layer.gated));
+    let round = round_rows(true);
     let round = (layer.format == Format::Nvfp4A4).then_some(round);
     gemms.chain(round).collect()
 }
@@ -81,7 +72,7 @@ mod tests {
             let gemm = GemmDesc { element, format, gated: true, slots: 32 * mean, experts: 32, rows: 4096, k };
             gemms(&gemm, &gemm, tile_tokens(&gemm), &device).variant
         };
-        let fours = NVFP4_FOURS.map(|t| Variant::Nvfp4(t.kernel(true)));
+        let fours = NVFP4_FOURS.map(|t| t.gated(true));
         assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
         assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
         assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
@@ -99,6 +90,6 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, NVFP4_TILES.map(|t| Variant::Nvfp4(t.kernel(true))));
+        assert_eq!(chosen, NVFP4_TILES.map(|t| t.gated(true)));
     }
 }

@@ -4,10 +4,8 @@ use super::{fp8_sm90, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::Format;
-use crate::variants::{
-    mxfp8::Mxfp8, nvfp4::Nvfp4, Element, PortableTile, Variant, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES,
-    MXFP8_PORTABLE_TILES, NVFP4_PORTABLE_TILES, PORTABLE_TILES,
-};
+use crate::variants::portable::{self, FP8_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
+use crate::variants::{Element, Family, Variant};
 
 /// The kernels walk their work in a fixed stride: the grid is what is resident at once.
 const PERSISTENT: bool = true;
@@ -49,38 +47,38 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
 }
 
 /// The tiles of a format, by tokens.
-fn all_tiles(format: Format) -> &'static [PortableTile] {
+fn all_tiles(format: Format) -> &'static [Variant] {
     match format {
-        Format::Mxfp4 => &MXFP4_PORTABLE_TILES,
-        Format::Mxfp8 => &MXFP8_PORTABLE_TILES,
-        _ if format.is_nvfp4() => &NVFP4_PORTABLE_TILES,
-        _ if format.is_fp8() => &FP8_PORTABLE_TILES,
-        _ => &PORTABLE_TILES,
+        Format::Mxfp4 => &MXFP4_TILES,
+        Format::Mxfp8 => &MXFP8_TILES,
+        _ if format.is_nvfp4() => &NVFP4_TILES,
+        _ if format.is_fp8() => &FP8_TILES,
+        _ => &PLAIN_TILES,
     }
 }
 
 /// The tiles that can run a GEMM, by tokens.
-fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = PortableTile> + 'a {
+fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Variant> + 'a {
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
     let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
     all_tiles(gemm.format)
         .iter()
         .copied()
-        .filter(move |t| t.vector == vector && t.warps >= warps && t.shared_bytes() <= device.shared_bytes)
+        .filter(move |t| t.vector == vector && t.warps >= warps && portable::shared_bytes(t) <= device.shared_bytes)
 }
 
 /// CTAs that a multiprocessor holds: it has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
-fn resident(tile: PortableTile, device: &Device) -> u32 {
-    tile.ctas().min((device.shared_bytes + 1024) / (tile.shared_bytes() + 1024))
+fn resident(tile: Variant, device: &Device) -> u32 {
+    portable::ctas(&tile).min((device.shared_bytes + 1024) / (portable::shared_bytes(&tile) + 1024))
 }
 
 /// Blocks of weight rows of an expert.
-fn row_blocks(gemm: &GemmDesc, tile: PortableTile) -> u32 {
+fn row_blocks(gemm: &GemmDesc, tile: Variant) -> u32 {
     (gemm.rows as u32).div_ceil(tile.rows)
 }
 
 /// The narrowest tile that takes `tokens` tokens, else the widest there is.
-fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
+fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Variant {
     let mut fitting = tiles(gemm, device).filter(|t| t.tokens >= tokens);
     fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
 }
@@ -114,22 +112,22 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens as u32, device);
-    let variant = tile.variant(gemm.element, gemm.gated);
+    let variant = tile.with_element(gemm.element).gated(gemm.gated);
     let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
     Launch {
         variant,
         grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
         block: variant.threads(),
         cluster: 1,
-        shared_bytes: tile.shared_bytes(),
+        shared_bytes: portable::shared_bytes(&tile),
     }
 }
 
 pub fn variants(element: Element, format: Format) -> Vec<Variant> {
-    let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated)));
+    let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.with_element(element).gated(gated)));
     match format {
-        Format::Mxfp8 => gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect(),
-        Format::Nvfp4A4 => gemms.chain([Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: true })]).collect(),
+        Format::Mxfp8 => gemms.chain([Variant::of(Family::RoundRowsMxfp8)]).collect(),
+        Format::Nvfp4A4 => gemms.chain([Variant::of(Family::RoundRowsNvfp4Portable)]).collect(),
         _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
         _ => gemms.collect(),
     }
@@ -174,15 +172,15 @@ mod tests {
 
     #[test]
     fn every_tile_fits_every_device() {
-        for t in [PORTABLE_TILES, MXFP4_PORTABLE_TILES].concat() {
-            assert!(t.shared_bytes() <= 99 * 1024, "{t:?}");
-            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        for t in [PLAIN_TILES, MXFP4_TILES].concat() {
+            assert!(portable::shared_bytes(&t) <= 99 * 1024, "{t:?}");
+            assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
-        for t in [FP8_PORTABLE_TILES.as_slice(), &MXFP8_PORTABLE_TILES].concat() {
-            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        for t in [FP8_TILES.as_slice(), &MXFP8_TILES].concat() {
+            assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
         // Two CTAs of every tile of narrow weights fit where a multiprocessor has 100 KiB.
-        for t in [MXFP4_PORTABLE_TILES.as_slice(), &FP8_PORTABLE_TILES, &MXFP8_PORTABLE_TILES].concat() {
+        for t in [MXFP4_TILES.as_slice(), &FP8_TILES, &MXFP8_TILES].concat() {
             assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
         for arch in ARCHS {
@@ -236,9 +234,10 @@ mod tests {
         let device = Device::typical(Arch::SM120);
         let tile = tile_tokens(&up, &down, &device);
         assert_eq!(tile, 64);
-        let vector = |g: &GemmDesc| match gemm(g, tile, &device).variant {
-            Variant::GroupedGemmPortable { vector, .. } => vector,
-            other => panic!("{other:?}"),
+        let vector = |g: &GemmDesc| {
+            let chosen = gemm(g, tile, &device).variant;
+            assert_eq!(chosen.family, Family::GroupedGemmPortable);
+            chosen.vector
         };
         assert_eq!((vector(&up), vector(&down)), (1, 8));
     }
@@ -268,7 +267,7 @@ mod tests {
         let device = Device::typical(Arch::SM120);
         for format in [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block] {
             let mut chosen = if format.is_fp8() { fp8_sm90::quantisers().to_vec() } else { Vec::new() };
-            chosen.push(Variant::Mxfp8(Mxfp8::RoundRows));
+            chosen.push(Variant::of(Family::RoundRowsMxfp8));
             // What is left over at the end of a row is a matter of 16-bit tokens.
             let last = if matches!(format, Format::Bf16 | Format::Mxfp4) { 511 } else { 512 };
             for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, last)] {

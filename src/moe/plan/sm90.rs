@@ -5,16 +5,13 @@ use super::{max_tiles, GemmDesc, MoeDesc, Overlap};
 use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::{Element, Sm90Tile, Variant, INNER_COLUMNS, LAYER_TILE, ROUTED_TILE, SM90_TILES};
+use crate::variants::layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+use crate::variants::sm90::TILES;
+use crate::variants::{Element, Variant};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
     device.is_hopper() && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
-}
-
-/// Weight rows of a work unit.
-fn unit_rows(tile: Sm90Tile) -> u32 {
-    64 * tile.row_tiles * tile.consumers
 }
 
 /// (row tiles, consumers) of the fused layer, and the weight rows of its work units.
@@ -25,13 +22,13 @@ pub const LAYER_ROWS: u32 = 64;
 pub const LAYER_TOKENS: i32 = LAYER_TILE.tokens as i32;
 
 /// Whether a tile takes weights of this many rows: a pair of row tiles is cut into strips of 32.
-fn takes(tile: Sm90Tile, rows: u32) -> bool {
+fn takes(tile: Variant, rows: u32) -> bool {
     tile.row_tiles == 1 || rows.is_multiple_of(32)
 }
 
 /// (row tiles, consumers) of the tiles that weights of this many rows can be multiplied with, each once: tensor maps.
 pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
-    let fitting = SM90_TILES.iter().filter(|t| takes(**t, rows));
+    let fitting = TILES.iter().filter(|t| takes(**t, rows));
     let mut shapes: Vec<(u32, u32)> = fitting.map(|t| (t.row_tiles, t.consumers)).chain([LAYER_SHAPE]).collect();
     shapes.sort_unstable();
     shapes.dedup();
@@ -45,28 +42,28 @@ pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
 const FEW_UNITS: u32 = 7;
 
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Sm90Tile {
-    let first = SM90_TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(SM90_TILES.len() - 1);
-    let tile = SM90_TILES[first];
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    let first = TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(TILES.len() - 1);
+    let tile = TILES[first];
     // One tile an expert is what the schedule's tile was chosen for.
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
-    match SM90_TILES.get(first + 1) {
+    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    match TILES.get(first + 1) {
         Some(deep) if deep.tokens == tile.tokens && units <= FEW_UNITS * device.multiprocessors => *deep,
         _ => tile,
     }
 }
 
 /// Waves of CTAs in a GEMM in which every expert has one tile.
-fn waves(gemm: &GemmDesc, tile: Sm90Tile, device: &Device) -> u32 {
-    let ctas = device.multiprocessors * tile.variant(gemm.element, gemm.gated).ctas_per_multiprocessor();
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
+fn waves(gemm: &GemmDesc, tile: Variant, device: &Device) -> u32 {
+    let ctas = device.multiprocessors * tile.with_element(gemm.element).gated(gemm.gated).ctas_per_multiprocessor();
+    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
     units.div_ceil(ctas)
 }
 
 /// Whether the widest tile suits a GEMM whose experts fit in narrower ones: it copies fewer tokens a row, but its last wave must not be
 /// emptier. Measured with 6 and 8 waves; a few waves are left to the narrower tile, which has more CTAs to spread.
-fn wide_pays(gemm: &GemmDesc, narrow: Sm90Tile, wide: Sm90Tile, device: &Device) -> bool {
-    let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), unit_rows(tile)));
+fn wide_pays(gemm: &GemmDesc, narrow: Variant, wide: Variant, device: &Device) -> bool {
+    let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), tile.unit_rows()));
     by_wide.0 > 4 && by_wide.0 * by_wide.1 <= by_narrow.0 * by_narrow.1
 }
 
@@ -98,8 +95,8 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
 
 pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
-    let variant = tile.variant(gemm.element, gemm.gated);
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    let variant = tile.with_element(gemm.element).gated(gemm.gated);
     Launch {
         variant,
         grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()).max(1),
@@ -111,8 +108,7 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 
 /// GEMM2 begins where GEMM1, so launched, ends. `up`: GEMM1.
 pub fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
-    let rows = launch.variant.sm90_tile().map_or(LAYER_ROWS, |(_, tile)| unit_rows(tile));
-    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(rows) }
+    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(launch.variant.unit_rows()) }
 }
 
 /// Weights of an expert that is large for the forms in one launch.
@@ -131,7 +127,7 @@ pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Op
     if expert_weights(up, down) < LARGE_EXPERT || tokens > i64::from(LAYER_TILE.tokens) {
         return None;
     }
-    Some(one_launch(LAYER_TILE.variant(up.element, up.gated), up, down, device))
+    Some(one_launch(LAYER_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
 /// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots and experts.
@@ -149,7 +145,7 @@ pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Dev
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
-    fits.then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
+    fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
 /// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh. `any`: its kernel
@@ -176,8 +172,8 @@ fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device)
 }
 
 pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
-    let gemms = SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(element, gated)));
-    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.variant(element, gated))).collect()
+    let gemms = TILES.iter().flat_map(|t| [gated, false].map(|gated| t.with_element(element).gated(gated)));
+    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.with_element(element).gated(gated))).collect()
 }
 
 #[cfg(test)]
@@ -199,7 +195,7 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, SM90_TILES.map(|t| t.variant(Element::Bf16, true)));
+        assert_eq!(chosen, TILES.map(|t| t.gated(true)));
     }
 
     #[test]
