@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Heads of the page's columns, by the backends of the result files.
