@@ -93,11 +93,12 @@ def place(name: str) -> Path:
     return next((path for path in found if path.is_file()), ROOT / name)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_files_that_pages_name(page: Path) -> None:
-    """Tests, sources and benches in code spans. CONTRIBUTING.md names files that are still to be made."""
-    folders = r"(?:(?:tests|python|src|csrc|benches)/[\w/]+|test_\w+)\.(?:py|pyi|rs|cuh|sh)"
-    named = re.findall(rf"`({folders})`", page.read_text(encoding="utf-8"))
+@every_page
+def test_files_that_are_named(page: Path) -> None:
+    """Paths from the repository's root, and tests by their bare names."""
+    folders = r"\b((?:python/oxmoe|src|tests|benches)/[\w./-]*\.(?:py|pyi|rs|cuh|c|sh|txt))\b"
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(folders, text) + re.findall(r"`(test_\w+\.py)`", text)
     missing = [name for name in named if not place(name).is_file()]
     assert not missing, missing
 
