@@ -1,4 +1,4 @@
-"""Operators whose experts are a handle, as packed and NVFP4 experts are: traced code sees every call; no bit changes."""
+"""Operators whose experts are a handle, as packed and NVFP4 experts are: traced code sees calls, no bit changes."""
 
 from __future__ import annotations
 

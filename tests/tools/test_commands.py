@@ -118,8 +118,9 @@ def test_distance_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
     errors = {(line[3].strip(), line[4].strip()): float(line[5]) for line in lines}
     assert {name for _, name in errors} == set(layers.FORMATS) and len(errors) == 2 * len(layers.FORMATS)
-    # Scales that were made for noise clip the large columns.
-    assert all(0 < error < (0.25 if inputs == "noise" else 1) for (inputs, _), error in errors.items()), errors
+    # Scales that are given were made for other numbers: they clip some.
+    given = {"nvfp4-a4", "fp8_tensor-static"}
+    assert all(0 < error < (2 if name in given else 0.15) for (_, name), error in errors.items()), errors
 
 
 def test_bench_times_no_wrong_result(
