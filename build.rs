@@ -34,7 +34,15 @@ struct Unit {
 }
 
 fn main() {
-    for name in ["OXMOE_NVCC", "OXMOE_CUDA_ARCHS", "OXMOE_KERNEL_CACHE", "CUDA_HOME", "CUDA_PATH", "PYO3_PYTHON"] {
+    for name in [
+        "OXMOE_NVCC",
+        "OXMOE_CUDA_ARCHS",
+        "OXMOE_KERNEL_CACHE",
+        "OXMOE_LINEINFO",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "PYO3_PYTHON",
+    ] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     for path in ["csrc", "src/params", "src/variants.rs", "src/variants", "build.rs", STUB] {
@@ -226,9 +234,12 @@ fn headers(source: &str, beside: &Path, folders: &[PathBuf], found: &mut BTreeSe
 /// Compiles every unit that is not in the cache; returns how many were.
 fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
     let include = out.join("cxxbridge/include");
-    let flags = ["-fatbin", "-O3", "-std=c++17", "-lineinfo", "--compress-mode=size", "-Werror", "all-warnings"];
-    let flags: Vec<String> =
-        flags.into_iter().map(String::from).chain(["-allow-unsupported-compiler".into(), "-Icsrc".into()]).collect();
+    let mut flags = vec!["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-Werror", "all-warnings"];
+    flags.extend(["-allow-unsupported-compiler", "-Icsrc"]);
+    // Line numbers for profilers: more than half of an image, and with them the paths of this machine.
+    if env::var("OXMOE_LINEINFO").is_ok_and(|value| value == "1") {
+        flags.push("-lineinfo");
+    }
     let mut base = DefaultHasher::new();
     (&nvcc.version, &flags).hash(&mut base);
     let folders = [PathBuf::from("csrc"), include.clone()];
