@@ -9,7 +9,7 @@ use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
 use _oxmoe::moe::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::params::{Dtype, Tile};
-use _oxmoe::quant::Format;
+use _oxmoe::quant::{Format, Weights};
 use _oxmoe::variants::{self, Family, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
@@ -61,7 +61,7 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
             match format {
                 _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
                 Format::Mxfp8 => whole(hidden, 32) && whole(intermediate, 32),
-                _ if format.is_nvfp4() => whole(hidden, 16) && whole(intermediate, 16),
+                _ if format.weights() == Weights::Nvfp4 => whole(hidden, 16) && whole(intermediate, 16),
                 _ => whole(intermediate, format.spec().block),
             }
         };
@@ -305,7 +305,7 @@ fn e4m3_on_other_gpus_is_portable() {
 #[test]
 fn nvfp4_on_other_gpus_is_portable() {
     for device in devices().filter(|device| !device.is_hopper()) {
-        for (layer, top_k) in layers().filter(|(layer, _)| layer.format.is_nvfp4()) {
+        for (layer, top_k) in layers().filter(|(layer, _)| layer.format.weights() == Weights::Nvfp4) {
             let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false, plain_x: true };
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("nvfp4_portable_")), "{plan:?}");

@@ -10,7 +10,7 @@ use super::tokens::GivenScales;
 use super::{fp8, mxfp4, mxfp4_a8, mxfp8, nvfp4, plain};
 use crate::error::Result;
 use crate::params::{GroupedGemmParams, RouteParams, ScheduleParams};
-use crate::quant::Format;
+use crate::quant::Activations;
 
 /// Checks the tensors of a layer whose format is `numbers`, and describes them.
 pub fn layer(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_>) -> Result<Layer> {
@@ -40,14 +40,15 @@ pub fn round_slots(
     x_scales: Option<GivenScales>,
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
 ) -> Roundings {
-    match layer.desc.format {
-        format if format.is_fp8() => fp8::round_slots((ws, base), desc, x_scales, (layer, route), (up, down)),
-        Format::Mxfp4A8 => {
+    match layer.desc.format.activations() {
+        Activations::Fp8(_) => fp8::round_slots((ws, base), desc, x_scales, (layer, route), (up, down)),
+        Activations::E4m3Rows => {
             let packed = layer.up.packed.is_some();
             (mxfp4_a8::round_slots(packed, desc, (ws, base), route, (up, down)).map(Some), None)
         }
-        Format::Mxfp8 => (mxfp8::round_slots(desc.tokens, ws.x_rounded.at(base), route, up, down).map(Some), None),
-        _ => {
+        Activations::Mxfp8 => (mxfp8::round_slots(desc.tokens, ws.x_rounded.at(base), route, up, down).map(Some), None),
+        // On CPUs a layer itself says whether activations become NVFP4.
+        Activations::Kept | Activations::Nvfp4 => {
             let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
             let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
             let room = (room, route.tile_tokens, in_one_launch);
@@ -64,11 +65,11 @@ pub fn round_rows(
     x_scales: Option<*const u8>,
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
 ) -> Roundings {
-    match layer.desc.format {
-        format if format.is_fp8() => fp8::round_rows(layer, workspace, schedule, x_scales, (up, down)),
-        Format::Mxfp4A8 => (mxfp4_a8::round_rows(layer, workspace, (out, schedule), (up, down)).map(Some), None),
-        Format::Mxfp8 => (mxfp8::round_rows(workspace, (out, schedule), (up, down)).map(Some), None),
-        _ => {
+    match layer.desc.format.activations() {
+        Activations::Fp8(_) => fp8::round_rows(layer, workspace, schedule, x_scales, (up, down)),
+        Activations::E4m3Rows => (mxfp4_a8::round_rows(layer, workspace, (out, schedule), (up, down)).map(Some), None),
+        Activations::Mxfp8 => (mxfp8::round_rows(workspace, (out, schedule), (up, down)).map(Some), None),
+        Activations::Kept | Activations::Nvfp4 => {
             let scales = x_scales.unwrap_or(std::ptr::null());
             let room = (nvfp4::Room { tokens: out, slots: out }, schedule.tile_tokens, in_one_launch);
             (nvfp4::rounding(layer, (scales, None), room, (up, down)), None)

@@ -18,7 +18,7 @@ use crate::params::{
     Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, ScheduleParams, W13Layout,
 };
 use crate::quant::fp8::{EPS, GROUP};
-use crate::quant::{fp8_ops, Format};
+use crate::quant::{self, fp8_ops, Format};
 use crate::tensor::{Contract, Dim, Elem, Place};
 
 /// Where the scales of an fp8 layer's activations come from.
@@ -165,6 +165,14 @@ fn in_groups(x: *const u8, rows: i64, columns: i32, (codes, scales): (*mut u8, *
     }
 }
 
+/// Where the scales of a format's activations come from.
+fn scaling_of(format: Format) -> Fp8Scaling {
+    match format.activations() {
+        quant::Activations::Fp8(scaling) => scaling,
+        _ => Fp8Scaling::Groups,
+    }
+}
+
 /// The scales of neighbouring rows beside each other, as the kernel for rows in order reads them best.
 fn by_group(p: QuantizeFp8Params, rows: i64) -> QuantizeFp8Params {
     QuantizeFp8Params { row_stride: 1, group_stride: rows, ..p }
@@ -213,7 +221,7 @@ pub fn round_rows(
         (in_groups(up.out, rows, down.k, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
     ];
     let [x, hidden] = both.map(|(params, fixed, peak)| QuantizeFp8Params {
-        scaling: fp8_sm90::scaling(layer.desc.format),
+        scaling: scaling_of(layer.desc.format),
         given: if fixed.is_null() { schedule.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
         row_threads: fp8_ops::row_threads(params.columns),
         tiles: schedule.tiles.cast_const(),
@@ -247,7 +255,7 @@ pub fn round_slots(
     (layer, route): (&Layer, &RouteParams),
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
 ) -> ([Option<Rounding>; 2], Option<Between>) {
-    let scaling = fp8_sm90::scaling(layer.desc.format);
+    let scaling = scaling_of(layer.desc.format);
     let params = |x: *const u8, (rows, row_count), columns, outputs, (peak, fixed): (usize, *const f32)| {
         let given = if fixed.is_null() { route.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() };
         let row_threads = fp8_ops::row_threads(columns);

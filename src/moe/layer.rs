@@ -7,6 +7,7 @@ use crate::params::{Activation, Dtype, W13Layout};
 use crate::quant::blocks::{Blocks, Nvfp4};
 use crate::quant::fp8::GROUP;
 use crate::quant::packed::{Extent, Form, Packed};
+use crate::quant::Weights;
 use crate::tensor::{Borrowed, Place, Span, View};
 use std::sync::Arc;
 
@@ -180,7 +181,7 @@ impl Matrix {
         let of_x = if x_scale.is_null() || on_host(x_scale) {
             none
         } else {
-            (x_scale.cast(), number * if desc.format.is_nvfp4() { experts } else { 1 })
+            (x_scale.cast(), number * if desc.format.weights() == Weights::Nvfp4 { experts } else { 1 })
         };
         let parts = [weights, scales, of_rows, (bias, all_rows * bytes_of(bias_dtype)), of_x];
         let mut i = 0;

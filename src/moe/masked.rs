@@ -18,6 +18,7 @@ use crate::kernel::Stream;
 use crate::params::ScheduleParams;
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
+use crate::quant::Weights;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
@@ -144,7 +145,7 @@ impl<'py> Call<'_, 'py> {
         let dims = |last: Dim| [self.lead.as_slice(), &[last]].concat();
         let x_scale = self.x_scale.map(|scale| contract.input("x_scale", scale)).transpose()?;
         if let Some(scale) = &x_scale {
-            if layer.desc.format.is_nvfp4() {
+            if layer.desc.format.weights() == Weights::Nvfp4 {
                 let blocks = Dim::Is("hidden / 16", layer.desc.hidden / BLOCK as i64);
                 contract.check("x_scale", scale, &dims(blocks), &nvfp4::SCALES)?;
             } else {

@@ -38,7 +38,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::Stream;
 use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
-use crate::quant::{self, Format};
+use crate::quant::{self, Activations, Format, Weights};
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 use gemms::Gemms;
 use layer::Layer;
@@ -220,7 +220,7 @@ fn require_countable(operand: &str, layer: &LayerDesc, tokens: i64, top_k: i64) 
     let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
     let slots = tokens.saturating_mul(top_k);
     // Rows may be rounded once for each of their slots.
-    let rows = if layer.format == Format::Nvfp4A4 { slots } else { tokens };
+    let rows = if layer.format.activations() == Activations::Nvfp4 { slots } else { tokens };
     let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
     if slots > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
         return Err(Error::Unsupported(format!(
@@ -477,8 +477,9 @@ pub fn moe_tensors<'py>(
     guard(|| {
         let mut contract = Contract::new();
         let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
-        if let Some(spec) =
-            format.and_then(quant::by_name).filter(|spec| spec.format.is_packed() && !spec.format.is_nvfp4())
+        if let Some(spec) = format
+            .and_then(quant::by_name)
+            .filter(|spec| spec.format.is_packed() && spec.format.weights() != Weights::Nvfp4)
         {
             mxfp4::refuse_bare(w13, spec.format)?;
         }

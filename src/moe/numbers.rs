@@ -4,7 +4,7 @@ use super::fp8::{Activations, Scaling};
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
-use crate::quant::{self, Format};
+use crate::quant::{self, Format, Weights};
 use crate::tensor::Elem;
 
 /// What the weights are made of.
@@ -40,14 +40,14 @@ impl Numbers {
                 }
             },
         };
-        if spec.format.is_mxfp4() {
+        if spec.format.weights() == Weights::Mxfp4 {
             let e4m3 = spec.format == Format::Mxfp4A8;
             return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), e4m3, hidden_size);
         }
         if spec.format == Format::Mxfp8 && dtype.is_none_or(|dtype| dtype == "bf16") {
             return Ok(Numbers::Mxfp8 { hidden: hidden_size });
         }
-        if spec.format.is_nvfp4() {
+        if spec.format.weights() == Weights::Nvfp4 {
             return Err(Error::Unsupported(
                 "nvfp4 experts as bare tensors; supported: oxmoe.moe with an ExpertWeights.nvfp4".into(),
             ));

@@ -11,7 +11,7 @@ use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
 use crate::quant::arguments::w13_layout;
 use crate::quant::blocks::{self, Blocks};
 use crate::quant::nvfp4::{ScaleLayout, BLOCK};
-use crate::quant::Format;
+use crate::quant::{Format, Weights};
 use crate::tensor::{self, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -126,7 +126,7 @@ pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_, '_>) ->
 
 /// Whether rows of x and of GEMM1's output are rounded to NVFP4.
 pub fn rounds(layer: &Layer) -> bool {
-    layer.desc.format.is_nvfp4() && !layer.up.x_scale.is_null()
+    layer.desc.format.weights() == Weights::Nvfp4 && !layer.up.x_scale.is_null()
 }
 
 /// Where rounded rows of x go.

@@ -17,9 +17,9 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::params::{Dtype, Tile};
+use crate::params::{Dtype, Fp8Scaling, Tile};
 use crate::quant::fp8::GROUP;
-use crate::quant::Format;
+use crate::quant::{Activations, Format};
 use crate::variants::{self, Element, Family, Variant};
 use crate::workspace::{Layout, Range};
 pub use counters::{counters, Counters};
@@ -84,7 +84,7 @@ impl MoeWorkspace {
         let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
         let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
         let down_tiles = max_tiles(tokens * top_k, layer.experts, fp8_sm90::DOWN_TILE_TOKENS) as usize;
-        let e4m3 = layer.format == Format::Mxfp4A8;
+        let e4m3 = layer.format.activations() == Activations::E4m3Rows;
         let only_e4m3 = |bytes| if e4m3 { bytes } else { 0 };
         let mut layout = Layout::default();
         let mut add = |name, bytes| layout.add(name, bytes);
@@ -125,8 +125,8 @@ impl MoeWorkspace {
             row_scales: add("row_scales", only_e4m3(slots * 4)),
             x_rounded: add(
                 "x_rounded",
-                match layer.format {
-                    Format::Mxfp8 | Format::Nvfp4A4 => tokens as usize * layer.hidden as usize * element,
+                match layer.format.activations() {
+                    Activations::Mxfp8 | Activations::Nvfp4 => tokens as usize * layer.hidden as usize * element,
                     _ => 0,
                 },
             ),
@@ -247,7 +247,7 @@ pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
     if layer.format.is_fp8() {
         fp8_sm90::require(layer)?;
     }
-    if layer.format == Format::Mxfp4A8 {
+    if layer.format.activations() == Activations::E4m3Rows {
         packed_sm90::require_e4m3(device, layer)?;
     }
     Ok(())
@@ -292,7 +292,9 @@ impl MoePlan {
     /// Counters that routing must set to 0.
     pub fn counter_count(&self) -> i32 {
         match self.experts {
-            Experts::Gemms(_) if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
+            Experts::Gemms(_) if self.desc.layer.format.activations() == Activations::Fp8(Fp8Scaling::Peak) => {
+                Counters::PEAK_HIDDEN as i32 + 1
+            }
             Experts::Gemms(gemms) if gemms.overlap.is_some() => Counters::with_done(self.desc.layer.experts),
             Experts::Gemms(_) => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),

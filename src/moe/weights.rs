@@ -17,7 +17,7 @@ use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
 use crate::quant::arguments::is_e4m3;
-use crate::quant::{self, Format};
+use crate::quant::{self, Format, Weights};
 use crate::tensor::{Contract, Elem, Owned, Place, Span};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -123,7 +123,7 @@ impl ExpertWeights {
             kernel::prepare(gpu, &kernels)?;
             counters::prepare(gpu, &kernels)?;
             if layer.desc.format.is_packed() {
-                packed = Some(match layer.desc.format.is_nvfp4() {
+                packed = Some(match layer.desc.format.weights() == Weights::Nvfp4 {
                     true => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
                     false => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
                 });

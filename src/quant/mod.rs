@@ -19,7 +19,7 @@ pub mod packed_ops;
 pub mod row_ops;
 
 use crate::error::{Error, Result};
-use crate::params::Dtype;
+use crate::params::{Dtype, Fp8Scaling};
 
 /// The formats of [`FORMATS`], in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,37 @@ pub enum Format {
     Nvfp4A4,
 }
 
-/// What a format's weights are made of.
+/// What weights are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// Numbers of the compute type.
+    Plain,
+    /// e4m3 codes with fp32 scales of blocks, which activations share.
+    Fp8,
+    /// e2m1 codes with an E8M0 scale for 32 columns.
+    Mxfp4,
+    /// e4m3 codes with an E8M0 scale for 32 columns.
+    Mxfp8,
+    /// e2m1 codes with an e4m3 scale for 16 columns.
+    Nvfp4,
+}
+
+/// What a layer does to activations before it multiplies them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activations {
+    /// Nothing.
+    Kept,
+    /// They become e4m3 with fp32 scales.
+    Fp8(Fp8Scaling),
+    /// They become e4m3 with one scale a row.
+    E4m3Rows,
+    /// They are rounded to the numbers of MXFP8.
+    Mxfp8,
+    /// They are rounded to the numbers of NVFP4.
+    Nvfp4,
+}
+
+/// A format: what weights are made of, and what becomes of activations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
     pub format: Format,
@@ -54,97 +84,93 @@ pub struct QuantSpec {
     /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
     /// as it is by default or with scales; `fp8_tensor`: with per_token=False), and on the command line.
     pub name: &'static str,
+    pub weights: Weights,
+    pub activations: Activations,
     /// Type that activations have and products are taken in; where weights allow others, the default.
     pub compute: Dtype,
     /// Weight bits with scales, for the roofline.
     pub bits_per_weight: f64,
     /// Hidden and intermediate size must be multiples of this.
     pub block: i64,
-    /// Rate of its products on GPUs, as a multiple of that of 16-bit elements: for the roofline.
+    /// Rate of its products on GPUs, as a multiple of that of 16-bit elements: for the roofline. e4m3's was measured on H200: 1400 and 790 TFLOP/s.
     pub speed: f64,
     /// Whether CUDA kernels exist.
     pub cuda: bool,
 }
 
+const E4M3_SPEED: f64 = 1.77;
+
 pub const FORMATS: [QuantSpec; 12] = [
+    plain(Format::Bf16, "bf16", Dtype::Bf16, 16.0),
+    plain(Format::F16, "f16", Dtype::F16, 16.0),
+    QuantSpec { cuda: false, ..plain(Format::F32, "f32", Dtype::F32, 32.0) },
+    MXFP4,
     QuantSpec {
-        format: Format::Bf16,
-        name: "bf16",
-        compute: Dtype::Bf16,
-        bits_per_weight: 16.0,
-        block: 1,
-        speed: 1.0,
-        cuda: true,
-    },
-    QuantSpec {
-        format: Format::F16,
-        name: "f16",
-        compute: Dtype::F16,
-        bits_per_weight: 16.0,
-        block: 1,
-        speed: 1.0,
-        cuda: true,
-    },
-    QuantSpec {
-        format: Format::F32,
-        name: "f32",
-        compute: Dtype::F32,
-        bits_per_weight: 32.0,
-        block: 1,
-        speed: 1.0,
-        cuda: false,
-    },
-    QuantSpec {
-        format: Format::Mxfp4,
-        name: "mxfp4",
-        compute: Dtype::Bf16,
-        bits_per_weight: 4.25,
-        block: mxfp4::BLOCK as i64,
-        speed: 1.0,
-        cuda: true,
-    },
-    QuantSpec {
-        format: Format::Fp8Block,
-        name: "fp8_block",
-        compute: Dtype::Bf16,
         bits_per_weight: 8.0 + 32.0 / (fp8::GROUP * fp8::GROUP) as f64,
-        block: fp8::GROUP as i64,
-        speed: 1.77, // on H200, measured: 1400 and 790 TFLOP/s
-        cuda: true,
+        ..fp8(Format::Fp8Block, "fp8_block", Fp8Scaling::Groups)
     },
     QuantSpec {
         format: Format::Mxfp4A8,
         name: "mxfp4-a8",
-        compute: Dtype::Bf16,
-        bits_per_weight: 4.25,
-        block: mxfp4::BLOCK as i64,
-        speed: 1.77,
-        cuda: true,
+        activations: Activations::E4m3Rows,
+        speed: E4M3_SPEED,
+        ..MXFP4
     },
     QuantSpec {
         format: Format::Mxfp8,
         name: "mxfp8",
+        weights: Weights::Mxfp8,
+        activations: Activations::Mxfp8,
         compute: Dtype::Bf16,
         bits_per_weight: 8.25,
         block: mxfp8::BLOCK as i64,
         speed: 1.0,
         cuda: true,
     },
-    nvfp4(Format::Nvfp4, "nvfp4"),
-    fp8_tensor(Format::Fp8Tensor, "fp8_tensor"),
-    fp8_tensor(Format::Fp8TensorToken, "fp8_tensor-token"),
-    fp8_tensor(Format::Fp8TensorStatic, "fp8_tensor-static"),
-    nvfp4(Format::Nvfp4A4, "nvfp4-a4"),
+    NVFP4,
+    fp8(Format::Fp8Tensor, "fp8_tensor", Fp8Scaling::Peak),
+    fp8(Format::Fp8TensorToken, "fp8_tensor-token", Fp8Scaling::Rows),
+    fp8(Format::Fp8TensorStatic, "fp8_tensor-static", Fp8Scaling::Given),
+    QuantSpec { format: Format::Nvfp4A4, name: "nvfp4-a4", activations: Activations::Nvfp4, ..NVFP4 },
 ];
 
-const fn nvfp4(format: Format, name: &'static str) -> QuantSpec {
-    let (bits_per_weight, block) = (4.5, nvfp4::BLOCK as i64);
-    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.0, cuda: true }
+const MXFP4: QuantSpec = QuantSpec {
+    format: Format::Mxfp4,
+    name: "mxfp4",
+    weights: Weights::Mxfp4,
+    activations: Activations::Kept,
+    compute: Dtype::Bf16,
+    bits_per_weight: 4.25,
+    block: mxfp4::BLOCK as i64,
+    speed: 1.0,
+    cuda: true,
+};
+
+const NVFP4: QuantSpec = QuantSpec {
+    format: Format::Nvfp4,
+    name: "nvfp4",
+    weights: Weights::Nvfp4,
+    bits_per_weight: 4.5,
+    block: nvfp4::BLOCK as i64,
+    ..MXFP4
+};
+
+const fn plain(format: Format, name: &'static str, compute: Dtype, bits_per_weight: f64) -> QuantSpec {
+    QuantSpec { format, name, weights: Weights::Plain, compute, bits_per_weight, block: 1, ..MXFP4 }
 }
 
-const fn fp8_tensor(format: Format, name: &'static str) -> QuantSpec {
-    let (bits_per_weight, block) = (8.0, fp8::GROUP as i64);
-    QuantSpec { format, name, compute: Dtype::Bf16, bits_per_weight, block, speed: 1.77, cuda: true }
+const fn fp8(format: Format, name: &'static str, scaling: Fp8Scaling) -> QuantSpec {
+    QuantSpec {
+        format,
+        name,
+        weights: Weights::Fp8,
+        activations: Activations::Fp8(scaling),
+        compute: Dtype::Bf16,
+        bits_per_weight: 8.0,
+        block: fp8::GROUP as i64,
+        speed: E4M3_SPEED,
+        cuda: true,
+    }
 }
 
 impl Format {
@@ -152,29 +178,29 @@ impl Format {
         &FORMATS[self as usize]
     }
 
-    /// Whether weights are MXFP4, whatever multiplies them.
-    pub fn is_mxfp4(self) -> bool {
-        matches!(self, Format::Mxfp4 | Format::Mxfp4A8)
+    /// What the weights are made of.
+    pub fn weights(self) -> Weights {
+        self.spec().weights
     }
 
-    /// Whether GPUs read them in a form of their own, made at load.
+    /// What a layer does to activations.
+    pub fn activations(self) -> Activations {
+        self.spec().activations
+    }
+
+    /// Whether GPUs read the weights in a form of their own, made at load.
     pub fn is_packed(self) -> bool {
-        self.is_mxfp4() || self == Format::Mxfp8 || self.is_nvfp4()
+        matches!(self.weights(), Weights::Mxfp4 | Weights::Mxfp8 | Weights::Nvfp4)
     }
 
-    /// Whether weights are NVFP4, whatever multiplies them.
-    pub fn is_nvfp4(self) -> bool {
-        matches!(self, Format::Nvfp4 | Format::Nvfp4A4)
-    }
-
-    /// Whether weights are e4m3 codes with fp32 scales of blocks, which activations share.
+    /// Whether weights are e4m3 codes with fp32 scales of blocks.
     pub fn is_fp8(self) -> bool {
-        matches!(self, Format::Fp8Block) || self.is_fp8_tensor()
+        self.weights() == Weights::Fp8
     }
 
     /// Whether an expert's matrix has one scale.
     pub fn is_fp8_tensor(self) -> bool {
-        matches!(self, Format::Fp8Tensor | Format::Fp8TensorToken | Format::Fp8TensorStatic)
+        self.is_fp8() && self.activations() != Activations::Fp8(Fp8Scaling::Groups)
     }
 
     /// The format of weights that are plain numbers.

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
-use crate::quant::Format;
+use crate::quant::{Activations, Format};
 use crate::variants::fp8::{self, ORDERED_TOKENS, WIDE_TOKENS};
 use crate::variants::{Family, Variant};
 
@@ -17,7 +17,7 @@ pub const KERNELS: KernelSet = KernelSet {
     serves,
     tile_tokens: |gemms| {
         let order = match gemms.rows {
-            Rows::Gathered { plain_x: true, .. } if gemms.up.format == Format::Fp8Block => Order::Possible,
+            Rows::Gathered { plain_x: true, .. } if by_groups(gemms.up.format) => Order::Possible,
             Rows::Gathered { .. } => Order::Gathered,
             Rows::InOrder { .. } => Order::Given,
         };
@@ -36,7 +36,7 @@ pub const KERNELS: KernelSet = KernelSet {
         (inside && !apart).then(|| overlap(&gemms.up, tile_tokens, up))
     },
     one_launch: |desc, gemms| {
-        let block = desc.layer.format == Format::Fp8Block;
+        let block = by_groups(desc.layer.format);
         let launch = || layer(desc, &gemms.up, &gemms.down, gemms.device).map(Experts::Routed);
         block.then(launch).flatten()
     },
@@ -154,8 +154,8 @@ const LEAST_GROUPS: i64 = 1;
 /// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows. With tiles of few tokens its
 /// units are then twice as long, and few of them would leave multiprocessors idle.
 fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool {
-    if gemm.format != Format::Fp8Block || tile_tokens >= WIDE_TOKENS as i32 {
-        return gemm.format == Format::Fp8Block;
+    if !by_groups(gemm.format) || tile_tokens >= WIDE_TOKENS as i32 {
+        return by_groups(gemm.format);
     }
     let units = gemm.slots.min(gemm.experts) * gemm.outputs() / GROUP as i64;
     fp8::quantises(&tile(gemm, tile_tokens, device)) && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
@@ -168,14 +168,9 @@ fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(unit_rows) }
 }
 
-/// Where the scales of a format's activations come from.
-pub fn scaling(format: Format) -> Fp8Scaling {
-    match format {
-        Format::Fp8Tensor => Fp8Scaling::Peak,
-        Format::Fp8TensorToken => Fp8Scaling::Rows,
-        Format::Fp8TensorStatic => Fp8Scaling::Given,
-        _ => Fp8Scaling::Groups,
-    }
+/// Whether each group of a row's columns has a scale.
+fn by_groups(format: Format) -> bool {
+    format.activations() == Activations::Fp8(Fp8Scaling::Groups)
 }
 
 /// GEMM1 whose epilogue quantises. Its units have 128 outputs.

@@ -8,25 +8,29 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Launch;
-use crate::params::{Dtype, Tile};
+use crate::params::{Dtype, Fp8Scaling, Tile};
 use crate::quant::fp8::GROUP;
-use crate::quant::Format;
+use crate::quant::{Activations, Format, Weights};
 use crate::workspace::Layout;
 
 /// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
 pub fn counters(layer: &LayerDesc) -> i32 {
-    let counts = layer.format == Format::Fp8Block || layer.format.spec().block == 1;
+    let counts = match layer.format.weights() {
+        Weights::Plain => true,
+        Weights::Fp8 => layer.format.activations() == Activations::Fp8(Fp8Scaling::Groups),
+        _ => false,
+    };
     let done = if counts { Counters::with_done(layer.experts) } else { 0 };
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
 /// Those of a launch that finds its tiles itself, which no schedule makes zero; none for formats without such a launch.
 fn own_counters(layer: &LayerDesc) -> usize {
-    match layer.format {
-        Format::Mxfp4 | Format::Nvfp4 if layer.experts <= MOST_EXPERTS => {
-            Counts::Pair { experts: layer.experts }.count()
-        }
-        _ => 0,
+    let kept = layer.format.is_packed() && layer.format.activations() == Activations::Kept;
+    if kept && layer.experts <= MOST_EXPERTS {
+        Counts::Pair { experts: layer.experts }.count()
+    } else {
+        0
     }
 }
 
@@ -87,7 +91,7 @@ pub fn tile_step(format: Format, tile_tokens: i32) -> i32 {
 pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
     let (slots, element) = (rows as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
     let tiles = max_tiles(rows, layer.experts, MIN_TILE_TOKENS);
-    let of = |format, bytes: usize| if layer.format == format { bytes } else { 0 };
+    let e4m3 = |bytes: usize| if layer.format.activations() == Activations::E4m3Rows { bytes } else { 0 };
     let fp8 = |columns: i64, columns_a_byte: usize| match layer.format.is_fp8() {
         true => slots * columns as usize / columns_a_byte,
         false => 0,
@@ -104,11 +108,8 @@ pub fn workspace(layer: &LayerDesc, rows: i64) -> MoeWorkspace {
         hidden_codes: add("hidden_codes", fp8(layer.intermediate, 1)),
         hidden_scales: add("hidden_scales", fp8(layer.intermediate, GROUP / 4)),
         // x, and once GEMM1 has read that, its output.
-        hidden_e4m3: add(
-            "hidden_e4m3",
-            of(Format::Mxfp4A8, slots * e4m3_columns(layer.hidden.max(layer.intermediate))),
-        ),
-        row_scales: add("row_scales", of(Format::Mxfp4A8, slots * 4)),
+        hidden_e4m3: add("hidden_e4m3", e4m3(slots * e4m3_columns(layer.hidden.max(layer.intermediate)))),
+        row_scales: add("row_scales", e4m3(slots * 4)),
         ..MoeWorkspace::default()
     };
     w.bytes = layout.bytes;

@@ -7,7 +7,7 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::quant::Format;
+use crate::quant::{Activations, Format, Weights};
 use crate::variants::packed::{
     stages_beside, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE, MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
 };
@@ -18,7 +18,7 @@ pub const KERNELS: KernelSet = KernelSet {
     tile_tokens: |gemms| tile_tokens(&gemms.likely[0]),
     launches,
     // GEMM1's epilogue rounds what it writes, but to e4m3, whose scale is a whole row's.
-    rounds_inside: |gemms, _| gemms.up.format != Format::Mxfp4A8,
+    rounds_inside: |gemms, _| gemms.up.format.activations() != Activations::E4m3Rows,
     one_launch: layer,
     variants,
     ..KernelSet::NONE
@@ -45,10 +45,10 @@ const NVFP4: Tiles = Tiles { tiles: &NVFP4_TILES, fours: &NVFP4_FOURS, few_units
 
 /// The tiles of a packed format.
 fn tiles_of(format: Format) -> &'static Tiles {
-    match format {
-        Format::Mxfp4A8 => &MXFP4_E4M3,
-        Format::Mxfp8 => &MXFP8,
-        _ if format.is_nvfp4() => &NVFP4,
+    match (format.weights(), format.activations()) {
+        (_, Activations::E4m3Rows) => &MXFP4_E4M3,
+        (Weights::Mxfp8, _) => &MXFP8,
+        (Weights::Nvfp4, _) => &NVFP4,
         _ => &MXFP4,
     }
 }
@@ -61,7 +61,7 @@ fn takes(device: &Device, rows: i64, k: i64, out_columns: i64) -> bool {
 /// Whether the kernels take the layer. Sizes of MXFP8 and NVFP4 are multiples of 32 and 16, so that GPUs alone decide.
 fn serves(device: &Device, layer: &LayerDesc) -> bool {
     // Rows of packed MXFP4 down weights are padded to a multiple of 32; only the output's columns count.
-    let down_rows = if layer.format.is_mxfp4() { 32 } else { layer.hidden };
+    let down_rows = if layer.format.weights() == Weights::Mxfp4 { 32 } else { layer.hidden };
     layer.format.is_packed()
         && takes(device, layer.up_rows(), layer.hidden, layer.intermediate)
         && takes(device, down_rows, layer.intermediate, layer.hidden)
@@ -155,8 +155,8 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
         tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device)
     };
     let (up, down) = (&gemms.up, &gemms.down);
-    match up.format {
-        Format::Mxfp4A8 => (launch(up, &[up]), Some(launch(down, &[down]))),
+    match up.format.activations() {
+        Activations::E4m3Rows => (launch(up, &[up]), Some(launch(down, &[down]))),
         _ => (launch(up, &[up, down]), None),
     }
 }

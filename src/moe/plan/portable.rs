@@ -4,7 +4,7 @@ use super::kernels::KernelSet;
 use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
-use crate::quant::Format;
+use crate::quant::{Format, Weights};
 use crate::variants::portable::{self, FP8_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
 use crate::variants::{Element, Variant};
 
@@ -39,7 +39,7 @@ const SCALES: Scales = Scales::Packed;
 /// Non-persistent kernels that read MXFP4 scales where the checkpoint has them (no swizzled layout) need 4 warps on sm_120: with the one
 /// or two that a small tile would get, they fault or give wrong sums.
 pub fn min_warps(arch: Arch, persistent: bool, format: Format, scales: Scales) -> u32 {
-    if arch.image() == "120f" && !persistent && format == Format::Mxfp4 && scales == Scales::Checkpoint {
+    if arch.image() == "120f" && !persistent && format.weights() == Weights::Mxfp4 && scales == Scales::Checkpoint {
         4
     } else {
         1
@@ -60,12 +60,12 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
 
 /// The tiles of a format, by tokens.
 fn all_tiles(format: Format) -> &'static [Variant] {
-    match format {
-        Format::Mxfp4 => &MXFP4_TILES,
-        Format::Mxfp8 => &MXFP8_TILES,
-        _ if format.is_nvfp4() => &NVFP4_TILES,
-        _ if format.is_fp8() => &FP8_TILES,
-        _ => &PLAIN_TILES,
+    match format.weights() {
+        Weights::Plain => &PLAIN_TILES,
+        Weights::Fp8 => &FP8_TILES,
+        Weights::Mxfp4 => &MXFP4_TILES,
+        Weights::Mxfp8 => &MXFP8_TILES,
+        Weights::Nvfp4 => &NVFP4_TILES,
     }
 }
 

@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
-use crate::quant::{fp8_ops, Format};
+use crate::quant::{fp8_ops, Activations, Format, Weights};
 use crate::variants::{Family, Variant};
 
 /// The launches for x and for GEMM1's output. `inside`: GEMM1 rounds its output itself.
@@ -25,7 +25,7 @@ pub fn launches(gemms: &Gemms<'_>, tile_tokens: i32, inside: bool) -> [[Option<L
             let tiles = max_tiles(up.slots, up.experts, tile_tokens).into();
             let room = Room { tiles, tile_tokens: tile_tokens.into(), slots: up.slots, device: gemms.device };
             // NVFP4's x that came as codes is expanded by the launch that rounds others.
-            let rounds_x = quantizes_x || up.format.is_nvfp4();
+            let rounds_x = quantizes_x || up.format.weights() == Weights::Nvfp4;
             [if rounds_x { room.launches(up.format, up.k) } else { [None; 2] }, room.launches(up.format, down.k)]
         }
     };
@@ -34,12 +34,12 @@ pub fn launches(gemms: &Gemms<'_>, tile_tokens: i32, inside: bool) -> [[Option<L
 
 /// The launches that round `rows` rows, or with NVFP4 up to `slots`.
 fn of_rows(format: Format, (rows, slots): (i64, i64), columns: i64, device: &Device) -> [Option<Launch>; 2] {
-    match format {
-        _ if format.is_fp8() => fp8_ops::plan(fp8_sm90::scaling(format), rows, columns),
-        Format::Mxfp4A8 => [None, Some(rows_to_e4m3(rows, device))],
-        Format::Mxfp8 => [None, Some(round_mxfp8(rows * columns, device))],
-        Format::Nvfp4A4 => [None, Some(round_nvfp4(slots * columns, device))],
-        _ => [None; 2],
+    match format.activations() {
+        Activations::Kept => [None; 2],
+        Activations::Fp8(scaling) => fp8_ops::plan(scaling, rows, columns),
+        Activations::E4m3Rows => [None, Some(rows_to_e4m3(rows, device))],
+        Activations::Mxfp8 => [None, Some(round_mxfp8(rows * columns, device))],
+        Activations::Nvfp4 => [None, Some(round_nvfp4(slots * columns, device))],
     }
 }
 
@@ -96,21 +96,23 @@ impl Room<'_> {
         let vectors = self.tile_tokens * columns / 8;
         let fp8 = |family, parts, each| Some(self.launch(Variant::of(family), parts, each));
         let groups = || fp8(Family::QuantizeFp8Tiles, vectors * 8 / GROUP as i64, 64);
-        match format {
-            Format::Mxfp8 => {
+        match format.activations() {
+            Activations::Kept => [None; 2],
+            Activations::Fp8(Fp8Scaling::Rows) => {
+                let rows = CTA_THREADS / i64::from(fp8_ops::row_threads(columns as i32));
+                [None, fp8(Family::QuantizeFp8TileRows, self.tile_tokens, rows)]
+            }
+            Activations::Fp8(Fp8Scaling::Peak) => {
+                [fp8(Family::QuantizeFp8TilePeak, vectors, PEAK_VECTORS * CTA_THREADS), groups()]
+            }
+            Activations::Fp8(_) => [None, groups()],
+            Activations::E4m3Rows => {
+                [None, Some(self.launch(Variant::of(Family::QuantizeTilesE4m3), self.tile_tokens, 1))]
+            }
+            Activations::Mxfp8 => {
                 [None, Some(self.launch(round_tiles_mxfp8(self.device), vectors, ROUND_VECTORS * CTA_THREADS))]
             }
-            Format::Mxfp4A8 => [None, Some(self.launch(Variant::of(Family::QuantizeTilesE4m3), self.tile_tokens, 1))],
-            Format::Nvfp4A4 => [None, Some(round_nvfp4(self.slots * columns, self.device))],
-            _ if !format.is_fp8() => [None; 2],
-            _ => match fp8_sm90::scaling(format) {
-                Fp8Scaling::Rows => {
-                    let rows = CTA_THREADS / i64::from(fp8_ops::row_threads(columns as i32));
-                    [None, fp8(Family::QuantizeFp8TileRows, self.tile_tokens, rows)]
-                }
-                Fp8Scaling::Peak => [fp8(Family::QuantizeFp8TilePeak, vectors, PEAK_VECTORS * CTA_THREADS), groups()],
-                _ => [None, groups()],
-            },
+            Activations::Nvfp4 => [None, Some(round_nvfp4(self.slots * columns, self.device))],
         }
     }
 
@@ -133,19 +135,19 @@ pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
         Family::QuantizeFp8Peak,
         Family::ExpandScales,
     ];
-    match format {
-        Format::Mxfp4A8 => families(&[Family::QuantizeRowsE4m3, Family::QuantizeTilesE4m3]),
-        Format::Mxfp8 => vec![Variant::of(Family::RoundRowsMxfp8), round_tiles_mxfp8(device)],
-        Format::Nvfp4A4 => vec![round_rows_nvfp4(device)],
-        _ if format.is_fp8() => {
-            let of_format = match format {
-                Format::Fp8Tensor => &[Family::QuantizeFp8TilePeak][..],
-                Format::Fp8TensorToken => &[Family::QuantizeFp8TileRows],
+    match format.activations() {
+        Activations::Kept => Vec::new(),
+        Activations::E4m3Rows => families(&[Family::QuantizeRowsE4m3, Family::QuantizeTilesE4m3]),
+        Activations::Mxfp8 => vec![Variant::of(Family::RoundRowsMxfp8), round_tiles_mxfp8(device)],
+        Activations::Nvfp4 => vec![round_rows_nvfp4(device)],
+        Activations::Fp8(scaling) => {
+            let own = match scaling {
+                Fp8Scaling::Peak => &[Family::QuantizeFp8TilePeak][..],
+                Fp8Scaling::Rows => &[Family::QuantizeFp8TileRows],
                 _ => &[],
             };
             let to_slots = if device.is_hopper() { &[Family::QuantizeFp8Slots][..] } else { &[] };
-            families(&[&fp8, of_format, to_slots].concat())
+            families(&[&fp8, own, to_slots].concat())
         }
-        _ => Vec::new(),
     }
 }
