@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv-test
 DEMO := $(CURDIR)/.venv-demo
+DOCS := $(CURDIR)/.venv-docs
 BIN := $(VENV)/bin
 # The older SGLang releases that are tested: a file for each with what differs, installed in a folder of its own, which goes before the
 # environment's packages on the path. The list of these files is the list of releases, for the workflows too.
@@ -34,7 +35,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -131,6 +132,14 @@ TOOL ?= memcheck
 sanitize: install ## GPU tests under compute-sanitizer; TOOL=memcheck, racecheck, initcheck or synccheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x
 
+$(DOCS)/.made: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade -r docs/requirements.txt
+	touch $@
+
+docs: $(DOCS)/.made ## the documentation as pages in target/site, API reference included; a broken link is an error
+	PATH=$(DOCS)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
+
 MUTANTS ?=
 mutants: install ## changes Python in small ways and lists the changes that no test notices; MUTANTS="oxmoe.rows*" for some of them
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/mutmut -r tests/requirements-mutants.txt
@@ -141,4 +150,4 @@ mutants-rust: python-names ## the same of Rust, with cargo-mutants (cargo instal
 
 clean: ## remove every build result and environment
 	cargo clean
-	rm -rf $(VENV) $(DEMO) .wheel .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DEMO) $(DOCS) .wheel .pytest_cache .ruff_cache .mypy_cache

@@ -41,6 +41,8 @@ mod _oxmoe {
     #[pymodule_export]
     use crate::moe::topk::{routing_tables, sort_by_expert, topk};
     #[pymodule_export]
+    use crate::moe::weights::handle::experts_of;
+    #[pymodule_export]
     use crate::moe::weights::ExpertWeights;
     #[pymodule_export]
     use crate::moe::{moe, moe_tensors};

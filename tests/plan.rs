@@ -7,7 +7,7 @@ use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
+use _oxmoe::moe::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
 use _oxmoe::variants::{self, Family, Variant};
@@ -102,7 +102,7 @@ fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
 /// The launches with GEMMs in them.
 fn gemms(plan: &MoePlan) -> Vec<Launch> {
     match plan.experts {
-        Experts::Gemms { up, down } => [Some(up), down].into_iter().flatten().collect(),
+        Experts::Gemms(gemms) => [Some(gemms.up), gemms.down].into_iter().flatten().collect(),
         Experts::Fused(launch) | Experts::Routed(launch) => vec![launch],
     }
 }
@@ -133,8 +133,8 @@ fn masked_plans_fit() {
         for desc in masked_descs(&device) {
             let (plan, w) = (masked_plan(&desc, &device), masked::workspace(&desc.layer, desc.rows));
             let tiles = desc.layer.experts as u64
-                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.tile_tokens as u64);
-            assert!(tiles <= plan.max_tiles as u64 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
+                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.gemms.tile_tokens as u64);
+            assert!(tiles <= plan.max_tiles as u64 && plan.gemms.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
             assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{desc:?} on {device:?}");
             let counts = desc.layer.format == Format::Fp8Block || desc.layer.format.spec().block == 1;
             let awaited = if counts { 3 + desc.layer.experts as usize } else { 0 };
@@ -159,8 +159,8 @@ fn masked_plans_fit() {
             assert_eq!(w.hidden_e4m3.bytes, desc.rows as usize * codes);
             // What is expected chooses the tile and GEMM2's kernel alone.
             let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
-            let like = MaskedPlan { down: plan.down, ..other };
-            assert!(other.tile_tokens != plan.tile_tokens || like == plan, "{desc:?} on {device:?}");
+            let like = MaskedPlan { gemms: GemmsPlan { down: plan.gemms.down, ..other.gemms }, ..other };
+            assert!(other.gemms.tile_tokens != plan.gemms.tile_tokens || like == plan, "{desc:?} on {device:?}");
         }
     }
 }
@@ -176,7 +176,7 @@ fn masked_plans_quantise_what_gemm1_does_not() {
             &device,
         );
         assert!(plan.launches().iter().all(|l| l.grid <= 8 * device.multiprocessors), "{plan:?}");
-        plan.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
+        plan.gemms.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
     };
     let names = |format, expected| names_of(2048, format, expected);
     for expected in [10, 102, 1024] {
@@ -294,7 +294,7 @@ fn e4m3_on_other_gpus_is_portable() {
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{plan:?}");
             // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
-            let [x, hidden] = plan.quantize;
+            let Experts::Gemms(GemmsPlan { quantize: [x, hidden], .. }) = plan.experts else { panic!("{plan:?}") };
             assert!(x[1].is_some() && hidden[1].is_some(), "{plan:?}");
             let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
             assert_eq!(plan::require(&odd, &device).is_err(), layer.format.is_fp8());
@@ -310,7 +310,8 @@ fn nvfp4_on_other_gpus_is_portable() {
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("nvfp4_portable_")), "{plan:?}");
             let rounds = [layer.format == Format::Nvfp4A4; 2];
-            assert_eq!(plan.quantize.map(|side| side[1].is_some()), rounds, "{plan:?}");
+            let Experts::Gemms(GemmsPlan { quantize, .. }) = plan.experts else { panic!("{plan:?}") };
+            assert_eq!(quantize.map(|side| side[1].is_some()), rounds, "{plan:?}");
         }
     }
 }
@@ -321,16 +322,17 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
     for device in devices() {
         for desc in descs(&device) {
             let plan = plan_of(&desc, &device);
-            let Experts::Gemms { up, down } = plan.experts else { continue };
-            let both = up.variant.has_both_gemms();
-            assert_eq!((down.is_none(), both && plan.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+            let Experts::Gemms(gemms) = plan.experts else { continue };
+            let both = gemms.up.variant.has_both_gemms();
+            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
         }
         for desc in masked_descs(&device) {
             let plan = masked_plan(&desc, &device);
-            let both = plan.down.is_none() && plan.quantize == [[None; 2]; 2];
+            let gemms = &plan.gemms;
+            let both = gemms.down.is_none() && gemms.quantize == [[None; 2]; 2];
             assert_eq!(plan.schedule.is_none(), both && desc.finds_tiles && desc.layer.experts <= 128, "{plan:?}");
-            let both = plan.up.variant.has_both_gemms();
-            assert_eq!((plan.down.is_none(), both && plan.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+            let both = gemms.up.variant.has_both_gemms();
+            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
             // x in codes is of fp8 formats.
             let numbers = plan.schedule.is_none() && desc.quantizes_x;
             alone.extend(numbers.then_some(desc.layer.format.spec().name));

@@ -14,12 +14,15 @@ from oxmoe.ops import (
     BLOCK_OPTION_NAMES,
     EXPERT_OPTION_NAMES,
     EXPERT_OPTIONS,
+    HELD,
     bare,
     define,
     dispatching,
+    expert_handle,
     expert_tensors,
     fake_nothing,
     fake_rows,
+    held,
     into_out,
 )
 from oxmoe.weights import expert_weights
@@ -64,11 +67,26 @@ def _define_rows(name: str, operands: str, options: str, builtin: Callable[..., 
     define(f"{name}.out", f"({operands}, *, {options}, {_INTO}) -> ()", into_out(kernel), fake_nothing)
 
 
+def _fake_held(x: Tensor, experts: int, hidden: int, dtype: torch.dtype, *operands: Any, **options: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], hidden), dtype=dtype)
+
+
+def _define_held(name: str, counts: str, options: str, builtin: Callable[..., Tensor]) -> None:
+    operands, kernel = f"{HELD}, Tensor {counts}", held(builtin)
+    define(name, f"({operands}, *, {options}) -> Tensor", kernel, _fake_held)
+    define(f"{name}.out", f"({operands}, *, {options}, {_INTO}) -> ()", into_out(kernel), fake_nothing)
+
+
 _define_rows("moe_masked", _MASKED, _ROWS, _oxmoe.moe_masked)
 _define_rows("moe_contiguous", _CONTIGUOUS, f"{_ROWS}, int alignment=1", _oxmoe.moe_contiguous)
 
 
-def _traced_rows(packet: Any) -> Callable[..., Tensor]:
+_HELD_ROWS = "Tensor? x_scale=None, int? expected_m=None"
+_define_held("moe_masked_held", "masked_m", _HELD_ROWS, _oxmoe.moe_masked)
+_define_held("moe_contiguous_held", "counts", f"{_HELD_ROWS}, int alignment=1", _oxmoe.moe_contiguous)
+
+
+def _traced_rows(plain: Any, by_handle: Any) -> Callable[..., Tensor]:
     def call(
         x: Tensor,
         weights: _oxmoe.ExpertWeights,
@@ -78,20 +96,29 @@ def _traced_rows(packet: Any) -> Callable[..., Tensor]:
         workspace: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        w13, w2, b13, b2, of_experts = expert_tensors(weights)
-        operands = (x, w13, w2, counts, b13, b2)
+        handle = expert_handle(weights)
+        packet, fake = (plain, _fake_rows) if handle is None else (by_handle, _fake_held)
+        operands: tuple[Any, ...]
+        if handle is None:
+            w13, w2, b13, b2, of_experts = expert_tensors(weights)
+            operands = (x, w13, w2, counts, b13, b2)
+            options.update(of_experts)
+        else:
+            operands = (x, *handle, counts)
         if out is None and workspace is None:
-            result: Tensor = packet.default(*operands, **of_experts, **options)
+            result: Tensor = packet.default(*operands, **options)
             return result
-        out = fake_rows(x) if out is None else out
-        packet.out(*operands, **of_experts, **options, out=out, workspace=workspace)
+        out = fake(*operands) if out is None else out
+        packet.out(*operands, **options, out=out, workspace=workspace)
         return out
 
     return call
 
 
-moe_masked = dispatching(_oxmoe.moe_masked, _traced_rows(torch.ops.oxmoe.moe_masked))
-moe_contiguous = dispatching(_oxmoe.moe_contiguous, _traced_rows(torch.ops.oxmoe.moe_contiguous))
+moe_masked = dispatching(_oxmoe.moe_masked, _traced_rows(torch.ops.oxmoe.moe_masked, torch.ops.oxmoe.moe_masked_held))
+moe_contiguous = dispatching(
+    _oxmoe.moe_contiguous, _traced_rows(torch.ops.oxmoe.moe_contiguous, torch.ops.oxmoe.moe_contiguous_held)
+)
 
 
 # Quantisers

@@ -4,13 +4,13 @@ use super::layer::{Layer, Matrix};
 use super::mxfp4::{BIASES, SCALES};
 use super::operands::{check_biases, check_sizes, intermediate_size, Operands};
 use super::options::Options;
-use super::plan;
+use super::plan::{self, MoeWorkspace};
 use super::rounding::Rounding;
 use crate::contract;
 use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::Result;
-use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp8::BLOCK;
 use crate::quant::Format;
@@ -65,7 +65,7 @@ pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_,
 
 /// Of x and, in its place, of GEMM1's output, which Hopper's kernels do in GEMM1's epilogue. Makes GEMM1 read rounded rows, which are written
 /// to `x`.
-pub fn rounding(
+pub fn round_slots(
     tokens: i64,
     x: *mut u8,
     route: &RouteParams,
@@ -95,7 +95,29 @@ pub fn rounding(
         ..of_x
     };
     up.x = x;
-    // The rounding before it writes no schedule.
-    up.schedule_is_older = true;
     [of_x, of_hidden].map(Rounding::Mxfp8)
+}
+
+/// The roundings of rows in the experts' order, by the tiles of their schedule: of x to where GEMM2 writes, once GEMM1 has read it, and of
+/// GEMM1's output in its place. Both GEMMs read what these write.
+pub fn round_rows(
+    (ws, base): (&MoeWorkspace, *mut u8),
+    (out, schedule): (*mut u8, &ScheduleParams),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Rounding; 2] {
+    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+        let rows = QuantizeRowsParams {
+            x: gemm.x,
+            out: numbers,
+            scales: std::ptr::null_mut(),
+            rows: schedule.rows,
+            columns: gemm.k,
+            out_columns: gemm.k,
+            tiles: schedule.tiles.cast_const(),
+            tile_count: schedule.tile_count.cast_const(),
+            x_is_older: false,
+        };
+        gemm.x = rows.out;
+        Rounding::Mxfp8Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
+    })
 }

@@ -189,8 +189,6 @@ pub fn rounding(
     if in_one_launch {
         up.out_global_scales = hidden.global_scales;
     }
-    // It stands between the schedule and GEMM1.
-    up.schedule_is_older = true;
     [x, hidden].map(|p| Some(Rounding::Nvfp4(p)))
 }
 

@@ -1,7 +1,7 @@
 //! Launching the routing: top-k, sort by expert and tile schedule, in the one to three kernels that the plan chose.
 
 use super::plan::routing::RoutingPlan;
-use super::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
+use super::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
 use crate::error::Result;
 use crate::kernel::Stream;
 use crate::params::{RouteParams, ScheduleParams, SelectParams};
@@ -26,7 +26,7 @@ impl Tiling {
             max_tiles: plan.max_tiles,
             counter_count: plan.counter_count(),
             down_tile_tokens: plan.down_schedule.map(|(_, tokens)| tokens),
-            in_one_launch: matches!(plan.experts, Experts::Gemms { down: None, .. }),
+            in_one_launch: matches!(plan.experts, Experts::Gemms(GemmsPlan { down: None, .. })),
         }
     }
 

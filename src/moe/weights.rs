@@ -1,5 +1,6 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
+pub mod handle;
 mod nvfp4;
 
 use super::layer::Layer;
@@ -25,9 +26,11 @@ use pyo3::types::{PyDict, PyTuple};
 type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
 #[doc = crate::help!("ExpertWeights")]
-#[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
+#[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass, weakref)]
 pub struct ExpertWeights {
     layer: Layer,
+    /// By which operators name these experts.
+    handle: i64,
     /// What calls read of the layer.
     spans: Vec<Span>,
     /// The tensors in which these spans lie.
@@ -160,6 +163,7 @@ impl ExpertWeights {
         let ([w13, w2], [w13_scale, w2_scale]) = (weights, weight_scales);
         Ok(ExpertWeights {
             layer,
+            handle: handle::next(),
             spans,
             owned,
             w13,
@@ -364,6 +368,12 @@ macro_rules! constructors {
                 options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
+            }
+
+            #[doc = crate::help!("ExpertWeights.handle")]
+            #[getter]
+            fn handle(slf: &Bound<'_, Self>) -> PyResult<i64> {
+                handle::of(slf)
             }
 
             #[doc = crate::help!("ExpertWeights.num_experts")]

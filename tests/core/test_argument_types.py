@@ -76,6 +76,8 @@ GLOBAL = {"w13_global_scale": torch.ones(E), "w2_global_scale": torch.ones(E)}
 ROUNDED = {"input_global_scale": torch.ones(1), "a2_global_scale": torch.ones(1)}
 SF, DENSE = plain(T, H // 32, dtype=BYTES), plain(H, H, dtype=BYTES).view(E4M3)
 
+HELD = bf16_experts()
+
 # A right call of each builtin, with every argument whose type can be wrong.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "bf16": (ExpertWeights.bf16, lambda: {**matrices(), **biases(), "limit": 7.0}),
@@ -143,6 +145,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         _oxmoe.moe_contiguous,
         lambda: {**e4m3(T, H), "weights": fp8_experts(), "counts": torch.zeros(E, dtype=torch.int32)},
     ),
+    "experts_of": (_oxmoe.experts_of, lambda: {"handle": HELD.handle}),
     "workspace_bytes": (
         _oxmoe.workspace_bytes,
         lambda: {"weights": bf16_experts(), "num_tokens": T, "top_k": K},

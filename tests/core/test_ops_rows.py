@@ -114,19 +114,6 @@ def test_rows_compiled(format: str, device: str, rng: torch.Generator) -> None:
         assert same_bits(compiled(program, x, given), program(x, given))
 
 
-def test_rows_refuse_what_is_not_traced(rng: torch.Generator) -> None:
-    x, counts = torch.zeros((4, 6, 256), dtype=torch.bfloat16), torch.full((4,), 6, dtype=torch.int32)
-    codes = torch.zeros((4, 256, 128), dtype=torch.uint8)
-    scales, w2_scales = torch.zeros((4, 256, 16), dtype=torch.uint8), torch.zeros((4, 256, 8), dtype=torch.uint8)
-    w2 = torch.zeros((4, 256, 64), dtype=torch.uint8)
-    weights = oxmoe.ExpertWeights.nvfp4(codes, w2, scales, w2_scales, 1.0, 1.0)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(NotImplementedError, match="nvfp4 experts in traced"),
-    ):
-        oxmoe.moe_masked(x, weights, counts)
-
-
 def test_mxfp8_layer(rng: torch.Generator) -> None:
     """`moe` with MXFP8 experts as bare tensors, which CPUs take."""
     weights, x = experts("mxfp8", "cpu", rng), torch.randn((5, 256), generator=rng).bfloat16()

@@ -227,7 +227,5 @@ def test_what_is_refused(rng: torch.Generator) -> None:
     bare = {"w13_scale": layer.w13_scale, "w2_scale": layer.w2_scale, "format": "nvfp4"}
     with pytest.raises(NotImplementedError, match="bare"):
         oxmoe._oxmoe.moe_tensors(x, layer.w13, layer.w2, ones, ones.int(), **bare)
-    with pytest.raises(Exception, match="nvfp4 experts in traced code"):
-        torch.compile(oxmoe.moe, backend="eager", fullgraph=True)(x, layer.weights(), ones, ones.int())
     with pytest.raises(NotImplementedError, match="x_scale with nvfp4"):
         oxmoe.moe_masked(x.view(1, 2, -1), layer.weights(), ones[:1, 0].int(), x_scale=torch.ones(1, 2, 8))

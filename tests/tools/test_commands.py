@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import re
 import sys
@@ -108,6 +109,18 @@ def test_bench_of_e4m3_activations(tiny: str, tmp_path: Path, capsys: pytest.Cap
     assert len(errors) == 6
     for (_, format_name), error in errors.items():
         assert 1e-2 < error < 0.1 if format_name == "mxfp4-a8" else 0 < error < 5e-3
+
+
+def test_distance_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(layers.SHAPES, "blocks", dataclasses.replace(SHAPE, hidden=256, intermediate=128))
+    arguments = ["bench", "--shapes", "blocks", "--tokens", "5", "--device", "cpu", "--distance"]
+    assert __main__.main([*arguments, "--format", ",".join(layers.FORMATS)]) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+    errors = {(line[3].strip(), line[4].strip()): float(line[5]) for line in lines}
+    assert {name for _, name in errors} == set(layers.FORMATS) and len(errors) == 2 * len(layers.FORMATS)
+    # Scales that are given were made for other numbers: they clip some.
+    given = {"nvfp4-a4", "fp8_tensor-static"}
+    assert all(0 < error < (2 if name in given else 0.15) for (_, name), error in errors.items()), errors
 
 
 def test_bench_times_no_wrong_result(

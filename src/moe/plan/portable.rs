@@ -1,11 +1,23 @@
 //! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
-use super::{fp8_sm90, max_tiles, GemmDesc};
+use super::kernels::KernelSet;
+use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::Format;
 use crate::variants::portable::{self, FP8_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
-use crate::variants::{Element, Family, Variant};
+use crate::variants::{Element, Variant};
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves: |_, _| true,
+    tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
+    launches: |gemms, tile_tokens| {
+        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
+        (up, Some(down))
+    },
+    variants: |layer| variants(element(layer.dtype), layer.format),
+    ..KernelSet::NONE
+};
 
 /// The kernels walk their work in a fixed stride: the grid is what is resident at once.
 const PERSISTENT: bool = true;
@@ -86,7 +98,7 @@ fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Variant {
 /// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
 /// once; above 192, reading tokens and weights from shared memory (and decoding weights) less often pays for the padding, unless the wide
 /// tile leaves a multiprocessor one CTA where the narrower one leaves it two (plain weights on sm_80). Of MXFP4 no border was measured.
-pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
     let wanted = if mean <= 8.0 {
@@ -110,7 +122,7 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     tokens as i32
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens as u32, device);
     let variant = tile.with_element(gemm.element).gated(gemm.gated);
     let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
@@ -123,19 +135,16 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-pub fn variants(element: Element, format: Format) -> Vec<Variant> {
-    let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.with_element(element).gated(gated)));
-    match format {
-        Format::Mxfp8 => gemms.chain([Variant::of(Family::RoundRowsMxfp8)]).collect(),
-        Format::Nvfp4A4 => gemms.chain([Variant::of(Family::RoundRowsNvfp4Portable)]).collect(),
-        _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
-        _ => gemms.collect(),
-    }
+/// Every kernel with a GEMM in it that a layer's calls may take.
+fn variants(element: Element, format: Format) -> Vec<Variant> {
+    let forms = |t: &Variant| [true, false].map(|gated| t.with_element(element).gated(gated));
+    all_tiles(format).iter().flat_map(forms).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variants::Family;
 
     const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];
 
@@ -266,8 +275,7 @@ mod tests {
     fn every_variant_is_chosen_somewhere() {
         let device = Device::typical(Arch::SM120);
         for format in [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block] {
-            let mut chosen = if format.is_fp8() { fp8_sm90::quantisers().to_vec() } else { Vec::new() };
-            chosen.push(Variant::of(Family::RoundRowsMxfp8));
+            let mut chosen = Vec::new();
             // What is left over at the end of a row is a matter of 16-bit tokens.
             let last = if matches!(format, Format::Bf16 | Format::Mxfp4) { 511 } else { 512 };
             for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, last)] {

@@ -1,13 +1,36 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
+use super::kernels::{Gemms, KernelSet};
 use super::routing::Logits;
-use super::{max_tiles, GemmDesc, MoeDesc, Overlap};
+use super::{element, max_tiles, Experts, GemmDesc, MoeDesc, Overlap};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Dtype;
 use crate::variants::layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
 use crate::variants::sm90::TILES;
 use crate::variants::{Element, Variant};
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves: |device, layer| {
+        let LayerDesc { hidden, intermediate, gated, dtype, .. } = *layer;
+        layer.format.spec().block == 1
+            && serves(device, dtype, gated, layer.up_rows() as u32, hidden as u32)
+            && serves(device, dtype, false, hidden as u32, intermediate as u32)
+    },
+    tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
+    launches: |gemms, tile_tokens| {
+        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
+        (up, Some(down))
+    },
+    overlap: |gemms, _, up| Some(overlap(&gemms.up, up)),
+    one_launch: |desc, Gemms { up, down, device, .. }| {
+        let routed = routed_layer(desc, up, down, device).map(Experts::Routed);
+        routed.or_else(|| layer(desc.tokens, up, down, device).map(Experts::Fused))
+    },
+    variants: |layer| variants(element(layer.dtype), layer.gated),
+    ..KernelSet::NONE
+};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
@@ -74,7 +97,7 @@ fn wide_pays(gemm: &GemmDesc, narrow: Variant, wide: Variant, device: &Device) -
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
 ///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256
 ///   qwen3               M 1024 (64)      344 at 128, 337 at 192
-pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     // The means leave room for the spread of random routing: 40 + 3.8 and 96 + 3.2 standard deviations.
     if mean <= 0.5 {
@@ -93,7 +116,7 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
     let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
     let variant = tile.with_element(gemm.element).gated(gemm.gated);
@@ -107,7 +130,7 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 }
 
 /// GEMM2 begins where GEMM1, so launched, ends. `up`: GEMM1.
-pub fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
+fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(launch.variant.unit_rows()) }
 }
 
@@ -123,7 +146,7 @@ fn expert_weights(up: &GemmDesc, down: &GemmDesc) -> i64 {
 ///   mixtral (E8 k2, 88 M weights an expert)   1: 114, 107   2: 182, 166   4: 261, 248   8: 333, 329   16: 347, 344
 ///   qwen3 (E128 k8, 4.7 M)                    1: 35, 36     2: 50, 52     4: 83, 85     8: 127, 131   16: 199, 206
 /// The separate launches have become 2 to 5 us faster since; sizes in between were not measured.
-pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     if expert_weights(up, down) < LARGE_EXPERT || tokens > i64::from(LAYER_TILE.tokens) {
         return None;
     }
@@ -140,7 +163,7 @@ pub const ROUTED_EXPERTS: i64 = 128;
 ///   qwen3 TP 4 (I192)                              1: 20.0, 14.9   4: 29.2, 27.0
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
-pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let fits = routes_inside(desc, up, ROUTED_EXPERTS, false)
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
@@ -171,7 +194,7 @@ fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device)
     }
 }
 
-pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
+fn variants(element: Element, gated: bool) -> Vec<Variant> {
     let gemms = TILES.iter().flat_map(|t| [gated, false].map(|gated| t.with_element(element).gated(gated)));
     gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.with_element(element).gated(gated))).collect()
 }

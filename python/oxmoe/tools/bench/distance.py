@@ -21,7 +21,7 @@ class _Wide:
 
     def __init__(self, weights: Any) -> None:
         self.weights = weights
-        self.shape = weights.codes.shape if isinstance(weights, layers.Fp8Block) else weights.shape
+        self.shape = weights.codes.shape if isinstance(weights, layers.Fp8Block | layers.Mxfp8) else weights.shape
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         weights = self.weights
