@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fuzz_api
+import fuzz_dlpack
 from fuzz_calls import Call
 
 PARTS, CALLS, SECONDS = 4, 20000, 60
@@ -95,3 +98,14 @@ def test_memory_beside_an_output_is_watched() -> None:
     assert snapshot.changed(allowed) == []
     ctypes.memset(room.data_ptr() + 16, 1, 1)
     assert snapshot.changed(allowed) == ["out"]
+
+
+def test_the_oracle_sees_what_a_lie_of_bytes_tells() -> None:
+    """Bytes lie anywhere: a capsule that begins one later and ends before is true."""
+    lying = fuzz_dlpack.Lying(np.arange(12, dtype=np.uint8).reshape(3, 4), random.Random(0))
+    lying.lie, lying.versioned = "unaligned", False
+    assert lying.seen.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert torch.from_dlpack(lying).equal(torch.from_numpy(lying.seen))
+    wide = fuzz_dlpack.Lying(np.zeros((3, 4), dtype=np.float32), random.Random(0))
+    wide.lie = "unaligned"
+    assert wide.seen is wide.array

@@ -155,7 +155,7 @@ class Unreadable:
 def cloned(value: Any) -> Any:
     """An operand's numbers as they are, in a tensor of its own."""
     if isinstance(value, (Foreign, Lying)):
-        value = value.array
+        value = value.seen if isinstance(value, Lying) else value.array
     if isinstance(value, np.ndarray):
         try:
             return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))

@@ -67,6 +67,15 @@ class Lying:
         self.lie = rng.choice(sorted(LIES))
         self.versioned = rng.random() < 0.5
 
+    @property
+    def seen(self) -> np.ndarray:
+        """What a reader finds who believes the fields. For bytes every address is aligned: that lie is a truth."""
+        array = self.array
+        if self.lie != "unaligned" or array.itemsize > 1 or array.ndim == 0:
+            return array
+        shape = (max(array.shape[0] - 1, 0), *array.shape[1:])
+        return np.ndarray(shape, array.dtype, array, offset=1) if array.size else array[:0].reshape(shape)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
 
