@@ -363,7 +363,7 @@ impl Variant {
             Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
             Variant::RoutedLayerMxfp4Sm90 { .. } => "moe/routed_layer_mxfp4_sm90.cuh",
             Variant::QuantizeRowsE4m3 => "quant/quantize_rows_e4m3.cuh",
-            Variant::QuantizeTilesE4m3 => "quant/quantize_tiles_e4m3.cuh",
+            Variant::QuantizeTilesE4m3 => "quant/quantize_rows_e4m3.cuh",
             Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
             Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
             Variant::Select { .. } => "moe/select.cuh",

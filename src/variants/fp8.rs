@@ -218,10 +218,10 @@ impl Fp8 {
             RoutedLayerFp8Sm90 { .. } => "moe/routed_layer_fp8_sm90.cuh",
             GroupedGemmFp8Portable { .. } => "moe/grouped_gemm_fp8_portable.cuh",
             RowsToE4m3 => "quant/quantize_fp8.cuh",
-            TilesToE4m3 => "quant/quantize_fp8_tiles.cuh",
+            TilesToE4m3 => "quant/quantize_fp8.cuh",
             RowsToSlots => "quant/quantize_fp8_slots.cuh",
             WholeRowsToE4m3 | PeakOfRows => "quant/quantize_fp8_rows.cuh",
-            WholeRowsOfTiles | PeakOfTiles => "quant/quantize_fp8_tile_rows.cuh",
+            WholeRowsOfTiles | PeakOfTiles => "quant/quantize_fp8_rows.cuh",
             ExpandScales => "quant/expand_scales.cuh",
         }
     }
