@@ -9,6 +9,13 @@ struct alignas(16) WorkUnit {
     int expert, first, count, row_block;  // row block of all consumers, or ~ of one's row tile: GroupedGemmSm90::row_block
 };
 
+// Tells ptxas that all lanes of a warp have the same unit: then loops and descriptors live in uniform registers.
+__device__ __forceinline__ void make_uniform(WorkUnit& work) {
+    work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+    work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+    work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+}
+
 // That of a kernel with both GEMMs of a layer.
 struct alignas(16) PairUnit : WorkUnit {
     int tile;     // where GEMM1's row tiles are counted: its number in the schedule; without one, the expert's
