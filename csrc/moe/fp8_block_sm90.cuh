@@ -116,6 +116,22 @@ struct Fp8Block {
         for (int i = 0; i < kSums; ++i) out[i] = activation(gate(i)) * up[i];
     }
 
+    // ---- bf16 outputs to e4m3, a group of 128 of a token by four lanes ----
+
+    static __device__ __forceinline__ void grow(float& amax, uint32_t pair) {
+        const float2 two = unpack<__nv_bfloat16>(pair);
+        amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
+    }
+    // NOTE: all lanes of the warp call it, also those without a token.
+    static __device__ __forceinline__ float of_quad(float amax) {
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+        return fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+    }
+    static __device__ __forceinline__ uint32_t codes_of(uint32_t low, uint32_t high, float inverse) {
+        const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
+        return fp8::pack(__fmul_rn(a.x, inverse), __fmul_rn(a.y, inverse), __fmul_rn(b.x, inverse), __fmul_rn(b.y, inverse));
+    }
+
     // A token's group of 128 outputs, 32 of each of its four lanes, and its scale. `place` -1: none.
     static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
                                                        const float (&sums)[kSums], size_t scale_at) {
@@ -137,21 +153,14 @@ struct Fp8Block {
         }
         float amax = 0.f;
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) {
-            const float2 pair = unpack<__nv_bfloat16>(packed[i]);
-            amax = fmaxf(amax, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-        // NOTE: all lanes of the warp are here, also those without a token.
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+        for (int i = 0; i < kLaneColumns / 2; ++i) grow(amax, packed[i]);
+        amax = of_quad(amax);
         if (place < 0) return;
         const fp8::Scale scale(amax);
         uint32_t codes[kLaneColumns / 4];
 #pragma unroll
         for (int i = 0; i < kLaneColumns / 4; ++i) {
-            const float2 low = unpack<__nv_bfloat16>(packed[2 * i]), high = unpack<__nv_bfloat16>(packed[2 * i + 1]);
-            codes[i] = fp8::pack(__fmul_rn(low.x, scale.inverse), __fmul_rn(low.y, scale.inverse),
-                                 __fmul_rn(high.x, scale.inverse), __fmul_rn(high.y, scale.inverse));
+            codes[i] = codes_of(packed[2 * i], packed[2 * i + 1], scale.inverse);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
