@@ -75,11 +75,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1 + kScaleThreads);
             sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + kScaleThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + kScaleThreads + 128 * kConsumers);
         Overlap::init_barriers(shared, 128 * kConsumers);
         sm90::barrier_init_fence();
     }
@@ -100,11 +96,7 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             if (p.awaited) sm90::fence_async_proxy();
             const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
             // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
@@ -141,11 +133,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         Overlap::wait(p.gemm);
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const float* tokens[kConsumers];
 #pragma unroll
             for (int i = 0; i < kConsumers; ++i) {

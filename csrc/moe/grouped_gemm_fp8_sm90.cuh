@@ -98,11 +98,7 @@ private:
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.row_block * passes(p), last = first + passes(p) - 1;
 #pragma unroll 1
             for (int row_block = first; row_block <= last; ++row_block) {
@@ -132,10 +128,7 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
             uint32_t source[kCopies];
 #pragma unroll
@@ -175,12 +168,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            make_uniform(work);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_uniform_unit(shared, units, work); units.advance()) {
             const int unit = work.row_block;
             // NOTE: until all consumers have read what they share of the unit before.
             if (quantises(p)) sm90::named_barrier(kMeeting, 128 * Consumers);

@@ -78,11 +78,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1);
             sm90::barrier_init(&shared.empty[s], kReaders);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + Base::kGatherThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + Base::kGatherThreads + 128 * kConsumers);
         sm90::barrier_init_fence();
     }
 
@@ -98,11 +94,7 @@ private:
         const int k_blocks = Base::k_blocks(p);
         RingPosition<kUnitSlots> units;
         RingPosition<kWeightStages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.expert * (p.rows / kBlockRows) + work.row_block * UnitBlocks, blocks = blocks_of(p, work);
             // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, blocks * k_blocks - Base::kFetchLead);
@@ -130,10 +122,7 @@ private:
         RingPosition<kTokenStages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
 #pragma unroll 1
             for (int k = 0; k < Base::k_blocks(p); ++k, ring.advance()) {

@@ -91,11 +91,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1 + 2 * kGatherThreads);
             sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + kGatherThreads + 128 * kConsumers);
         Overlap::init_barriers(shared, 128 * kConsumers);
         sm90::barrier_init_fence();
     }
@@ -108,11 +104,7 @@ private:
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.expert * (p.rows / kBlockRows);
             const int strips[kBlocks] = {(first + block_of(p, work, 0)) * kBlockStrips,
                                          (first + block_of(p, work, 1)) * kBlockStrips};
@@ -146,10 +138,7 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
             const int grouped = work.count / kGroupRows * kGroupRows;
             uint32_t source[kGroups][kGroup];
@@ -212,7 +201,7 @@ private:
 
     using Sums = float[kBlocks][kBlockRows / 2];
 
-    static __device__ __forceinline__ WorkUnit take_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
+    static __device__ __forceinline__ WorkUnit next_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
         WorkUnit work = shared.unit[units.slot];
         make_uniform(work);
         sm90::barrier_arrive(&shared.unit_empty[units.slot]);
@@ -225,9 +214,9 @@ private:
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        await_unit(shared, units, ring);
+        await_first_stage(shared, units, ring);
         for (;;) {
-            const WorkUnit work = take_unit(shared, units);
+            const WorkUnit work = next_unit(shared, units);
             if (work.expert < 0) break;
             if (consumer * 64 >= work.count) {
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
@@ -235,7 +224,7 @@ private:
                     sm90::barrier_arrive(&shared.empty[ring.slot]);
                 }
                 Overlap::stored(p, shared, units.slot ^ 1);
-                await_unit(shared, units, ring);
+                await_first_stage(shared, units, ring);
                 continue;
             }
             Sums sums;
@@ -244,7 +233,7 @@ private:
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
             multiply(k_blocks, row, sums, shared, ring);
-            await_unit(shared, units, ring);
+            await_first_stage(shared, units, ring);
             finish(p, work, row, sums);
             Overlap::stored(p, shared, units.slot ^ 1);
         }
@@ -259,8 +248,8 @@ private:
     }
 
     // Until the next unit is known, and if there is one, for its first stage.
-    static __device__ __forceinline__ void await_unit(Shared& shared, const RingPosition<kUnitSlots>& units,
-                                                      const RingPosition<Stages>& ring) {
+    static __device__ __forceinline__ void await_first_stage(Shared& shared, const RingPosition<kUnitSlots>& units,
+                                                             const RingPosition<Stages>& ring) {
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         if (__shfl_sync(0xFFFFFFFF, shared.unit[units.slot].expert, 0) >= 0) await_stage(shared, ring);
     }
