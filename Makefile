@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv-test
 DEMO := $(CURDIR)/.venv-demo
+DOCS := $(CURDIR)/.venv-docs
 BIN := $(VENV)/bin
 # The older SGLang releases that are tested: a file for each with what differs, installed in a folder of its own, which goes before the
 # environment's packages on the path. The list of these files is the list of releases, for the workflows too.
 OLD_SGLANG := $(shell printf '%s\n' $(patsubst tests/requirements-sglang-%.txt,%,$(wildcard tests/requirements-sglang-*.txt)) | sort -V)
 OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
-SGLANG_TESTS = $(wildcard tests/test_sglang*.py)
+SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
 # What releases differ in, for those between the oldest and the newest.
-RELEASE_TESTS := $(addprefix tests/test_sglang_,capabilities.py handover.py loading.py)
+RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py handover.py loading.py)
 # Peers whose code the tests of layouts read, in a folder too.
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
@@ -25,7 +26,7 @@ WHEELS := $(CURDIR)/target/wheels
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu and not server"
 # Each class starts servers of its own: it stays in one process, and as many servers start at a time as there are processes.
-SERVER_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadscope tests/test_sglang_server.py
+SERVER_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadscope tests/sglang/test_sglang_server.py
 
 # cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
 # installed (Debian: python3-dev), else with a library of nothing but the names: the module's, and those that pyo3 adds without abi3.
@@ -34,7 +35,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize kernels-diff mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -93,7 +94,7 @@ rust-test: python-names ## Rust tests
 python-test: install sglangs ## Python tests that need no GPU, SGLang's with several of its releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
 	printf '%s\n' $(wordlist 2,99,$(OLD_FOLDERS)) | xargs -P $(JOBS) -I{} env PYTHONPATH={} $(PYTEST) -n 0 $(RELEASE_TESTS)
-	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/test_quantize.py tests/test_mxfp4_layouts.py tests/test_flashinfer_names.py
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/formats/test_quantize.py tests/formats/test_mxfp4_layouts.py tests/peers/test_flashinfer_names.py
 	$(SERVER_TESTS)
 	$(PYTEST)
 
@@ -122,7 +123,7 @@ fmt: venv ## format everything
 
 gpu-test: install ## tests that need GPUs
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
-	OXMOE_PORTABLE=1 $(BIN)/python -m pytest -m gpu tests/test_moe.py tests/test_mxfp4.py tests/test_e4m3_portable_gpu.py
+	OXMOE_PORTABLE=1 $(BIN)/python -m pytest -m gpu tests/core/test_moe.py tests/formats/test_mxfp4.py tests/gpu/test_e4m3_portable_gpu.py
 
 bench: install ## times against the roofline floor and the peers that are installed
 	$(BIN)/python -m oxmoe bench
@@ -135,10 +136,18 @@ BASE ?= HEAD
 NEW ?=
 KERNELS ?= *
 kernels-diff: venv ## machine code of all kernels, BASE against NEW: folders of fatbins or git revisions, NEW the working tree; KERNELS='quantize_*' for some
-	$(BIN)/python tests/kernels_diff.py --kernels '$(KERNELS)' $(BASE) $(NEW)
+	$(BIN)/python tests/support/kernels_diff.py --kernels '$(KERNELS)' $(BASE) $(NEW)
+
+$(DOCS)/.made: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade -r docs/requirements.txt
+	touch $@
+
+docs: $(DOCS)/.made ## the documentation as pages in target/site, API reference included; a broken link is an error
+	PATH=$(DOCS)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
 
 MUTANTS ?=
-mutants: install ## changes Python in small ways and lists the changes that no test notices; MUTANTS="oxmoe.masked*" for some of them
+mutants: install ## changes Python in small ways and lists the changes that no test notices; MUTANTS="oxmoe.rows*" for some of them
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/mutmut -r tests/requirements-mutants.txt
 	PYTHONPATH=$(VENV)/mutmut tests/mutants.sh $(BIN)/python $(VENV)/lib/python3*/site-packages/oxmoe/_oxmoe*.so $(MUTANTS)
 
@@ -147,4 +156,4 @@ mutants-rust: python-names ## the same of Rust, with cargo-mutants (cargo instal
 
 clean: ## remove every build result and environment
 	cargo clean
-	rm -rf $(VENV) $(DEMO) .wheel .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DEMO) $(DOCS) .wheel .pytest_cache .ruff_cache .mypy_cache

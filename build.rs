@@ -136,17 +136,13 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
         if archs.is_empty() {
             continue;
         }
-        let mut source = format!("#include \"{}\"\n", members[0].header());
+        let mut source = format!("#include \"{}\"\n", members[0].row().header);
         for variant in members {
             let (parameters, arguments) = variant.signature();
             let (kernel, symbol) = (variant.device_type(), variant.symbol());
             let _ = writeln!(source, "\nusing {symbol}_t = {kernel};");
-            // Routing kernels take what the launch gives them; for the others both sides must agree (dense: what no size adds to).
-            let fixed = match variant {
-                variants::Variant::Dense(kernel) => Some(kernel.shared_bytes()),
-                _ => variant.shared_bytes(),
-            };
-            if let Some(bytes) = fixed {
+            // Routing kernels take what the launch gives them; for the others both sides must agree.
+            if let Some(bytes) = variant.least_shared_bytes() {
                 let threads = variant.threads();
                 let _ = writeln!(
                     source,
@@ -163,6 +159,8 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
         }
         units.push(Unit { name, archs, source });
     }
+    // The host finds a kernel among those of its family.
+    table.sort_by_key(|(variant, ..): &(variants::Variant, String, usize)| variant.family);
     (units, table)
 }
 
@@ -286,9 +284,8 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
-    let mut text = String::from(
-        "#[allow(unused_imports)]\nuse crate::variants::{allreduce::Work::*, dense::Dense::*, fp8::Fp8::*, mxfp8::Mxfp8::*, nvfp4::Nvfp4::*, AllReduce::*, Element::*, Mxfp4LayerTile, Variant::*};\n\n",
-    );
+    let mut text =
+        String::from("#[allow(unused_imports)]\nuse crate::variants::{Element::*, Family::*, Variant, Work::*};\n\n");
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));
         let _ = writeln!(text, "static IMAGE_{i}: &Image<[u8]> = &Image(*include_bytes!({path:?}));");

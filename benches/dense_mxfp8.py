@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.bench import machine
-from oxmoe.bench.timing import Times, fields
+from oxmoe.tools.bench import machine
+from oxmoe.tools.bench.timing import Times, fields
 
 SHAPES = [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536), (7168, 2304)]  # (n, k)
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 4096]

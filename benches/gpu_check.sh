@@ -37,12 +37,13 @@ for part; do
     case $part in
     tests)
         step tests "${pytest[@]}" "${jobs[@]}" -m 'gpu and not multi_gpu'
-        step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/test_moe.py tests/test_mxfp4.py tests/test_e4m3_portable_gpu.py
+        step portable env OXMOE_PORTABLE=1 "${pytest[@]}" "${jobs[@]}" -m gpu tests/core/test_moe.py tests/formats/test_mxfp4.py tests/gpu/test_e4m3_portable_gpu.py
         ;;
     sanitize)
         for tool in memcheck racecheck; do
             step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-                "${pytest[@]}" -m gpu -k "$few" tests/test_nvfp4_gpu.py tests/test_masked.py tests/test_mm_mxfp8_few.py tests/test_fp8_few.py tests/test_fp8.py
+                "${pytest[@]}" -m gpu -k "$few" tests/gpu/test_nvfp4_gpu.py tests/core/test_masked.py tests/kernels/test_mm_mxfp8_few.py \
+                tests/formats/test_fp8_few.py tests/formats/test_fp8.py
         done
         ;;
     layers)

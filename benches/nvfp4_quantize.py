@@ -14,8 +14,8 @@ import torch
 
 import oxmoe
 from oxmoe import nvfp4
-from oxmoe.bench import machine
-from oxmoe.bench.timing import Times, fields
+from oxmoe.tools.bench import machine
+from oxmoe.tools.bench.timing import Times, fields
 
 SHAPES = [(1, 7168), (64, 7168), (512, 7168), (4096, 7168), (4096, 2880)]
 LAYOUTS = {"128x4": {}, "8x4": {"is_sf_8x4_layout": True}, "linear": {"is_sf_swizzled_layout": False}}

@@ -11,9 +11,10 @@
 //! named, or once the device was synchronised (`cudaFree`). Memory of a CUDA graph stays the graph's, and graphs that share a pool may not be
 //! replayed at the same time. Two live workspaces have two addresses.
 
-use crate::device::{cuda_error, Gpu, MAX_DEVICES};
+use crate::device::{cuda_error, Current, Gpu, MAX_DEVICES};
 use crate::error::Result;
 use crate::kernel::Stream;
+use crate::variants::Variant;
 use cudarc::driver::result;
 use std::sync::{Mutex, OnceLock};
 
@@ -72,35 +73,45 @@ fn part(device: i32, workspace: usize) -> Option<usize> {
     Some(number)
 }
 
-/// The device's array. Made when weights are loaded, so that no call inside a stream capture has to. The context must be current.
-pub fn prepare(gpu: &Gpu) -> Result<usize> {
+/// Makes the device's array where one of these kernels counts. Called when weights are loaded, so that no call inside a stream capture has to
+/// make it.
+pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
+    if variants.iter().any(Variant::counts) {
+        let _current = Current::new(gpu)?;
+        array(gpu)?;
+    }
+    Ok(())
+}
+
+/// The device's array. The device's context must be current.
+fn array(gpu: &Gpu) -> Result<usize> {
     static ARRAYS: [OnceLock<usize>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
     static MAKING: Mutex<()> = Mutex::new(());
-    let array = &ARRAYS[gpu.ordinal as usize];
-    if let Some(&made) = array.get() {
-        return Ok(made);
+    let made = &ARRAYS[gpu.ordinal as usize];
+    if let Some(&address) = made.get() {
+        return Ok(address);
     }
     let _making = MAKING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    if let Some(&made) = array.get() {
-        return Ok(made);
+    if let Some(&address) = made.get() {
+        return Ok(address);
     }
     let bytes = WORKSPACES * PART;
     let failed = |e| cuda_error(format_args!("counters of cuda:{}: {bytes} bytes", gpu.ordinal), e);
     // SAFETY: new memory, which is zero before anybody gets its address, and is never freed.
-    let made = unsafe {
-        let made = result::malloc_sync(bytes).map_err(failed)?;
-        result::memset_d8_sync(made, 0, bytes).map_err(failed)?;
+    let address = unsafe {
+        let address = result::malloc_sync(bytes).map_err(failed)?;
+        result::memset_d8_sync(address, 0, bytes).map_err(failed)?;
         result::ctx::synchronize().map_err(failed)?;
-        made as usize
+        address as usize
     };
-    Ok(*array.get_or_init(|| made))
+    Ok(*made.get_or_init(|| address))
 }
 
 /// The counters of the next launch on this stream. `own`: room for them in the workspace.
 pub fn of_launch(stream: &Stream<'_>, op: &str, counts: Counts, workspace: *mut u8, own: *mut i32) -> Result<*mut i32> {
     let gpu = stream.gpu();
     if let Some(part) = part(gpu.ordinal, workspace as usize) {
-        return Ok((prepare(gpu)? + part * PART + counts.offset()) as *mut i32);
+        return Ok((array(gpu)? + part * PART + counts.offset()) as *mut i32);
     }
     // SAFETY: a range of the workspace, of which launches before this one are done with it in stream order.
     unsafe { stream.zero(op, own, counts.count()) }?;

@@ -1,6 +1,5 @@
 //! Kernels: loaded once per device, launched here and nowhere else.
 
-use crate::counters;
 use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
@@ -11,7 +10,7 @@ use crate::params::{
 };
 use crate::tensor::Checked;
 use crate::tma::TensorMap;
-use crate::variants::{dense::Dense, fp8::Fp8, mxfp8::Mxfp8, nvfp4::Nvfp4, Variant};
+use crate::variants::{routing, Family, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,7 +35,7 @@ pub struct Kernel {
 impl Kernel {
     /// Most dynamic shared memory that a launch on this device may ask for.
     fn dynamic_shared_limit(&self, device: &Device) -> u32 {
-        self.variant.shared_bytes().unwrap_or(device.shared_bytes - crate::variants::ROUTING_STATIC_SHARED)
+        self.variant.shared_bytes().unwrap_or(device.shared_bytes - routing::STATIC_SHARED)
     }
 }
 
@@ -70,151 +69,78 @@ impl std::fmt::Display for Launch {
     }
 }
 
-/// The parameters of each kernel family, so that a launch cannot be given another family's.
-#[derive(Clone, Copy)]
-pub enum Args<'a> {
-    /// Top-k, alone or with the sort behind it.
-    Select(&'a SelectParams, &'a RouteParams),
-    /// The sort of given ids.
-    Sort(&'a RouteParams),
-    Ragged(&'a RaggedParams),
-    Schedule(&'a ScheduleParams),
-    GemmSm90(&'a TensorMap, &'a GroupedGemmParams),
-    /// Of weights and of tokens.
-    OrderedGemm(&'a TensorMap, &'a TensorMap, &'a OrderedGemmParams),
-    Gemm(&'a GroupedGemmParams),
-    GemmPair(&'a GemmPairParams),
-    LayerSm90(&'a TensorMap, &'a TensorMap, &'a LayerParams),
-    RoutedLayerSm90(&'a TensorMap, &'a TensorMap, &'a RoutedLayerParams),
-    RoutedLayerMxfp4(&'a RoutedLayerParams),
-    Combine(&'a CombineParams),
-    PackMxfp4(&'a PackMxfp4Params),
-    PackNvfp4(&'a PackNvfp4Params),
-    RoundNvfp4(&'a RoundNvfp4Params),
-    ScaleBytes(&'a ScaleBytesParams),
-    LayoutMxfp4(&'a LayoutMxfp4Params),
-    QuantizeMxfp4(&'a QuantizeMxfp4Params),
-    QuantizeNvfp4(&'a QuantizeNvfp4Params),
-    QuantizeRows(&'a QuantizeRowsParams),
-    TileRows(&'a TileRowsParams),
-    AllReduce(&'a AllReduceParams),
-    QuantizeFp8(&'a QuantizeFp8Params),
-    ExpandScales(&'a ExpandScalesParams),
-    QuantizeMxfp8(&'a QuantizeMxfp8Params),
-    MmMxfp8(&'a MmMxfp8Params),
-    MmMxfp8Few(&'a MmMxfp8FewParams),
+/// What a launch gives to a kernel: a struct of parameters, or tensor maps and such a struct. A launch compares its types with those that the
+/// kernel's row names.
+pub trait Arguments {
+    /// The C++ types, in the order of the kernel's parameters.
+    const TYPES: &'static [&'static str];
+
+    /// The values' addresses, in the same order.
+    fn pointers(&self) -> [*mut c_void; 3];
 }
 
 fn address<T>(value: &T) -> *mut c_void {
     (value as *const T).cast_mut().cast()
 }
 
-impl Args<'_> {
-    /// Addresses of the parameters in the order of the kernel's signature.
+/// Parameters that kernels take alone.
+macro_rules! alone {
+    ($($params:ident)*) => {
+        $(impl Arguments for &$params {
+            const TYPES: &'static [&'static str] = &[stringify!($params)];
+
+            fn pointers(&self) -> [*mut c_void; 3] {
+                [address(*self), std::ptr::null_mut(), std::ptr::null_mut()]
+            }
+        })*
+    };
+}
+
+alone! {
+    AllReduceParams CombineParams ExpandScalesParams GemmPairParams GroupedGemmParams LayoutMxfp4Params MmMxfp8FewParams MmMxfp8Params
+    PackMxfp4Params PackNvfp4Params QuantizeFp8Params QuantizeMxfp4Params QuantizeMxfp8Params QuantizeNvfp4Params QuantizeRowsParams
+    RaggedParams RoundNvfp4Params RouteParams RoutedLayerParams ScaleBytesParams ScheduleParams TileRowsParams
+}
+
+impl Arguments for (&SelectParams, &RouteParams) {
+    const TYPES: &'static [&'static str] = &["SelectParams", "RouteParams"];
+
     fn pointers(&self) -> [*mut c_void; 3] {
-        let none = std::ptr::null_mut();
-        match *self {
-            Args::Select(s, r) => [address(s), address(r), none],
-            Args::Sort(p) => [address(p), none, none],
-            Args::Ragged(p) => [address(p), none, none],
-            Args::Schedule(p) => [address(p), none, none],
-            Args::GemmSm90(map, p) => [address(&map.0), address(p), none],
-            Args::OrderedGemm(weights, tokens, p) => [address(&weights.0), address(&tokens.0), address(p)],
-            Args::Gemm(p) => [address(p), none, none],
-            Args::GemmPair(p) => [address(p), none, none],
-            Args::RoutedLayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
-            Args::RoutedLayerMxfp4(p) => [address(p), none, none],
-            Args::LayerSm90(up, down, p) => [address(&up.0), address(&down.0), address(p)],
-            Args::Combine(p) => [address(p), none, none],
-            Args::PackMxfp4(p) => [address(p), none, none],
-            Args::PackNvfp4(p) => [address(p), none, none],
-            Args::RoundNvfp4(p) => [address(p), none, none],
-            Args::ScaleBytes(p) => [address(p), none, none],
-            Args::LayoutMxfp4(p) => [address(p), none, none],
-            Args::QuantizeMxfp4(p) => [address(p), none, none],
-            Args::QuantizeNvfp4(p) => [address(p), none, none],
-            Args::QuantizeRows(p) => [address(p), none, none],
-            Args::TileRows(p) => [address(p), none, none],
-            Args::AllReduce(p) => [address(p), none, none],
-            Args::QuantizeFp8(p) => [address(p), none, none],
-            Args::ExpandScales(p) => [address(p), none, none],
-            Args::QuantizeMxfp8(p) => [address(p), none, none],
-            Args::MmMxfp8(p) => [address(p), none, none],
-            Args::MmMxfp8Few(p) => [address(p), none, none],
-        }
+        [address(self.0), address(self.1), std::ptr::null_mut()]
     }
+}
 
-    /// An error where the kernel takes other parameters than these: it would read past what it is given.
-    fn require(&self, op: &str, variant: &Variant) -> Result<()> {
-        if self.fits(variant) {
-            return Ok(());
-        }
-        Err(Error::Cuda(format!("oxmoe: internal error, please report it: {op}: wrong parameters for {variant:?}")))
-    }
+impl Arguments for (&TensorMap, &GroupedGemmParams) {
+    const TYPES: &'static [&'static str] = &["CUtensorMap", "GroupedGemmParams"];
 
-    fn fits(&self, variant: &Variant) -> bool {
-        matches!(
-            (self, variant),
-            (Args::Select(..), Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. })
-                | (
-                    Args::Sort(_),
-                    Variant::Route { experts_per_lane: 0, .. } | Variant::Histogram | Variant::Place { .. }
-                )
-                | (Args::Ragged(_), Variant::Ragged)
-                | (Args::Schedule(_), Variant::Schedule)
-                | (Args::OrderedGemm(..), Variant::Fp8(Fp8::GroupedGemmFp8OrderedSm90 { .. }))
-                | (Args::GemmSm90(..), Variant::GroupedGemmSm90 { .. } | Variant::Fp8(_))
-                | (
-                    Args::Gemm(_),
-                    Variant::GroupedGemmPortable { .. }
-                        | Variant::GroupedGemmMxfp4Portable { .. }
-                        | Variant::GroupedGemmMxfp4Sm90 { e4m3: true, .. }
-                )
-                | (
-                    Args::GemmPair(_),
-                    Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
-                        | Variant::Mxfp8(Mxfp8::Gemm { .. })
-                        | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
-                )
-                | (Args::LayerSm90(..), Variant::LayerSm90 { routed: false, .. })
-                | (
-                    Args::RoutedLayerSm90(..),
-                    Variant::LayerSm90 { routed: true, .. } | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
-                )
-                | (Args::RoutedLayerMxfp4(_), Variant::RoutedLayerMxfp4Sm90 { .. })
-                | (Args::Combine(_), Variant::Combine { .. })
-                | (Args::PackMxfp4(_), Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack)
-                | (Args::ScaleBytes(_), Variant::Mxfp4ScaleBytes)
-                | (Args::LayoutMxfp4(_), Variant::Mxfp4Layout { .. })
-                | (Args::QuantizeMxfp4(_), Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize)
-                | (Args::QuantizeNvfp4(_), Variant::Dense(Dense::QuantizeNvfp4 { .. }))
-                | (Args::QuantizeRows(_), Variant::QuantizeRowsE4m3 | Variant::Mxfp8(Mxfp8::RoundRows))
-                | (Args::TileRows(_), Variant::QuantizeTilesE4m3 | Variant::Mxfp8(Mxfp8::RoundTiles { .. }))
-                | (Args::Gemm(_), Variant::Mxfp8(Mxfp8::GemmPortable { .. }))
-                | (Args::Gemm(_), Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }))
-                | (Args::PackMxfp4(_), Variant::Mxfp8(Mxfp8::Peak | Mxfp8::Pack))
-                | (Args::Gemm(_), Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Portable { .. }))
-                | (Args::PackNvfp4(_), Variant::Nvfp4(Nvfp4::PackNvfp4Weights))
-                | (Args::RoundNvfp4(_), Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { .. }))
-                | (Args::AllReduce(_), Variant::AllReduce(_))
-                | (
-                    Args::QuantizeFp8(_),
-                    Variant::Fp8(
-                        Fp8::RowsToE4m3
-                            | Fp8::TilesToE4m3
-                            | Fp8::RowsToSlots
-                            | Fp8::WholeRowsToE4m3
-                            | Fp8::PeakOfRows
-                            | Fp8::WholeRowsOfTiles
-                            | Fp8::PeakOfTiles
-                    )
-                )
-                | (Args::ExpandScales(_), Variant::Fp8(Fp8::ExpandScales))
-                | (Args::QuantizeMxfp8(_), Variant::Dense(Dense::QuantizeMxfp8 | Dense::DequantizeMxfp8))
-                | (Args::MmMxfp8(_), Variant::Dense(Dense::MmMxfp8Wide { .. } | Dense::MmMxfp8Tokens))
-                | (Args::MmMxfp8Few(_), Variant::Dense(Dense::MmMxfp8Few { .. }))
-        )
+    fn pointers(&self) -> [*mut c_void; 3] {
+        [address(&self.0 .0), address(self.1), std::ptr::null_mut()]
     }
+}
+
+/// Parameters behind two tensor maps.
+macro_rules! behind_two_maps {
+    ($($params:ident)*) => {
+        $(impl Arguments for (&TensorMap, &TensorMap, &$params) {
+            const TYPES: &'static [&'static str] = &["CUtensorMap", "CUtensorMap", stringify!($params)];
+
+            fn pointers(&self) -> [*mut c_void; 3] {
+                [address(&self.0 .0), address(&self.1 .0), address(self.2)]
+            }
+        })*
+    };
+}
+
+behind_two_maps! { LayerParams OrderedGemmParams RoutedLayerParams }
+
+/// An error where the kernel takes other types than these: it would read past what it is given.
+fn require(op: &str, variant: &Variant, types: &[&str]) -> Result<()> {
+    let expected = variant.row().parameters;
+    if expected.len() == types.len() && expected.iter().zip(types).all(|((expected, _), given)| expected == given) {
+        return Ok(());
+    }
+    let symbol = variant.symbol();
+    Err(Error::Cuda(format!("oxmoe: internal error, please report it: {op}: wrong parameters for {symbol}: {types:?}")))
 }
 
 #[derive(Clone, Copy)]
@@ -241,8 +167,11 @@ static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
 /// Devices on which the driver has refused a launch whose CTAs wait for each other as too large: those of a process under an MPS limit.
 static PARTS: [AtomicBool; MAX_DEVICES] = [const { AtomicBool::new(false) }; MAX_DEVICES];
 
+/// The kernel's place in the table, which is sorted by family.
 fn position(variant: &Variant) -> Option<usize> {
-    KERNELS.iter().position(|k| k.variant == *variant)
+    let first = KERNELS.partition_point(|kernel| kernel.variant.family < variant.family);
+    let of_family = KERNELS[first..].iter().take_while(|kernel| kernel.variant.family == variant.family);
+    Some(first + of_family.map(|kernel| kernel.variant).position(|kernel| kernel == *variant)?)
 }
 
 /// Whether the wheel has machine code of this kernel for the device.
@@ -298,7 +227,7 @@ fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
     if kernel.variant.streams() {
         attribute(A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, MOST_L1)?;
     }
-    if matches!(kernel.variant, Variant::Route { .. }) && gpu.device.arch.0 >= 90 {
+    if matches!(kernel.variant.family, Family::Route | Family::RouteGivenIds) && gpu.device.arch.0 >= 90 {
         attribute(A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
     }
     Ok(*functions[index].get_or_init(|| Function(function)))
@@ -309,9 +238,6 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     let _current = Current::new(gpu)?;
     for variant in variants {
         load(gpu, variant)?;
-    }
-    if variants.iter().any(Variant::counts) {
-        counters::prepare(gpu)?;
     }
     Ok(())
 }
@@ -410,8 +336,8 @@ impl<'a> Stream<'a> {
 
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
-    pub fn launch(&self, op: &str, launch: &Launch, args: Args<'_>) -> Result<()> {
-        args.require(op, &launch.variant)?;
+    pub fn launch<A: Arguments>(&self, op: &str, launch: &Launch, arguments: A) -> Result<()> {
+        require(op, &launch.variant, A::TYPES)?;
         let function = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -447,8 +373,8 @@ impl<'a> Stream<'a> {
             attrs: attributes.as_mut_ptr(),
             numAttrs: count,
         };
-        let mut pointers = args.pointers();
-        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (Args is per family), they live
+        let mut pointers = arguments.pointers();
+        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (`require`), they live
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()

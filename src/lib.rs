@@ -4,6 +4,7 @@ pub mod allreduce;
 mod counters;
 pub mod cpu;
 pub mod dense;
+pub mod desc;
 pub mod device;
 mod dlpack;
 pub mod error;
@@ -39,6 +40,8 @@ mod _oxmoe {
     use crate::moe::masked::{masked_workspace_bytes, moe_contiguous, moe_masked};
     #[pymodule_export]
     use crate::moe::topk::{routing_tables, sort_by_expert, topk};
+    #[pymodule_export]
+    use crate::moe::weights::handle::experts_of;
     #[pymodule_export]
     use crate::moe::weights::ExpertWeights;
     #[pymodule_export]

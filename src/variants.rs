@@ -1,5 +1,6 @@
-//! The table of kernel instantiations. `build.rs` includes this file and writes one stub per row; the host looks rows up by value.
-//! No dependencies: it must compile inside the build script too.
+//! The table of kernels. A *family* is a row: what its kernels are called, where they are defined, what they take and what they need of a
+//! multiprocessor. A *variant* is one kernel of a family: its template arguments. `build.rs` includes this file and writes one stub for each
+//! variant; the host finds kernels by value. The file has no dependencies, since it is compiled inside the build script too.
 
 // NOTE: with paths, since the build script has this file elsewhere in its tree.
 #[path = "variants/allreduce.rs"]
@@ -9,38 +10,267 @@ pub mod dense;
 #[path = "variants/fp8.rs"]
 pub mod fp8;
 #[path = "variants/layer.rs"]
-mod layer;
-#[path = "variants/mxfp4.rs"]
-mod mxfp4;
-#[path = "variants/mxfp8.rs"]
-pub mod mxfp8;
-#[path = "variants/nvfp4.rs"]
-pub mod nvfp4;
+pub mod layer;
+#[path = "variants/packed.rs"]
+pub mod packed;
 #[path = "variants/portable.rs"]
-mod portable;
+pub mod portable;
+#[path = "variants/quant.rs"]
+pub mod quant;
+#[path = "variants/routing.rs"]
+pub mod routing;
 #[path = "variants/sm90.rs"]
-mod sm90;
+pub mod sm90;
 
-pub use allreduce::AllReduce;
-use dense::Dense;
-use fp8::Fp8;
-use layer::layer_shared_bytes;
-#[allow(unused_imports)] // the build script needs but some of them
-pub use layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
-#[allow(unused_imports)] // as above
-pub use mxfp4::{
-    Mxfp4LayerTile, Mxfp4Sm90Tile, MXFP4_E4M3_SM90_TILES, MXFP4_LAYER_TILE, MXFP4_SM90_FOURS, MXFP4_SM90_TILES,
-};
-use mxfp8::Mxfp8;
-use nvfp4::Nvfp4;
-#[allow(unused_imports)] // as above
-pub use portable::{
-    PortableForm, PortableTile, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES, MXFP8_PORTABLE_TILES, NVFP4_PORTABLE_TILES,
-    PORTABLE_TILES,
-};
-use sm90::{sm90_ctas, sm90_shared_bytes};
-#[allow(unused_imports)] // as above
-pub use sm90::{Sm90Tile, SM90_TILES};
+/// The families of [`FAMILIES`], in its order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Family {
+    // 16-bit weights on Hopper.
+    GroupedGemmSm90,
+    LayerSm90,
+    RoutedLayerSm90,
+    // Packed weights on Hopper.
+    GroupedGemmMxfp4Sm90,
+    GroupedGemmMxfp4E4m3Sm90,
+    GroupedGemmMxfp8Sm90,
+    GroupedGemmNvfp4Sm90,
+    RoutedLayerMxfp4Sm90,
+    // e4m3 weights on Hopper.
+    GroupedGemmFp8Sm90,
+    GroupedGemmFp8WideSm90,
+    GroupedGemmFp8OrderedSm90,
+    GroupedGemmFp8StationarySm90,
+    RoutedLayerFp8Sm90,
+    // All weights on any GPU from sm_80.
+    GroupedGemmPortable,
+    GroupedGemmMxfp4Portable,
+    GroupedGemmMxfp8Portable,
+    GroupedGemmNvfp4Portable,
+    GroupedGemmFp8Portable,
+    // Routing and what is around the GEMMs.
+    Select,
+    Route,
+    RouteGivenIds,
+    Histogram,
+    Place,
+    Ragged,
+    Schedule,
+    Combine,
+    // Activations that are rounded on their way.
+    QuantizeRowsE4m3,
+    QuantizeTilesE4m3,
+    QuantizeFp8,
+    QuantizeFp8Tiles,
+    QuantizeFp8Slots,
+    QuantizeFp8Rows,
+    QuantizeFp8Peak,
+    QuantizeFp8TileRows,
+    QuantizeFp8TilePeak,
+    ExpandScales,
+    RoundRowsMxfp8,
+    RoundTilesMxfp8,
+    RoundTilesMxfp8Portable,
+    RoundRowsNvfp4,
+    RoundRowsNvfp4Portable,
+    // Weights that are packed or laid out anew.
+    Mxfp4Peak,
+    Mxfp4Pack,
+    Mxfp4Unpack,
+    Mxfp4ScaleBytes,
+    Mxfp4LayoutCodes,
+    Mxfp4LayoutScales,
+    Mxfp8Peak,
+    Mxfp8Pack,
+    Nvfp4Pack,
+    // Dense tensors.
+    QuantizeMxfp4,
+    DequantizeMxfp4,
+    QuantizeMxfp8,
+    DequantizeMxfp8,
+    QuantizeNvfp4,
+    MmMxfp8FewSm90,
+    MmMxfp8WideSm90,
+    MmMxfp8Tokens,
+    // Between ranks.
+    AllReduceOneShot,
+    AllReduceTwoShot,
+}
+
+/// Every family.
+pub static FAMILIES: [Row; 60] = [
+    sm90::GEMM,
+    layer::LAYER,
+    layer::ROUTED_LAYER,
+    packed::MXFP4,
+    packed::MXFP4_E4M3,
+    packed::MXFP8,
+    packed::NVFP4,
+    packed::MXFP4_LAYER,
+    fp8::GEMM,
+    fp8::WIDE,
+    fp8::ORDERED,
+    fp8::STATIONARY,
+    fp8::LAYER,
+    portable::PLAIN,
+    portable::MXFP4,
+    portable::MXFP8,
+    portable::NVFP4,
+    portable::FP8,
+    routing::SELECT,
+    routing::ROUTE,
+    routing::ROUTE_GIVEN_IDS,
+    routing::HISTOGRAM,
+    routing::PLACE,
+    routing::RAGGED,
+    routing::SCHEDULE,
+    routing::COMBINE,
+    quant::QUANTIZE_ROWS_E4M3,
+    quant::QUANTIZE_TILES_E4M3,
+    quant::QUANTIZE_FP8,
+    quant::QUANTIZE_FP8_TILES,
+    quant::QUANTIZE_FP8_SLOTS,
+    quant::QUANTIZE_FP8_ROWS,
+    quant::QUANTIZE_FP8_PEAK,
+    quant::QUANTIZE_FP8_TILE_ROWS,
+    quant::QUANTIZE_FP8_TILE_PEAK,
+    quant::EXPAND_SCALES,
+    quant::ROUND_ROWS_MXFP8,
+    quant::ROUND_TILES_MXFP8,
+    quant::ROUND_TILES_MXFP8_PORTABLE,
+    quant::ROUND_ROWS_NVFP4,
+    quant::ROUND_ROWS_NVFP4_PORTABLE,
+    quant::MXFP4_PEAK,
+    quant::MXFP4_PACK,
+    quant::MXFP4_UNPACK,
+    quant::MXFP4_SCALE_BYTES,
+    quant::MXFP4_LAYOUT_CODES,
+    quant::MXFP4_LAYOUT_SCALES,
+    quant::MXFP8_PEAK,
+    quant::MXFP8_PACK,
+    quant::NVFP4_PACK,
+    quant::QUANTIZE_MXFP4,
+    quant::DEQUANTIZE_MXFP4,
+    quant::QUANTIZE_MXFP8,
+    quant::DEQUANTIZE_MXFP8,
+    quant::QUANTIZE_NVFP4,
+    dense::MM_MXFP8_FEW,
+    dense::MM_MXFP8_WIDE,
+    dense::MM_MXFP8_TOKENS,
+    allreduce::ONE_SHOT,
+    allreduce::TWO_SHOT,
+];
+
+/// What the kernels of a family have in common.
+#[derive(Clone, Copy)]
+pub struct Row {
+    pub family: Family,
+    /// How symbols begin.
+    pub name: &'static str,
+    /// The struct template in namespace oxmoe whose static `run` is the kernel's body.
+    pub device_type: &'static str,
+    /// The header under csrc/ that defines it.
+    pub header: &'static str,
+    /// The template arguments, in their order. Symbols name them.
+    pub arguments: &'static [Argument],
+    /// What a launch gives, as (type, name): tensor maps, then structs of src/params.
+    pub parameters: &'static [(&'static str, &'static str)],
+    /// How the names of its units begin where they do not begin with the header's name.
+    pub unit: &'static str,
+    /// The arguments by which a family is cut into units; variants of one unit are compiled into one image.
+    pub unit_by: &'static [Argument],
+    /// Whether it needs sm_90a.
+    pub hopper: bool,
+    /// Threads of a CTA, or the most that a launch may ask for.
+    pub threads: fn(&Variant) -> u32,
+    pub shared: Shared,
+    /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
+    pub ctas: fn(&Variant) -> u32,
+    pub traits: &'static [Trait],
+}
+
+impl Row {
+    /// What most rows begin with: one CTA of 1024 threads, without shared memory, in one unit, for every GPU.
+    pub const fn new(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
+        Row {
+            family,
+            name,
+            device_type,
+            header,
+            arguments: &[],
+            parameters: &[],
+            unit: "",
+            unit_by: &[],
+            hopper: false,
+            threads: |_| 1024,
+            shared: Shared::Fixed(|_| 0),
+            ctas: |_| 1,
+            traits: &[],
+        }
+    }
+}
+
+/// Dynamic shared memory of a CTA, in bytes.
+#[derive(Clone, Copy)]
+pub enum Shared {
+    /// All launches have this.
+    Fixed(fn(&Variant) -> u32),
+    /// Launches add to this what their sizes need.
+    AtLeast(fn(&Variant) -> u32),
+    /// The plan decides.
+    Planned,
+}
+
+/// What the host must know of a family beyond its sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trait {
+    /// It takes both GEMMs of a layer, or either.
+    BothGemms,
+    /// Its CTAs wait for each other: a layer in one launch.
+    OneLaunch,
+    /// It counts in counters that no launch before it makes zero (src/counters.rs).
+    Counts,
+    /// It is faster with as much L1 as there is: its loads lie there while they are on their way, and behind a GEMM's shared memory that is
+    /// little. Families have it that were measured to gain (docs/kernels/combine.md); with shared memory of its own a kernel loses.
+    Streams,
+}
+
+/// A template argument: which field of the variant it is, and how symbols show it.
+#[derive(Clone, Copy)]
+pub enum Argument {
+    Element,
+    Gated,
+    /// `flag`, by its names when it is false and true; empty: symbols do not show it.
+    Flag(&'static str, &'static str),
+    Work,
+    /// A number behind a letter; an empty letter: symbols do not show it.
+    Number(fn(&Variant) -> u32, &'static str),
+}
+
+pub const TOKENS: Argument = Argument::Number(|v| v.tokens, "t");
+pub const ROW_TILES: Argument = Argument::Number(|v| v.row_tiles, "r");
+pub const ROWS: Argument = Argument::Number(|v| v.rows, "r");
+pub const CONSUMERS: Argument = Argument::Number(|v| v.consumers, "c");
+pub const WARPS: Argument = Argument::Number(|v| v.warps, "w");
+pub const STAGES: Argument = Argument::Number(|v| v.stages, "s");
+pub const BLOCKS: Argument = Argument::Number(|v| v.blocks, "b");
+pub const VECTOR: Argument = Argument::Number(|v| v.vector, "v");
+pub const EXPERTS: Argument = Argument::Number(|v| v.experts, "e");
+pub const CTAS: Argument = Argument::Number(|v| v.ctas, "x");
+pub const RANKS: Argument = Argument::Number(|v| v.ranks, "n");
+pub const CHUNKS: Argument = Argument::Number(|v| v.chunks, "c");
+/// Without bias, groups and order by id, in a third of the code.
+pub const PLAIN: Argument = Argument::Flag("_any", "");
+
+/// Parameters of kernels that take one struct.
+pub const GEMM_PARAMS: &[(&str, &str)] = &[("GroupedGemmParams", "p")];
+pub const PAIR_PARAMS: &[(&str, &str)] = &[("GemmPairParams", "p")];
+/// Of kernels that read weights through a tensor map.
+pub const MAPPED_PARAMS: &[(&str, &str)] = &[("CUtensorMap", "weights"), ("GroupedGemmParams", "p")];
+/// Of layers in one launch.
+pub const LAYER_PARAMS: &[(&str, &str)] =
+    &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("LayerParams", "p")];
+pub const ROUTED_PARAMS: &[(&str, &str)] =
+    &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("RoutedLayerParams", "p")];
 
 /// Element type of activations and weights in a kernel; F32 in all-reduces alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,169 +280,214 @@ pub enum Element {
     F32,
 }
 
-/// One kernel instantiation.
+/// What an all-reduce kernel can do with the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Variant {
-    /// wgmma + TMA. `tokens`: largest token tile (wgmma N); `row_tiles` x 64 weight rows for each of `consumers` warpgroups.
-    GroupedGemmSm90 {
-        element: Element,
-        gated: bool,
-        tokens: u32,
-        row_tiles: u32,
-        consumers: u32,
-        stages: u32,
-    },
-    /// Both GEMMs and the combine of a small batch, perhaps the routing, in one launch, from the same pieces: 64 weight rows a unit.
-    LayerSm90 {
-        element: Element,
-        gated: bool,
-        tokens: u32,
-        stages: u32,
-        routed: bool,
-    },
-    /// Packed MXFP4 weights and bf16 or `e4m3` activations: wgmma with A in registers; bf16 up to 32 tokens mma.sync. `blocks` of 64 K
-    /// a stage.
-    GroupedGemmMxfp4Sm90 {
-        e4m3: bool,
-        gated: bool,
-        tokens: u32,
-        consumers: u32,
-        stages: u32,
-        blocks: u32,
-    },
-    /// A layer of a token or two with packed MXFP4 weights, routing inside, in one launch.
-    RoutedLayerMxfp4Sm90 {
-        gated: bool,
-        tile: Mxfp4LayerTile,
-    },
-    /// mma.sync + cp.async, any GPU from sm_80. `vector`: elements a load (8, or 1 when k % 8 != 0).
-    GroupedGemmPortable {
-        element: Element,
-        gated: bool,
-        tokens: u32,
-        rows: u32,
-        warps: u32,
-        stages: u32,
-        vector: u32,
-    },
-    /// The same for packed MXFP4 weights and bf16 activations. `vector`: elements a load of activations.
-    GroupedGemmMxfp4Portable {
-        gated: bool,
-        tokens: u32,
-        rows: u32,
-        warps: u32,
-        stages: u32,
-        vector: u32,
-    },
-    /// Top-k alone. `experts_per_lane` x 32 >= experts. `plain`: without bias, groups and order by id, in a third of the code.
-    Select {
-        experts_per_lane: u32,
-        plain: bool,
-    },
-    /// Top-k (or given ids), sort and schedule in one launch of one CTA or one cluster; `experts_per_lane` 0 (and plain): ids are given.
-    Route {
-        experts_per_lane: u32,
-        plain: bool,
-    },
-    /// Slots per expert and block of tokens, then ...
-    Histogram,
-    /// ... sort and schedule, for token counts beyond one cluster. `chosen`: ids come from Select, else from the caller.
-    Place {
-        chosen: bool,
-    },
-    /// triton_kernels' block tables of a sorted batch.
-    Ragged,
-    /// The schedule of rows that lie expert by expert.
-    Schedule,
-    /// Weighted sum of a token's rows.
-    Combine {
-        element: Element,
-    },
-    /// Rows of bf16 to e4m3.
-    QuantizeRowsE4m3,
-    /// The same of a schedule's rows.
-    QuantizeTilesE4m3,
-    /// MXFP4 weights to the packed form, at load: every expert's shift, then codes and scales; and back.
-    Mxfp4Peak,
-    Mxfp4Pack,
-    Mxfp4Unpack,
-    /// E8M0 bytes of fp32 powers of two.
-    Mxfp4ScaleBytes,
-    /// MXFP4 codes or scales to another project's layout, or back to the checkpoint's form.
-    Mxfp4Layout {
-        scales: bool,
-        back: bool,
-    },
-    /// Numbers to MXFP4 and back.
-    Mxfp4Quantize,
-    Mxfp4Dequantize,
-    AllReduce(AllReduce),
-    Fp8(Fp8),
-    Mxfp8(Mxfp8),
-    Nvfp4(Nvfp4),
-    Dense(Dense),
+pub enum Work {
+    /// kAllReduce.
+    Sum,
+    /// kARResidualRMSNorm.
+    Norm,
+    /// Every pattern.
+    All,
 }
 
-/// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
-pub const ROUTING_STATIC_SHARED: u32 = 12 * 1024;
+/// One kernel. What its family does not have is as in [`Variant::of`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    pub family: Family,
+    pub element: Element,
+    /// Whether w13 has a gate and an up row for each column of GEMM1's output.
+    pub gated: bool,
+    /// An option of the family, as its `arguments` name it.
+    pub flag: bool,
+    pub work: Work,
+    /// Most tokens of a tile.
+    pub tokens: u32,
+    /// Tiles of 64 weight rows (of the dense GEMM for few tokens: 16) that a consumer takes at a time.
+    pub row_tiles: u32,
+    /// Weight rows of a tile of the portable kernels.
+    pub rows: u32,
+    /// Warpgroups that multiply.
+    pub consumers: u32,
+    /// Warps that multiply, where they are not warpgroups.
+    pub warps: u32,
+    pub stages: u32,
+    /// Blocks of K in a stage; of GEMM2 with tokens that stay, blocks of 128 weight rows; of a quantiser, numbers of a block.
+    pub blocks: u32,
+    /// Elements of a load.
+    pub vector: u32,
+    /// Experts that a lane of a top-k warp holds; of a layer in one launch, most experts with a router logit.
+    pub experts: u32,
+    /// CTAs on a multiprocessor, where that is an argument.
+    pub ctas: u32,
+    pub ranks: u32,
+    /// Chunks of 16 bytes a thread in a row.
+    pub chunks: u32,
+}
 
-/// Sort and schedule of given ids in one launch.
-pub const ROUTE_GIVEN: Variant = Variant::Route { experts_per_lane: 0, plain: true };
-
-/// What converts MXFP4 weights, to the packed form and others.
-pub const CONVERSIONS: [Variant; 10] = [
-    Variant::Mxfp4Peak,
-    Variant::Mxfp4Pack,
-    Variant::Mxfp4Unpack,
-    Variant::Mxfp4ScaleBytes,
-    Variant::Mxfp4Layout { scales: false, back: false },
-    Variant::Mxfp4Layout { scales: false, back: true },
-    Variant::Mxfp4Layout { scales: true, back: false },
-    Variant::Mxfp4Layout { scales: true, back: true },
-    Variant::Mxfp4Quantize,
-    Variant::Mxfp4Dequantize,
-];
-
-/// Blocks of 64 x 64 weights that a CTA of Mxfp4Pack takes.
-pub const PACK_BLOCKS: u32 = 4;
-
-/// Times eight numbers that a thread of Mxfp4Quantize and Mxfp4Dequantize takes.
-pub const QUANTIZE_UNITS: u32 = 2;
-
-const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F16];
-
-/// Every kernel in the wheel. A row that no plan chooses is removed (tests/plan.rs compares).
-pub fn all() -> Vec<Variant> {
-    let mut rows = Vec::new();
-    for element in ELEMENTS {
-        for gated in [true, false] {
-            rows.extend(SM90_TILES.map(|t| t.variant(element, gated)));
-            rows.extend([LAYER_TILE, ROUTED_TILE].map(|t| t.variant(element, gated)));
-            rows.extend(PORTABLE_TILES.map(|t| t.variant(element, gated)));
+impl Variant {
+    /// The kernel of a family without arguments, or what others are made from.
+    pub const fn of(family: Family) -> Variant {
+        Variant {
+            family,
+            element: Element::Bf16,
+            gated: false,
+            flag: false,
+            work: Work::All,
+            tokens: 0,
+            row_tiles: 1,
+            rows: 0,
+            consumers: 0,
+            warps: 0,
+            stages: 0,
+            blocks: 0,
+            vector: 8,
+            experts: 0,
+            ctas: 0,
+            ranks: 0,
+            chunks: 0,
         }
-        rows.push(Variant::Combine { element });
     }
-    for gated in [true, false] {
-        rows.extend(MXFP4_SM90_TILES.map(|t| t.variant(gated)));
-        rows.extend(MXFP4_SM90_FOURS.map(|t| t.variant(gated)));
-        rows.extend(MXFP4_E4M3_SM90_TILES.map(|t| t.variant(gated)));
-        rows.push(MXFP4_LAYER_TILE.variant(gated));
-        rows.extend(MXFP4_PORTABLE_TILES.map(|t| t.variant(Element::Bf16, gated)));
+
+    pub const fn gated(self, gated: bool) -> Variant {
+        Variant { gated, ..self }
     }
-    for plain in [true, false] {
-        rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
-        rows.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
-        rows.push(Variant::Place { chosen: plain });
+
+    pub const fn with_element(self, element: Element) -> Variant {
+        Variant { element, ..self }
     }
-    rows.extend([ROUTE_GIVEN, Variant::Histogram, Variant::Ragged, Variant::Schedule]);
-    rows.extend([Variant::QuantizeRowsE4m3, Variant::QuantizeTilesE4m3]);
-    rows.extend(CONVERSIONS);
-    rows.extend(allreduce::all().into_iter().map(Variant::AllReduce));
-    rows.extend(fp8::all().into_iter().map(Variant::Fp8));
-    rows.extend(mxfp8::all().into_iter().map(Variant::Mxfp8));
-    rows.extend(nvfp4::all().into_iter().map(Variant::Nvfp4));
-    rows.extend(dense::all().into_iter().map(Variant::Dense));
-    rows
+
+    pub const fn flag(self, flag: bool) -> Variant {
+        Variant { flag, ..self }
+    }
+
+    pub fn row(&self) -> &'static Row {
+        &FAMILIES[self.family as usize]
+    }
+
+    fn is(&self, what: Trait) -> bool {
+        self.row().traits.contains(&what)
+    }
+
+    pub fn has_both_gemms(&self) -> bool {
+        self.is(Trait::BothGemms)
+    }
+
+    pub fn is_one_launch(&self) -> bool {
+        self.is(Trait::OneLaunch)
+    }
+
+    pub fn counts(&self) -> bool {
+        self.is(Trait::Counts)
+    }
+
+    pub fn streams(&self) -> bool {
+        self.is(Trait::Streams)
+    }
+
+    /// The kernel's name in the image.
+    pub fn symbol(&self) -> String {
+        self.row().arguments.iter().fold(self.row().name.into(), |name: String, argument| name + &argument.name(self))
+    }
+
+    /// The struct whose static `run` is the kernel's body.
+    pub fn device_type(&self) -> String {
+        let Row { device_type, arguments, .. } = self.row();
+        let values: Vec<String> = arguments.iter().map(|argument| argument.value(self)).collect();
+        match values.is_empty() {
+            true => format!("oxmoe::{device_type}"),
+            false => format!("oxmoe::{device_type}<{}>", values.join(", ")),
+        }
+    }
+
+    /// The name of the unit that it is compiled in.
+    pub fn unit(&self) -> String {
+        let Row { header, unit, unit_by, .. } = self.row();
+        let stem = header.rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
+        let first: String = if unit.is_empty() { stem.into() } else { (*unit).into() };
+        unit_by.iter().fold(first, |name, argument| name + &argument.name(self))
+    }
+
+    /// (parameter list of the kernel, arguments of `run`), as C++ has them.
+    pub fn signature(&self) -> (String, String) {
+        let parameter = |&(of_type, name): &(&str, &str)| {
+            let space = if of_type == "CUtensorMap" { "" } else { "oxmoe::" };
+            format!("const __grid_constant__ {space}{of_type} {name}")
+        };
+        let parameters = self.row().parameters;
+        let names: Vec<&str> = parameters.iter().map(|(_, name)| *name).collect();
+        (parameters.iter().map(parameter).collect::<Vec<_>>().join(", "), names.join(", "))
+    }
+
+    /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
+    pub fn runs_on(&self, arch: &str) -> bool {
+        !self.row().hopper || arch == "90a"
+    }
+
+    /// Threads of a CTA; of routing and all-reduce kernels the most that a launch may ask for.
+    pub fn threads(&self) -> u32 {
+        (self.row().threads)(self)
+    }
+
+    /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
+    pub fn ctas_per_multiprocessor(&self) -> u32 {
+        (self.row().ctas)(self)
+    }
+
+    /// Dynamic shared memory of a CTA; None: the plan decides.
+    pub fn shared_bytes(&self) -> Option<u32> {
+        match self.row().shared {
+            Shared::Fixed(bytes) => Some(bytes(self)),
+            _ => None,
+        }
+    }
+
+    /// What every launch has of it at least, which the device code states too; None: nothing that is known here.
+    pub fn least_shared_bytes(&self) -> Option<u32> {
+        match self.row().shared {
+            Shared::Fixed(bytes) | Shared::AtLeast(bytes) => Some(bytes(self)),
+            Shared::Planned => None,
+        }
+    }
+
+    /// Weight rows of a work unit of a grouped GEMM.
+    pub fn unit_rows(&self) -> u32 {
+        if self.rows > 0 {
+            self.rows
+        } else {
+            64 * self.row_tiles * self.consumers
+        }
+    }
+
+    /// The shape, as (row tiles, consumers), of the tensor map that it reads weights through.
+    pub fn map_shape(&self) -> (u32, u32) {
+        (self.row_tiles, self.consumers)
+    }
+}
+
+impl Argument {
+    /// As it stands in symbols, with what separates it.
+    fn name(&self, variant: &Variant) -> String {
+        match *self {
+            Argument::Element => format!("_{}", variant.element.name()),
+            Argument::Gated => if variant.gated { "_gated" } else { "_plain" }.into(),
+            Argument::Flag(no, yes) => if variant.flag { yes } else { no }.into(),
+            Argument::Work => format!("_{}", variant.work.name()),
+            Argument::Number(_, "") => String::new(),
+            Argument::Number(value, letter) => format!("_{letter}{}", value(variant)),
+        }
+    }
+
+    /// As C++ has it.
+    fn value(&self, variant: &Variant) -> String {
+        match *self {
+            Argument::Element => variant.element.device_type().into(),
+            Argument::Gated => variant.gated.to_string(),
+            Argument::Flag(..) => variant.flag.to_string(),
+            Argument::Work => format!("oxmoe::allreduce::Work::k{:?}", variant.work),
+            Argument::Number(value, _) => value(variant).to_string(),
+        }
+    }
 }
 
 impl Element {
@@ -233,374 +508,53 @@ impl Element {
     }
 }
 
-fn gated_name(gated: bool) -> &'static str {
-    if gated {
-        "gated"
+impl Work {
+    fn name(self) -> &'static str {
+        match self {
+            Work::Sum => "sum",
+            Work::Norm => "norm",
+            Work::All => "all",
+        }
+    }
+}
+
+/// CTAs that fit beside each other on an SM of Hopper: 228 KB, 1 KB of it the system's for each CTA.
+pub const fn ctas_by_shared(bytes: u32) -> u32 {
+    228 * 1024 / (bytes + 1024)
+}
+
+/// The lesser of two numbers, in constants too.
+pub const fn least(a: u32, b: u32) -> u32 {
+    if a < b {
+        a
     } else {
-        "plain"
+        b
     }
 }
 
-fn any_name(plain: bool) -> &'static str {
-    if plain {
-        ""
-    } else {
-        "_any"
-    }
+/// Both forms of some tiles.
+pub fn both_forms(tiles: &[Variant]) -> impl Iterator<Item = Variant> + '_ {
+    tiles.iter().flat_map(|tile| [true, false].map(|gated| tile.gated(gated)))
 }
 
-impl Variant {
-    /// The kernel's name in the image.
-    pub fn symbol(&self) -> String {
-        match *self {
-            Variant::Fp8(kernel) => kernel.symbol(),
-            Variant::Mxfp8(kernel) => kernel.symbol(),
-            Variant::Nvfp4(kernel) => kernel.symbol(),
-            Variant::Dense(kernel) => kernel.symbol(),
-            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
-                "grouped_gemm_sm90_{}_{}_t{tokens}_r{row_tiles}_c{consumers}_s{stages}",
-                element.name(),
-                gated_name(gated)
-            ),
-            Variant::LayerSm90 { tokens, stages, .. } => format!("{}_t{tokens}_s{stages}", self.unit()),
-            Variant::GroupedGemmMxfp4Sm90 { tokens, consumers, stages, blocks, .. } => {
-                format!("{}_t{tokens}_c{consumers}_s{stages}_b{blocks}", self.unit())
-            }
-            Variant::RoutedLayerMxfp4Sm90 { .. } => self.unit(),
-            Variant::QuantizeRowsE4m3 => "quantize_rows_e4m3".into(),
-            Variant::QuantizeTilesE4m3 => "quantize_tiles_e4m3".into(),
-            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
-                "grouped_gemm_portable_{}_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
-                element.name(),
-                gated_name(gated)
-            ),
-            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => format!(
-                "grouped_gemm_mxfp4_portable_{}_t{tokens}_r{rows}_w{warps}_s{stages}_v{vector}",
-                gated_name(gated)
-            ),
-            Variant::Select { experts_per_lane, plain } => format!("select_e{experts_per_lane}{}", any_name(plain)),
-            Variant::Route { experts_per_lane, plain } => format!("route_e{experts_per_lane}{}", any_name(plain)),
-            Variant::Histogram => "histogram".into(),
-            Variant::Place { chosen } => if chosen { "place_chosen" } else { "place_given" }.into(),
-            Variant::Ragged => "ragged".into(),
-            Variant::Schedule => "schedule".into(),
-            Variant::Combine { element } => format!("combine_{}", element.name()),
-            Variant::Mxfp4Peak => "mxfp4_peak".into(),
-            Variant::Mxfp4Pack => "mxfp4_pack".into(),
-            Variant::Mxfp4Unpack => "mxfp4_unpack".into(),
-            Variant::Mxfp4ScaleBytes => "mxfp4_scale_bytes".into(),
-            Variant::Mxfp4Quantize => "mxfp4_quantize".into(),
-            Variant::Mxfp4Dequantize => "mxfp4_dequantize".into(),
-            Variant::Mxfp4Layout { scales, back } => {
-                let (what, back) = (if scales { "scales" } else { "codes" }, if back { "_back" } else { "" });
-                format!("mxfp4_layout_{what}{back}")
-            }
-            Variant::AllReduce(kernel) => kernel.symbol(),
+/// Every kernel in the wheel. A variant that no plan chooses is removed (tests/plan.rs compares).
+pub fn all() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for element in [Element::Bf16, Element::F16] {
+        for gated in [true, false] {
+            let of = |tiles: &[Variant]| tiles.iter().map(|t| t.with_element(element).gated(gated)).collect::<Vec<_>>();
+            all.extend(of(&sm90::TILES));
+            all.extend(of(&[layer::LAYER_TILE, layer::ROUTED_TILE]));
+            all.extend(of(&portable::PLAIN_TILES));
         }
+        all.push(routing::combine(element));
     }
-
-    /// The struct whose static `run` is the kernel's body.
-    pub fn device_type(&self) -> String {
-        match *self {
-            Variant::Fp8(kernel) => kernel.device_type(),
-            Variant::Mxfp8(kernel) => kernel.device_type(),
-            Variant::Nvfp4(kernel) => kernel.device_type(),
-            Variant::Dense(kernel) => kernel.device_type(),
-            Variant::GroupedGemmSm90 { element, gated, tokens, row_tiles, consumers, stages } => format!(
-                "oxmoe::GroupedGemmSm90<{}, {gated}, {tokens}, {row_tiles}, {consumers}, {stages}>",
-                element.device_type()
-            ),
-            Variant::LayerSm90 { element, gated, tokens, stages, routed } => {
-                let name = if routed { "RoutedLayerSm90" } else { "LayerSm90" };
-                format!("oxmoe::{name}<{}, {gated}, {tokens}, {stages}>", element.device_type())
-            }
-            Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks } => {
-                let name = if e4m3 { "GroupedGemmMxfp4E4m3Sm90" } else { "GroupedGemmMxfp4Sm90" };
-                format!("oxmoe::{name}<{gated}, {tokens}, {consumers}, {stages}, {blocks}>")
-            }
-            Variant::RoutedLayerMxfp4Sm90 { gated, tile } => {
-                format!("oxmoe::RoutedLayerMxfp4Sm90<{gated}, {}, {}, {}>", tile.warps, tile.blocks, tile.stages)
-            }
-            Variant::QuantizeRowsE4m3 => "oxmoe::QuantizeRowsE4m3".into(),
-            Variant::QuantizeTilesE4m3 => "oxmoe::QuantizeTilesE4m3".into(),
-            Variant::GroupedGemmPortable { element, gated, tokens, rows, warps, stages, vector } => format!(
-                "oxmoe::GroupedGemmPortable<{}, {gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>",
-                element.device_type()
-            ),
-            Variant::GroupedGemmMxfp4Portable { gated, tokens, rows, warps, stages, vector } => {
-                format!("oxmoe::GroupedGemmMxfp4Portable<{gated}, {tokens}, {rows}, {warps}, {stages}, {vector}>")
-            }
-            Variant::Select { experts_per_lane, plain } => format!("oxmoe::Select<{experts_per_lane}, {plain}>"),
-            Variant::Route { experts_per_lane, plain } => format!("oxmoe::Route<{experts_per_lane}, {plain}>"),
-            Variant::Histogram => "oxmoe::Histogram".into(),
-            Variant::Place { chosen } => format!("oxmoe::Place<{chosen}>"),
-            Variant::Ragged => "oxmoe::Ragged".into(),
-            Variant::Schedule => "oxmoe::Schedule".into(),
-            Variant::Combine { element } => format!("oxmoe::Combine<{}>", element.device_type()),
-            Variant::Mxfp4Peak => "oxmoe::Mxfp4Peak".into(),
-            Variant::Mxfp4Pack => "oxmoe::Mxfp4Pack".into(),
-            Variant::Mxfp4Unpack => "oxmoe::Mxfp4Unpack".into(),
-            Variant::Mxfp4ScaleBytes => "oxmoe::Mxfp4ScaleBytes".into(),
-            Variant::Mxfp4Quantize => "oxmoe::Mxfp4Quantize".into(),
-            Variant::Mxfp4Dequantize => "oxmoe::Mxfp4Dequantize".into(),
-            Variant::Mxfp4Layout { scales: false, back } => format!("oxmoe::Mxfp4LayoutCodes<{back}>"),
-            Variant::Mxfp4Layout { scales: true, back } => format!("oxmoe::Mxfp4LayoutScales<{back}>"),
-            Variant::AllReduce(kernel) => kernel.device_type(),
-        }
-    }
-
-    /// The header under csrc/ that defines it.
-    pub fn header(&self) -> &'static str {
-        match self {
-            Variant::Fp8(kernel) => kernel.header(),
-            Variant::Mxfp8(kernel) => kernel.header(),
-            Variant::Nvfp4(kernel) => kernel.header(),
-            Variant::Dense(kernel) => kernel.header(),
-            Variant::GroupedGemmSm90 { .. } => "moe/grouped_gemm_sm90.cuh",
-            Variant::LayerSm90 { routed: false, .. } => "moe/layer_sm90.cuh",
-            Variant::LayerSm90 { .. } => "moe/routed_layer_sm90.cuh",
-            Variant::GroupedGemmMxfp4Sm90 { e4m3: true, .. } => "moe/grouped_gemm_mxfp4_e4m3_sm90.cuh",
-            Variant::GroupedGemmMxfp4Sm90 { .. } => "moe/grouped_gemm_mxfp4_sm90.cuh",
-            Variant::RoutedLayerMxfp4Sm90 { .. } => "moe/routed_layer_mxfp4_sm90.cuh",
-            Variant::QuantizeRowsE4m3 => "quant/quantize_rows_e4m3.cuh",
-            Variant::QuantizeTilesE4m3 => "quant/quantize_rows_e4m3.cuh",
-            Variant::GroupedGemmPortable { .. } => "moe/grouped_gemm_portable.cuh",
-            Variant::GroupedGemmMxfp4Portable { .. } => "moe/grouped_gemm_mxfp4_portable.cuh",
-            Variant::Select { .. } => "moe/select.cuh",
-            Variant::Route { .. } => "moe/route.cuh",
-            Variant::Histogram | Variant::Place { .. } => "moe/place.cuh",
-            Variant::Ragged => "moe/ragged.cuh",
-            Variant::Schedule => "moe/schedule.cuh",
-            Variant::Combine { .. } => "moe/combine.cuh",
-            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack | Variant::Mxfp4ScaleBytes => {
-                "quant/pack_mxfp4.cuh"
-            }
-            Variant::Mxfp4Layout { .. } => "quant/layouts_mxfp4.cuh",
-            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => "quant/quantize_mxfp4.cuh",
-            Variant::AllReduce(kernel) => kernel.header(),
-        }
-    }
-
-    /// (parameter list of the kernel, arguments of `run`).
-    pub fn signature(&self) -> (&'static str, &'static str) {
-        match self {
-            Variant::Fp8(kernel) => kernel.signature(),
-            Variant::Mxfp8(kernel) => kernel.signature(),
-            Variant::Nvfp4(kernel) => kernel.signature(),
-            Variant::Dense(kernel) => kernel.signature(),
-            Variant::GroupedGemmSm90 { .. } => (
-                "const __grid_constant__ CUtensorMap weights, const __grid_constant__ oxmoe::GroupedGemmParams p",
-                "weights, p",
-            ),
-            Variant::LayerSm90 { routed: false, .. } => (
-                "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::LayerParams p",
-                "up_weights, down_weights, p",
-            ),
-            Variant::LayerSm90 { .. } => (
-                "const __grid_constant__ CUtensorMap up_weights, const __grid_constant__ CUtensorMap down_weights, const __grid_constant__ oxmoe::RoutedLayerParams p",
-                "up_weights, down_weights, p",
-            ),
-            Variant::RoutedLayerMxfp4Sm90 { .. } => ("const __grid_constant__ oxmoe::RoutedLayerParams p", "p"),
-            Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. } => {
-                ("const __grid_constant__ oxmoe::GemmPairParams p", "p")
-            }
-            Variant::GroupedGemmPortable { .. }
-            | Variant::GroupedGemmMxfp4Portable { .. }
-            | Variant::GroupedGemmMxfp4Sm90 { .. } => {
-                ("const __grid_constant__ oxmoe::GroupedGemmParams p", "p")
-            }
-            Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. } => {
-                ("const __grid_constant__ oxmoe::SelectParams s, const __grid_constant__ oxmoe::RouteParams p", "s, p")
-            }
-            Variant::Route { .. } | Variant::Histogram | Variant::Place { .. } => {
-                ("const __grid_constant__ oxmoe::RouteParams p", "p")
-            }
-            Variant::Ragged => ("const __grid_constant__ oxmoe::RaggedParams p", "p"),
-            Variant::Schedule => ("const __grid_constant__ oxmoe::ScheduleParams p", "p"),
-            Variant::Combine { .. } => ("const __grid_constant__ oxmoe::CombineParams p", "p"),
-            Variant::Mxfp4Peak | Variant::Mxfp4Pack | Variant::Mxfp4Unpack => {
-                ("const __grid_constant__ oxmoe::PackMxfp4Params p", "p")
-            }
-            Variant::Mxfp4ScaleBytes => ("const __grid_constant__ oxmoe::ScaleBytesParams p", "p"),
-            Variant::Mxfp4Layout { .. } => ("const __grid_constant__ oxmoe::LayoutMxfp4Params p", "p"),
-            Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => {
-                ("const __grid_constant__ oxmoe::QuantizeMxfp4Params p", "p")
-            }
-            Variant::QuantizeRowsE4m3 => ("const __grid_constant__ oxmoe::QuantizeRowsParams p", "p"),
-            Variant::QuantizeTilesE4m3 => ("const __grid_constant__ oxmoe::TileRowsParams p", "p"),
-            Variant::AllReduce(_) => ("const __grid_constant__ oxmoe::AllReduceParams p", "p"),
-        }
-    }
-
-    /// Variants of one unit are compiled into one image.
-    pub fn unit(&self) -> String {
-        let header = self.header().rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
-        match *self {
-            Variant::GroupedGemmSm90 { element, gated, .. }
-            | Variant::LayerSm90 { element, gated, .. }
-            | Variant::GroupedGemmPortable { element, gated, .. } => {
-                format!("{header}_{}_{}", element.name(), gated_name(gated))
-            }
-            Variant::GroupedGemmMxfp4Sm90 { gated, .. }
-            | Variant::RoutedLayerMxfp4Sm90 { gated, .. }
-            | Variant::GroupedGemmMxfp4Portable { gated, .. } => {
-                format!("{header}_{}", gated_name(gated))
-            }
-            Variant::AllReduce(kernel) => kernel.unit(),
-            Variant::Mxfp8(kernel) => kernel.unit(),
-            Variant::Nvfp4(kernel) => kernel.unit(),
-            _ => header.into(),
-        }
-    }
-
-    /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
-    pub fn runs_on(&self, arch: &str) -> bool {
-        match self {
-            Variant::Fp8(kernel) => kernel.runs_on(arch),
-            Variant::Mxfp8(kernel) => kernel.runs_on(arch),
-            Variant::Nvfp4(kernel) => kernel.runs_on(arch),
-            Variant::Dense(kernel) => kernel.runs_on(arch),
-            Variant::GroupedGemmSm90 { .. } | Variant::GroupedGemmMxfp4Sm90 { .. } => arch == "90a",
-            Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. } => arch == "90a",
-            Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3 => arch == "90a",
-            _ => true,
-        }
-    }
-}
-
-/// Experts a lane of a top-k warp can hold.
-pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
-
-impl Variant {
-    /// Of the Hopper kernel of 16-bit weights: whether it is gated, and its tile.
-    pub fn sm90_tile(&self) -> Option<(bool, Sm90Tile)> {
-        match *self {
-            Variant::GroupedGemmSm90 { gated, tokens, row_tiles, consumers, stages, .. } => {
-                Some((gated, Sm90Tile { tokens, row_tiles, consumers, stages }))
-            }
-            _ => None,
-        }
-    }
-
-    fn portable_tile(&self) -> Option<PortableTile> {
-        match *self {
-            Variant::GroupedGemmPortable { tokens, rows, warps, stages, vector, .. } => {
-                Some(PortableTile { form: PortableForm::Plain, tokens, rows, warps, stages, vector })
-            }
-            Variant::GroupedGemmMxfp4Portable { tokens, rows, warps, stages, vector, .. } => {
-                Some(PortableTile { form: PortableForm::Mxfp4, tokens, rows, warps, stages, vector })
-            }
-            _ => None,
-        }
-    }
-
-    fn mxfp4_sm90_tile(&self) -> Option<(bool, Mxfp4Sm90Tile)> {
-        match *self {
-            Variant::GroupedGemmMxfp4Sm90 { e4m3, gated, tokens, consumers, stages, blocks } => {
-                Some((gated, Mxfp4Sm90Tile { e4m3, tokens, consumers, stages, blocks }))
-            }
-            _ => None,
-        }
-    }
-
-    /// Threads of a CTA; of routing and all-reduce kernels the most that a launch may ask for.
-    pub fn threads(&self) -> u32 {
-        match *self {
-            Variant::Fp8(kernel) => kernel.threads(),
-            Variant::Mxfp8(kernel) => kernel.threads(),
-            Variant::Nvfp4(kernel) => kernel.threads(),
-            Variant::Dense(kernel) => kernel.threads(),
-            Variant::GroupedGemmSm90 { consumers, .. } | Variant::GroupedGemmMxfp4Sm90 { consumers, .. } => {
-                128 * (1 + consumers)
-            }
-            Variant::LayerSm90 { .. } => 256,
-            Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.threads(),
-            Variant::GroupedGemmPortable { warps, .. } | Variant::GroupedGemmMxfp4Portable { warps, .. } => 32 * warps,
-            Variant::Combine { .. } | Variant::Mxfp4Layout { .. } => 128,
-            Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3 => 128,
-            Variant::Mxfp4Pack | Variant::Mxfp4Unpack => 128 * PACK_BLOCKS,
-            Variant::Mxfp4ScaleBytes | Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize => 256,
-            Variant::AllReduce(kernel) => kernel.threads(),
-            _ => 1024,
-        }
-    }
-
-    /// Whether it takes both GEMMs of a layer, or either.
-    pub fn has_both_gemms(&self) -> bool {
-        matches!(
-            self,
-            Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
-                | Variant::Mxfp8(Mxfp8::Gemm { .. })
-                | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
-        )
-    }
-
-    /// Whether its CTAs wait for each other: a layer in one launch.
-    pub fn is_one_launch(&self) -> bool {
-        matches!(
-            self,
-            Variant::LayerSm90 { .. }
-                | Variant::RoutedLayerMxfp4Sm90 { .. }
-                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
-        )
-    }
-
-    /// Whether it counts in counters of its workspace that no launch before it makes zero (src/counters.rs).
-    pub fn counts(&self) -> bool {
-        matches!(
-            self,
-            Variant::LayerSm90 { routed: true, .. }
-                | Variant::RoutedLayerMxfp4Sm90 { .. }
-                | Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. })
-                | Variant::GroupedGemmMxfp4Sm90 { e4m3: false, .. }
-                | Variant::Nvfp4(Nvfp4::GroupedGemmNvfp4Sm90 { .. })
-        )
-    }
-
-    /// Whether it is faster with as much L1 as there is: its loads lie there while they are on their way, and behind a GEMM's shared memory
-    /// that is little. Those which were measured to be (docs/kernels/combine.md); with shared memory of its own a kernel loses.
-    pub fn streams(&self) -> bool {
-        matches!(self, Variant::Combine { .. } | Variant::Fp8(Fp8::RowsToE4m3) | Variant::Mxfp8(Mxfp8::RoundRows))
-    }
-
-    /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
-    pub fn ctas_per_multiprocessor(&self) -> u32 {
-        match (self.sm90_tile(), self.portable_tile(), self) {
-            (Some((gated, tile)), ..) => sm90_ctas(gated, tile),
-            _ if self.mxfp4_sm90_tile().is_some() => self.mxfp4_sm90_tile().map_or(1, |(gated, tile)| tile.ctas(gated)),
-            (_, Some(tile), _) => tile.ctas(),
-            (.., Variant::Fp8(kernel)) => kernel.ctas(),
-            (.., Variant::Mxfp8(kernel)) => kernel.ctas(),
-            (.., Variant::Nvfp4(kernel)) => kernel.ctas(),
-            (.., Variant::Dense(kernel)) => kernel.ctas(),
-            (.., Variant::LayerSm90 { .. } | Variant::RoutedLayerMxfp4Sm90 { .. }) => 2,
-            (.., Variant::Combine { .. } | Variant::Mxfp4Layout { .. }) => 8,
-            (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => 8,
-            (.., Variant::Mxfp4Quantize | Variant::Mxfp4Dequantize | Variant::Mxfp4ScaleBytes) => 4,
-            (.., Variant::Mxfp4Pack | Variant::Mxfp4Unpack) => 2,
-            (.., Variant::AllReduce(kernel)) => kernel.ctas_per_multiprocessor(),
-            _ => 1,
-        }
-    }
-
-    /// Dynamic shared memory of a CTA; None: the plan decides.
-    pub fn shared_bytes(&self) -> Option<u32> {
-        match (self.sm90_tile(), self.portable_tile(), self) {
-            (Some((gated, tile)), ..) => Some(sm90_shared_bytes(gated, tile)),
-            _ if self.mxfp4_sm90_tile().is_some() => {
-                self.mxfp4_sm90_tile().map(|(gated, tile)| tile.shared_bytes(gated))
-            }
-            (_, Some(tile), _) => Some(tile.shared_bytes()),
-            (.., Variant::RoutedLayerMxfp4Sm90 { .. }) => Some(Mxfp4LayerTile::SHARED_BYTES),
-            (.., &Variant::LayerSm90 { tokens, stages, routed, .. }) => layer_shared_bytes(tokens, stages, routed),
-            (.., Variant::Fp8(kernel)) => Some(kernel.shared_bytes()),
-            (.., Variant::Mxfp8(kernel)) => Some(kernel.shared_bytes()),
-            (.., Variant::Nvfp4(kernel)) => Some(kernel.shared_bytes()),
-            (.., Variant::Combine { .. } | Variant::Ragged | Variant::Schedule | Variant::AllReduce(_)) => Some(0),
-            (.., Variant::QuantizeRowsE4m3 | Variant::QuantizeTilesE4m3) => Some(0),
-            (.., Variant::Dense(kernel)) => kernel.fixed_shared_bytes(),
-            (.., variant) if CONVERSIONS.contains(variant) => Some(0),
-            _ => None,
-        }
-    }
+    all.extend(packed::all());
+    all.extend(fp8::all());
+    all.extend(portable::packed());
+    all.extend(routing::all());
+    all.extend(quant::all());
+    all.extend(dense::all());
+    all.extend(allreduce::all());
+    all
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # mutants.sh PYTHON EXTENSION [NAME...]: mutmut on the modules named in pyproject.toml ([tool.mutmut]).
-# PYTHON has what the tests need, EXTENSION is the built module. NAME: patterns of mutants, "oxmoe.masked*"; default: all.
+# PYTHON has what the tests need, EXTENSION is the built module. NAME: patterns of mutants, "oxmoe.rows*"; default: all.
 #
 # In a folder of its own, target/mutants, where the package lies beside the tests: mutmut knows modules by their paths.
 # A mutant's tests run in a process forked from one that ran none: threads of torch and of rayon do not survive a fork.

@@ -2,18 +2,15 @@
 
 mod legal;
 
+use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
-use _oxmoe::moe::weights::LayerDesc;
+use _oxmoe::moe::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::Format;
-use _oxmoe::variants::fp8::{Fp8, ORDERED_TOKENS, WIDE_TOKENS};
-use _oxmoe::variants::mxfp8::Mxfp8;
-use _oxmoe::variants::nvfp4::Nvfp4;
-use _oxmoe::variants::{self, Variant};
+use _oxmoe::variants::{self, Family, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
 
@@ -78,7 +75,7 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
 }
 
 fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
-    layers().filter(|(layer, _)| layer.require_cuda(device).is_ok())
+    layers().filter(|(layer, _)| plan::require(layer, device).is_ok())
 }
 
 /// A usual GPU of every architecture, and a Hopper GPU without Hopper's kernels.
@@ -105,7 +102,7 @@ fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
 /// The launches with GEMMs in them.
 fn gemms(plan: &MoePlan) -> Vec<Launch> {
     match plan.experts {
-        Experts::Gemms { up, down } => [Some(up), down].into_iter().flatten().collect(),
+        Experts::Gemms(gemms) => [Some(gemms.up), gemms.down].into_iter().flatten().collect(),
         Experts::Fused(launch) | Experts::Routed(launch) => vec![launch],
     }
 }
@@ -136,8 +133,8 @@ fn masked_plans_fit() {
         for desc in masked_descs(&device) {
             let (plan, w) = (masked_plan(&desc, &device), masked::workspace(&desc.layer, desc.rows));
             let tiles = desc.layer.experts as u64
-                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.tile_tokens as u64);
-            assert!(tiles <= plan.max_tiles as u64 && plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
+                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.gemms.tile_tokens as u64);
+            assert!(tiles <= plan.max_tiles as u64 && plan.gemms.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
             assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{desc:?} on {device:?}");
             let counts = desc.layer.format == Format::Fp8Block || desc.layer.format.spec().block == 1;
             let awaited = if counts { 3 + desc.layer.experts as usize } else { 0 };
@@ -162,8 +159,8 @@ fn masked_plans_fit() {
             assert_eq!(w.hidden_e4m3.bytes, desc.rows as usize * codes);
             // What is expected chooses the tile and GEMM2's kernel alone.
             let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
-            let like = MaskedPlan { down: plan.down, ..other };
-            assert!(other.tile_tokens != plan.tile_tokens || like == plan, "{desc:?} on {device:?}");
+            let like = MaskedPlan { gemms: GemmsPlan { down: plan.gemms.down, ..other.gemms }, ..other };
+            assert!(other.gemms.tile_tokens != plan.gemms.tile_tokens || like == plan, "{desc:?} on {device:?}");
         }
     }
 }
@@ -179,7 +176,7 @@ fn masked_plans_quantise_what_gemm1_does_not() {
             &device,
         );
         assert!(plan.launches().iter().all(|l| l.grid <= 8 * device.multiprocessors), "{plan:?}");
-        plan.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
+        plan.gemms.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
     };
     let names = |format, expected| names_of(2048, format, expected);
     for expected in [10, 102, 1024] {
@@ -212,13 +209,16 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
         chosen.insert(routing::ragged(1).variant);
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
-    chosen.extend(variants::CONVERSIONS);
-    chosen.extend([Mxfp8::Peak, Mxfp8::Pack].map(Variant::Mxfp8));
-    chosen.insert(Variant::Nvfp4(Nvfp4::PackNvfp4Weights));
+    chosen.extend(variants::quant::CONVERSIONS);
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack];
+    chosen.extend(packers.map(Variant::of));
     // For scales of tokens that a caller quantised.
-    chosen.insert(Variant::Fp8(Fp8::ExpandScales));
-    chosen.extend(variants::dense::all().into_iter().map(Variant::Dense));
-    chosen.extend(variants::allreduce::all().into_iter().map(Variant::AllReduce));
+    chosen.insert(Variant::of(Family::ExpandScales));
+    // Quantisation of dense tensors.
+    chosen.extend([Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of));
+    chosen.extend([16, 32].map(variants::quant::quantize_nvfp4));
+    chosen.extend(variants::dense::all());
+    chosen.extend(variants::allreduce::all());
     let unknown: Vec<_> = chosen.difference(&table).collect();
     assert!(unknown.is_empty(), "chosen and not built: {unknown:#?}");
     let idle: Vec<_> = table.difference(&chosen).collect();
@@ -233,6 +233,14 @@ fn variants_of_one_unit_run_on_the_same_gpus() {
             let first = all.iter().find(|other| other.unit() == variant.unit()).unwrap();
             assert_eq!(variant.runs_on(arch), first.runs_on(arch), "{} on {arch}", variant.symbol());
         }
+    }
+}
+
+#[test]
+fn families_are_in_their_order() {
+    for (number, row) in variants::FAMILIES.iter().enumerate() {
+        assert_eq!(row.family as usize, number, "{}", row.name);
+        assert!(variants::all().iter().any(|variant| variant.family == row.family), "{} has no kernel", row.name);
     }
 }
 
@@ -260,12 +268,7 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
 
 #[test]
 fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
-    let hopper = |l: &Launch| match l.variant {
-        Variant::Fp8(kernel) => !matches!(kernel, Fp8::GroupedGemmFp8Portable { .. }),
-        Variant::Mxfp8(kernel) => !matches!(kernel, Mxfp8::GemmPortable { .. }),
-        Variant::Nvfp4(kernel) => !matches!(kernel, Nvfp4::GroupedGemmNvfp4Portable { .. }),
-        variant => matches!(variant, Variant::GroupedGemmSm90 { .. } | Variant::LayerSm90 { .. }),
-    };
+    let hopper = |l: &Launch| l.variant.row().hopper;
     for device in devices() {
         for (layer, top_k) in layers_on(&device) {
             let families: HashSet<bool> = TOKENS
@@ -291,10 +294,10 @@ fn e4m3_on_other_gpus_is_portable() {
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{plan:?}");
             // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
-            let [x, hidden] = plan.quantize;
+            let Experts::Gemms(GemmsPlan { quantize: [x, hidden], .. }) = plan.experts else { panic!("{plan:?}") };
             assert!(x[1].is_some() && hidden[1].is_some(), "{plan:?}");
             let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
-            assert_eq!(odd.require_cuda(&device).is_err(), layer.format.is_fp8());
+            assert_eq!(plan::require(&odd, &device).is_err(), layer.format.is_fp8());
         }
     }
 }
@@ -307,7 +310,8 @@ fn nvfp4_on_other_gpus_is_portable() {
             let plan = plan_of(&desc, &device);
             assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("nvfp4_portable_")), "{plan:?}");
             let rounds = [layer.format == Format::Nvfp4A4; 2];
-            assert_eq!(plan.quantize.map(|side| side[1].is_some()), rounds, "{plan:?}");
+            let Experts::Gemms(GemmsPlan { quantize, .. }) = plan.experts else { panic!("{plan:?}") };
+            assert_eq!(quantize.map(|side| side[1].is_some()), rounds, "{plan:?}");
         }
     }
 }
@@ -318,16 +322,17 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
     for device in devices() {
         for desc in descs(&device) {
             let plan = plan_of(&desc, &device);
-            let Experts::Gemms { up, down } = plan.experts else { continue };
-            let both = up.variant.has_both_gemms();
-            assert_eq!((down.is_none(), both && plan.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+            let Experts::Gemms(gemms) = plan.experts else { continue };
+            let both = gemms.up.variant.has_both_gemms();
+            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
         }
         for desc in masked_descs(&device) {
             let plan = masked_plan(&desc, &device);
-            let both = plan.down.is_none() && plan.quantize == [[None; 2]; 2];
+            let gemms = &plan.gemms;
+            let both = gemms.down.is_none() && gemms.quantize == [[None; 2]; 2];
             assert_eq!(plan.schedule.is_none(), both && desc.finds_tiles && desc.layer.experts <= 128, "{plan:?}");
-            let both = plan.up.variant.has_both_gemms();
-            assert_eq!((plan.down.is_none(), both && plan.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+            let both = gemms.up.variant.has_both_gemms();
+            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
             // x in codes is of fp8 formats.
             let numbers = plan.schedule.is_none() && desc.quantizes_x;
             alone.extend(numbers.then_some(desc.layer.format.spec().name));
@@ -389,26 +394,9 @@ fn schedule_fits_its_range() {
                 "{desc:?} on {device:?}"
             );
             // The schedule cuts experts in steps of 16 places, and a kernel takes tiles of up to its own width.
-            let width = |l: &Launch| match l.variant {
-                Variant::GroupedGemmSm90 { tokens, .. }
-                | Variant::LayerSm90 { tokens, .. }
-                | Variant::GroupedGemmPortable { tokens, .. }
-                | Variant::GroupedGemmMxfp4Sm90 { tokens, .. }
-                | Variant::GroupedGemmMxfp4Portable { tokens, .. } => tokens,
-                Variant::Fp8(Fp8::GroupedGemmFp8Sm90 { tokens, .. } | Fp8::GroupedGemmFp8Portable { tokens, .. }) => {
-                    tokens
-                }
-                Variant::Fp8(Fp8::GroupedGemmFp8WideSm90 { .. } | Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
-                    WIDE_TOKENS
-                }
-                Variant::Fp8(Fp8::GroupedGemmFp8OrderedSm90 { .. }) => ORDERED_TOKENS,
-                Variant::Mxfp8(Mxfp8::Gemm { tokens, .. } | Mxfp8::GemmPortable { tokens, .. }) => tokens,
-                Variant::Nvfp4(
-                    Nvfp4::GroupedGemmNvfp4Sm90 { tokens, .. } | Nvfp4::GroupedGemmNvfp4Portable { tokens, .. },
-                ) => tokens,
-                Variant::RoutedLayerMxfp4Sm90 { tile, .. } => tile.tokens,
-                Variant::Fp8(Fp8::RoutedLayerFp8Sm90 { .. }) => 8,
-                other => panic!("{other:?} is no GEMM"),
+            let width = |l: &Launch| {
+                assert!(l.variant.tokens > 0, "{} is no GEMM", l.variant.symbol());
+                l.variant.tokens
             };
             assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
             assert!(gemms(&plan).iter().all(|l| width(l) >= plan.tile_tokens as u32), "{desc:?} on {device:?}");

@@ -7,11 +7,11 @@ mod legal;
 use _oxmoe::cpu::narrow::{e2m1, e4m3, e4m3_value};
 use _oxmoe::cpu::{pack_mxfp4, unpack_mxfp4};
 use _oxmoe::dense::plan::MmPlan;
+use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::Logits;
 use _oxmoe::moe::plan::{self, MoeDesc, MoePlan};
-use _oxmoe::moe::weights::LayerDesc;
 use _oxmoe::params::{PackMxfp4Params, Tile, W13Layout};
 use _oxmoe::quant::layouts::{cutlass, hopper, Conversion, Layout, Matrices};
 use _oxmoe::quant::nvfp4::ScaleLayout;
@@ -113,7 +113,7 @@ fn descs() -> impl Strategy<Value = MoeDesc> {
 fn every_plan_fits_its_device() {
     check((descs(), devices()), |(desc, device)| {
         let say = || format!("{desc:?} on {device:?}");
-        if desc.layer.require_cuda(&device).is_err() {
+        if plan::require(&desc.layer, &device).is_err() {
             return;
         }
         let plan = MoePlan::new(&desc, &device).unwrap_or_else(|e| panic!("{}: {e}", say()));
@@ -134,7 +134,7 @@ fn every_plan_fits_its_device() {
 fn every_masked_plan_fits_its_device() {
     let rows = (size(12), 0..=4096i64, any::<(bool, bool)>());
     check((layers(), rows, devices()), |(layer, (expected, each, (quantizes_x, finds_tiles)), device)| {
-        if layer.require_cuda(&device).is_err() {
+        if plan::require(&layer, &device).is_err() {
             return;
         }
         let desc = MaskedDesc { layer, rows: each * layer.experts, expected, quantizes_x, finds_tiles };

@@ -12,31 +12,42 @@ from oxmoe.allreduce import (
     allreduce_fusion,
     create_allreduce_fusion_workspace,
 )
-from oxmoe.cutedsl_moe import CuteDslMoEWrapper
-from oxmoe.cutlass_moe import (
+from oxmoe.allreduce.trtllm import (
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+)
+from oxmoe.dense import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
+from oxmoe.functions import moe, sort_by_expert, topk
+from oxmoe.peers.flashinfer_cutedsl import CuteDslMoEWrapper
+from oxmoe.peers.flashinfer_cutlass import (
     cutlass_fused_moe,
     cutlass_fused_moe_workspace_size,
     fused_experts_flashinfer_mxfp4,
     prepare_cutlass_fused_moe,
 )
-from oxmoe.dispatch import moe, sort_by_expert, topk
-from oxmoe.fused_experts import fused_experts
-from oxmoe.masked import masked_workspace_bytes, moe_contiguous, moe_masked
-from oxmoe.mxfp8 import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
-from oxmoe.packed_topk import pack_topk, unpack_topk
-from oxmoe.routing import ExptData, GatherIndx, RaggedTensorMetadata, RoutingData, ScatterIndx, routing
-from oxmoe.triton_kernels_moe import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
-from oxmoe.trtllm_allreduce import (
-    trtllm_allreduce_fusion,
-    trtllm_create_ipc_workspace_for_all_reduce_fusion,
-    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
-)
-from oxmoe.trtllm_moe import (
+from oxmoe.peers.flashinfer_trtllm import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_routed_moe,
 )
+from oxmoe.peers.packed_topk import pack_topk, unpack_topk
+from oxmoe.peers.sglang import fused_experts
+from oxmoe.peers.triton_kernels import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
+from oxmoe.peers.triton_kernels_routing import (
+    ExptData,
+    GatherIndx,
+    RaggedTensorMetadata,
+    RoutingData,
+    ScatterIndx,
+    routing,
+)
+from oxmoe.rows import masked_workspace_bytes, moe_contiguous, moe_masked
+from oxmoe.tracing import HAS_TORCH
 
+if HAS_TORCH:
+    # It defines the operators of the calls above.
+    importlib.import_module("oxmoe.peers.operators")
 if TYPE_CHECKING:
     from oxmoe import nvfp4 as nvfp4
     from oxmoe import reference as reference
@@ -45,11 +56,19 @@ if TYPE_CHECKING:
 
 # Modules that are there after `import oxmoe` and are loaded when they are first used: they import torch.
 _LATER = ("nvfp4", "reference", "sglang", "testing")
+# Modules whose `cache` users empty, under the names that docstrings had for them.
+_MOVED = {
+    "cutlass_moe": "flashinfer_cutlass",
+    "triton_kernels_moe": "triton_kernels",
+    "trtllm_moe": "flashinfer_trtllm",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"oxmoe.{name}")
+    if name in _MOVED:
+        return importlib.import_module(f"oxmoe.peers.{_MOVED[name]}")
     raise AttributeError(f"module 'oxmoe' has no attribute {name!r}")
 
 

@@ -6,18 +6,18 @@ import importlib
 import sys
 
 import oxmoe
-from oxmoe.command import Parser, UsageError
+from oxmoe.tools.command import Parser, UsageError
 
 # Command -> (its module, what it does).
 COMMANDS = {
-    "demo": ("oxmoe.demo", "runs, checks and times one real MoE layer on this machine"),
+    "demo": ("oxmoe.tools.demo", "runs, checks and times one real MoE layer on this machine"),
     "explain": (
-        "oxmoe.explain_command",
+        "oxmoe.tools.explain",
         "prints the plan of a layer's call: launches, tiles, shared memory, workspace",
     ),
-    "check": ("oxmoe.check.command", "says whether SGLang with oxmoe serves a model, from its config.json"),
-    "bench": ("oxmoe.bench", "times MoE layers against the peers installed here"),
-    "doctor": ("oxmoe.doctor", "says what oxmoe finds on this machine and what is taken over in SGLang"),
+    "check": ("oxmoe.tools.check.command", "says whether SGLang with oxmoe serves a model, from its config.json"),
+    "bench": ("oxmoe.tools.bench", "times MoE layers against the peers installed here"),
+    "doctor": ("oxmoe.tools.doctor", "says what oxmoe finds on this machine and what is taken over in SGLang"),
 }
 
 

@@ -380,6 +380,13 @@ class ExpertWeights:
         """The dtype of x and of the output: "bf16", "f16" or "f32"."""
 
     @property
+    def handle(self) -> int:
+        """The number by which operators of torch name these experts where they are no plain tensors: those of
+        `torch.ops` whose names end in `_held`. No other experts of this process have it or had it, and it keeps
+        nothing alive.
+        """
+
+    @property
     def num_experts(self) -> int:
         """The number of experts held here, El."""
 
@@ -398,6 +405,13 @@ class ExpertWeights:
     @property
     def device(self) -> str:
         """Where the weights are: "cpu", "cuda:0", ..."""
+
+def experts_of(handle: int) -> ExpertWeights:
+    """The experts whose `ExpertWeights.handle` this is.
+
+    Raises:
+        ValueError: no experts have this handle: they were freed, or the handle is of another process.
+    """
 
 def moe(
     x: Tensor,

@@ -1,8 +1,10 @@
-"""torch.ops.oxmoe.*: every function as a torch operator with a fake kernel, and the public functions on top.
+"""torch.ops.oxmoe.*: oxmoe's functions as torch operators with fake kernels, and the public functions on top.
 
 An operator costs over a microsecond more than the builtin, so eager calls go straight to the extension; while torch
 compiles, exports, traces or fakes, they go through the operator, which such modes can see. Operators take the experts
-as plain tensors.
+as plain tensors. Those of packed and of NVFP4 experts, which are no plain tensors, take a handle instead
+(`ExpertWeights.handle`): their names end in `_held`, and a program with them is this process's own.
+`oxmoe.ops_rows` and `oxmoe.peers.operators` define the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.fused_experts import expert_weights, run
 from oxmoe.tracing import tracing
+from oxmoe.weights import expert_weights
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -26,6 +28,7 @@ EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit"
 _EXPERT_TENSOR_NAMES = {"alpha": "expert_alpha", "beta": "expert_beta", "limit": "expert_limit"}
 # Of formats with scales; the others take none of them. The last two are MXFP4's.
 BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "a13_scale", "a2_scale", "format", "dtype", "hidden_size")
+_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights of the format, which packs them once"
 _LOGITS_OPTION_NAMES = frozenset(
     ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
@@ -40,23 +43,16 @@ _MOE_OPERANDS = (
     "Tensor x, Tensor w13, Tensor w2, Tensor? topk_weights=None, Tensor? topk_ids=None, "
     "Tensor? b13=None, Tensor? b2=None"
 )
-_MOE_OPTIONS = (
-    f"{EXPERT_OPTIONS}, Tensor? router_logits=None, int top_k=0, "
-    'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
-    "int topk_group=0, Tensor? num_token_non_padded=None, float routed_scaling_factor=1.0, "
-    "bool apply_router_weight_on_input=False, bool no_combine=False, bool keep_router_weight=False, "
-    "int ep_size=1, int ep_rank=0, Tensor? x_scale=None, Tensor? a13_scale=None, Tensor? a2_scale=None"
+_CALL_OPTIONS = (
+    'Tensor? router_logits=None, int top_k=0, str scoring_func="softmax", bool renormalize=True, '
+    "Tensor? correction_bias=None, int num_expert_group=0, int topk_group=0, Tensor? num_token_non_padded=None, "
+    "float routed_scaling_factor=1.0, bool apply_router_weight_on_input=False, bool no_combine=False, "
+    "bool keep_router_weight=False, int ep_size=1, int ep_rank=0, Tensor? x_scale=None"
 )
-_FUSED_OPERANDS = (
-    "Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? b1=None, Tensor? b2=None"
-)
-_FUSED_OPTIONS = (
-    'str activation="silu", bool is_gated=True, bool apply_router_weight_on_input=False, bool no_combine=False, '
-    "bool no_combine_keep_router_weight=False, float? routed_scaling_factor=None, float? gemm1_alpha=None, "
-    "float? gemm1_beta=None, float? gemm1_limit=None, float? swiglu_limit=None, bool gate_up_interleaved=True, "
-    "bool fuse_swiglu_interleaved=False, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, "
-    "Tensor? a2_scale=None, bool per_tensor=False, bool per_token=True"
-)
+_MOE_OPTIONS = f"{EXPERT_OPTIONS}, {_CALL_OPTIONS}, Tensor? a13_scale=None, Tensor? a2_scale=None"
+# Experts by their handle, and what a fake kernel must know of them.
+HELD = "Tensor x, SymInt experts, SymInt hidden, ScalarType dtype"
+_HELD_OPERANDS = f"{HELD}, Tensor? topk_weights=None, Tensor? topk_ids=None"
 _TOPK_OPTIONS = (
     'str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, int num_expert_group=0, '
     "int topk_group=0, str? group_score=None, int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
@@ -70,8 +66,8 @@ _DENSE_OPERANDS = (
 SCHEMAS = {
     "moe": f"({_MOE_OPERANDS}, *, {_MOE_OPTIONS}) -> Tensor",
     "moe.out": f"({_MOE_OPERANDS}, *, {_MOE_OPTIONS}, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
-    "fused_experts": f"({_FUSED_OPERANDS}, *, {_FUSED_OPTIONS}) -> Tensor",
-    "fused_experts.out": f"({_FUSED_OPERANDS}, *, {_FUSED_OPTIONS}, Tensor(a!) out) -> ()",
+    "moe_held": f"({_HELD_OPERANDS}, *, {_CALL_OPTIONS}) -> Tensor",
+    "moe_held.out": f"({_HELD_OPERANDS}, *, {_CALL_OPTIONS}, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
     "topk": f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}) -> (Tensor, Tensor)",
     "topk.out": (
         f"(Tensor router_logits, int top_k, *, {_TOPK_OPTIONS}, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()"
@@ -132,7 +128,16 @@ def _moe(
     return _oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
 
 
-def _into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
+def held(builtin: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel of an operator whose experts are a handle."""
+
+    def call(x: Tensor, experts: int, hidden: int, dtype: torch.dtype, *operands: Any, **options: Any) -> Tensor:
+        return builtin(x, _oxmoe.experts_of(experts), *operands, **options)
+
+    return call
+
+
+def into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
     """The kernel of an out variant, which returns nothing."""
 
     def call(*operands: Any, **options: Any) -> None:
@@ -143,24 +148,25 @@ def _into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "moe": _moe,
-    "moe.out": _into_out(_moe),
-    "fused_experts": run,
-    "fused_experts.out": _into_out(run),
+    "moe.out": into_out(_moe),
+    "moe_held": held(_oxmoe.moe),
+    "moe_held.out": into_out(held(_oxmoe.moe)),
     "topk": _oxmoe.topk,
-    "topk.out": _into_out(_oxmoe.topk),
+    "topk.out": into_out(_oxmoe.topk),
     "sort_by_expert": _oxmoe.sort_by_expert,
     "routing_tables": _oxmoe.routing_tables,
     "quantize_mxfp8": _oxmoe.quantize_mxfp8,
     "dequantize_mxfp8": _oxmoe.dequantize_mxfp8,
     "mm_mxfp8": _oxmoe.mm_mxfp8,
-    "mm_mxfp8.out": _into_out(_oxmoe.mm_mxfp8),
+    "mm_mxfp8.out": into_out(_oxmoe.mm_mxfp8),
 }
 
 
 # Fakes: shapes and dtypes alone.
 
 
-def _fake_rows(x: Tensor, slots: int, no_combine: bool) -> Tensor:
+def fake_rows(x: Tensor, slots: int = 1, no_combine: bool = False) -> Tensor:
+    """A layer's result: a row for each token, or with no_combine one for each slot."""
     # Quantised tokens have bf16 results.
     dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
     return x.new_empty((x.shape[0], slots, x.shape[1]) if no_combine else x.shape, dtype=dtype)
@@ -179,22 +185,23 @@ def _fake_moe(
     no_combine: bool = False,
     **options: Any,
 ) -> Tensor:
-    return _fake_rows(x, top_k if topk_ids is None else topk_ids.shape[1], no_combine)
+    return fake_rows(x, top_k if topk_ids is None else topk_ids.shape[1], no_combine)
 
 
-def _fake_fused(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
+def _fake_moe_held(
+    x: Tensor,
+    experts: int,
+    hidden: int,
+    dtype: torch.dtype,
+    topk_weights: Tensor | None = None,
+    topk_ids: Tensor | None = None,
     *,
+    top_k: int = 0,
     no_combine: bool = False,
     **options: Any,
 ) -> Tensor:
-    return _fake_rows(hidden_states, topk_ids.shape[1], no_combine)
+    slots = top_k if topk_ids is None else topk_ids.shape[1]
+    return x.new_empty((x.shape[0], slots, hidden) if no_combine else (x.shape[0], hidden), dtype=dtype)
 
 
 def _fake_topk(router_logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
@@ -241,13 +248,13 @@ def _fake_mm_mxfp8(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or torch.bfloat16)
 
 
-def _fake_nothing(*operands: Any, **options: Any) -> None:
+def fake_nothing(*operands: Any, **options: Any) -> None:
     return None
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "moe": _fake_moe,
-    "fused_experts": _fake_fused,
+    "moe_held": _fake_moe_held,
     "topk": _fake_topk,
     "sort_by_expert": _fake_sort,
     "routing_tables": _fake_routing_tables,
@@ -268,12 +275,10 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
 
 
 for _name, _schema in SCHEMAS.items():
-    define(_name, _schema, _KERNELS[_name], _FAKES.get(_name, _fake_nothing))
+    define(_name, _schema, _KERNELS[_name], _FAKES.get(_name, fake_nothing))
 
 
 # Public functions
-
-fused_experts = torch.ops.oxmoe.fused_experts
 
 
 def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
@@ -284,14 +289,18 @@ def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
     return call  # type: ignore[return-value]
 
 
+def expert_handle(weights: _oxmoe.ExpertWeights) -> tuple[int, int, torch.dtype] | None:
+    """(experts, hidden, dtype) as operators take experts that are no plain tensors; None: these are."""
+    if weights.w13 is not None and weights.w2 is not None and not weights.format.startswith("nvfp4"):
+        return None
+    return weights.handle, weights.hidden_size, _DTYPES[weights.dtype]
+
+
 def expert_tensors(
     weights: _oxmoe.ExpertWeights,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
-    """(w13, w2, b13, b2, options) as operators take experts."""
-    if weights.format.startswith("nvfp4"):
-        raise NotImplementedError("nvfp4 experts in traced code; served there: the other formats")
-    if weights.w13 is None or weights.w2 is None:
-        raise NotImplementedError(f"packed {weights.format} experts in traced code; {_PACKED_ONLY} and is not traced")
+    """(w13, w2, b13, b2, options) as operators take experts that are plain tensors."""
+    assert weights.w13 is not None and weights.w2 is not None
     options: dict[str, Any] = {}
     for name in EXPERT_OPTION_NAMES:
         value = getattr(weights, name)
@@ -312,15 +321,20 @@ def _traced_moe(
     workspace: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    w13, w2, b13, b2, of_experts = expert_tensors(weights)
-    operands = (x, w13, w2, topk_weights, topk_ids, b13, b2)
-    options.update(of_experts)
+    handle = expert_handle(weights)
+    packet, fake = (torch.ops.oxmoe.moe, _fake_moe) if handle is None else (torch.ops.oxmoe.moe_held, _fake_moe_held)
+    operands: tuple[Any, ...]
+    if handle is None:
+        w13, w2, b13, b2, of_experts = expert_tensors(weights)
+        operands = (x, w13, w2, topk_weights, topk_ids, b13, b2)
+        options.update(of_experts)
+    else:
+        operands = (x, *handle, topk_weights, topk_ids)
     if out is None and workspace is None:
-        return torch.ops.oxmoe.moe.default(*operands, **options)
+        return packet.default(*operands, **options)
     if out is None:
-        slots = options.get("top_k", 0) if topk_ids is None else topk_ids.shape[1]
-        out = _fake_rows(x, slots, options.get("no_combine", False))
-    torch.ops.oxmoe.moe.out(*operands, **options, out=out, workspace=workspace)
+        out = fake(*operands, **options)
+    packet.out(*operands, **options, out=out, workspace=workspace)
     return out
 
 

@@ -1,5 +1,5 @@
-"""torch.ops.oxmoe.*, continued: rows in expert order, quantisers of fp8 and NVFP4, and flashinfer's calls that make
-their experts of tensors. As in `oxmoe.ops`, eager calls go past the operators."""
+"""torch.ops.oxmoe.*, continued: rows in expert order, and quantisers of fp8 and NVFP4. As in `oxmoe.ops`, eager calls
+go past the operators."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ import torch
 from torch import Tensor
 
 from oxmoe import _oxmoe
-from oxmoe.fused_experts import expert_weights
-from oxmoe.ops import BLOCK_OPTION_NAMES, EXPERT_OPTION_NAMES, EXPERT_OPTIONS, bare, define, dispatching, expert_tensors
+from oxmoe.ops import (
+    BLOCK_OPTION_NAMES,
+    EXPERT_OPTION_NAMES,
+    EXPERT_OPTIONS,
+    HELD,
+    bare,
+    define,
+    dispatching,
+    expert_handle,
+    expert_tensors,
+    fake_nothing,
+    fake_rows,
+    held,
+    into_out,
+)
+from oxmoe.weights import expert_weights
 
 _ROWS = f"{EXPERT_OPTIONS}, Tensor? x_scale=None, Tensor? a13_scale=None, Tensor? a2_scale=None, int? expected_m=None"
 _MASKED = "Tensor x, Tensor w13, Tensor w2, Tensor masked_m, Tensor? b13=None, Tensor? b2=None"
@@ -43,32 +57,36 @@ def _on_rows(builtin: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return kernel
 
 
-def _into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
-    def call(*operands: Any, **options: Any) -> None:
-        kernel(*operands, **options)
-
-    return call
-
-
 def _fake_rows(x: Tensor, *operands: Any, **options: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype)
-
-
-def _fake_nothing(*operands: Any, **options: Any) -> None:
-    return None
+    return fake_rows(x)
 
 
 def _define_rows(name: str, operands: str, options: str, builtin: Callable[..., Tensor]) -> None:
     kernel = _on_rows(builtin)
     define(name, f"({operands}, *, {options}) -> Tensor", kernel, _fake_rows)
-    define(f"{name}.out", f"({operands}, *, {options}, {_INTO}) -> ()", _into_out(kernel), _fake_nothing)
+    define(f"{name}.out", f"({operands}, *, {options}, {_INTO}) -> ()", into_out(kernel), fake_nothing)
+
+
+def _fake_held(x: Tensor, experts: int, hidden: int, dtype: torch.dtype, *operands: Any, **options: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], hidden), dtype=dtype)
+
+
+def _define_held(name: str, counts: str, options: str, builtin: Callable[..., Tensor]) -> None:
+    operands, kernel = f"{HELD}, Tensor {counts}", held(builtin)
+    define(name, f"({operands}, *, {options}) -> Tensor", kernel, _fake_held)
+    define(f"{name}.out", f"({operands}, *, {options}, {_INTO}) -> ()", into_out(kernel), fake_nothing)
 
 
 _define_rows("moe_masked", _MASKED, _ROWS, _oxmoe.moe_masked)
 _define_rows("moe_contiguous", _CONTIGUOUS, f"{_ROWS}, int alignment=1", _oxmoe.moe_contiguous)
 
 
-def _traced_rows(packet: Any) -> Callable[..., Tensor]:
+_HELD_ROWS = "Tensor? x_scale=None, int? expected_m=None"
+_define_held("moe_masked_held", "masked_m", _HELD_ROWS, _oxmoe.moe_masked)
+_define_held("moe_contiguous_held", "counts", f"{_HELD_ROWS}, int alignment=1", _oxmoe.moe_contiguous)
+
+
+def _traced_rows(plain: Any, by_handle: Any) -> Callable[..., Tensor]:
     def call(
         x: Tensor,
         weights: _oxmoe.ExpertWeights,
@@ -78,20 +96,29 @@ def _traced_rows(packet: Any) -> Callable[..., Tensor]:
         workspace: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        w13, w2, b13, b2, of_experts = expert_tensors(weights)
-        operands = (x, w13, w2, counts, b13, b2)
+        handle = expert_handle(weights)
+        packet, fake = (plain, _fake_rows) if handle is None else (by_handle, _fake_held)
+        operands: tuple[Any, ...]
+        if handle is None:
+            w13, w2, b13, b2, of_experts = expert_tensors(weights)
+            operands = (x, w13, w2, counts, b13, b2)
+            options.update(of_experts)
+        else:
+            operands = (x, *handle, counts)
         if out is None and workspace is None:
-            result: Tensor = packet.default(*operands, **of_experts, **options)
+            result: Tensor = packet.default(*operands, **options)
             return result
-        out = _fake_rows(x) if out is None else out
-        packet.out(*operands, **of_experts, **options, out=out, workspace=workspace)
+        out = fake(*operands) if out is None else out
+        packet.out(*operands, **options, out=out, workspace=workspace)
         return out
 
     return call
 
 
-moe_masked = dispatching(_oxmoe.moe_masked, _traced_rows(torch.ops.oxmoe.moe_masked))
-moe_contiguous = dispatching(_oxmoe.moe_contiguous, _traced_rows(torch.ops.oxmoe.moe_contiguous))
+moe_masked = dispatching(_oxmoe.moe_masked, _traced_rows(torch.ops.oxmoe.moe_masked, torch.ops.oxmoe.moe_masked_held))
+moe_contiguous = dispatching(
+    _oxmoe.moe_contiguous, _traced_rows(torch.ops.oxmoe.moe_contiguous, torch.ops.oxmoe.moe_contiguous_held)
+)
 
 
 # Quantisers
@@ -142,68 +169,3 @@ define(
 )
 quantize_fp8 = dispatching(_oxmoe.quantize_fp8, torch.ops.oxmoe.quantize_fp8.default)
 quantize_nvfp4 = dispatching(_oxmoe.quantize_nvfp4, torch.ops.oxmoe.quantize_nvfp4.default)
-
-
-# flashinfer's calls, whose experts are made of their tensors at the first call and kept
-
-
-_LAYER = (
-    "Tensor x, Tensor? x_scale, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, *, "
-    "int quantization, bool shuffled, int weight_layout, Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, "
-    "Tensor? b13=None, Tensor? b2=None, Tensor? topk_weights=None, Tensor? topk_ids=None, Tensor? router_logits=None, "
-    'int top_k=0, str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, '
-    "int num_expert_group=0, int topk_group=0, float routed_scaling_factor=1.0, int ep_size=1, int ep_rank=0"
-)
-_ROUTING_OF_LOGITS = (
-    *("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias"),
-    *("num_expert_group", "topk_group"),
-)
-
-
-def _trtllm_fp8(x: Tensor, *operands: Any, **options: Any) -> Tensor:
-    from oxmoe import trtllm_moe
-
-    if options.get("topk_ids") is not None:
-        options = {name: value for name, value in options.items() if name not in _ROUTING_OF_LOGITS}
-    return trtllm_moe.layer(x, *operands, **options)
-
-
-define("trtllm_fp8_layer", f"({_LAYER}) -> Tensor", _trtllm_fp8, _fake_rows)
-define("trtllm_fp8_layer.out", f"({_LAYER}, Tensor(a!) out) -> ()", _into_out(_trtllm_fp8), _fake_nothing)
-
-
-def traced_trtllm_fp8(*operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-    packet = torch.ops.oxmoe.trtllm_fp8_layer
-    if out is None:
-        result: Tensor = packet.default(*operands, **options)
-        return result
-    packet.out(*operands, **options, out=out)
-    return out
-
-
-def _cutedsl(x: Tensor, scales: Tensor | None, *operands: Any, activation: str = "silu") -> Tensor:
-    from oxmoe import nvfp4
-
-    return nvfp4.flashinfer_cutedsl_moe_masked((x, scales), *operands, activation=activation)
-
-
-def _fake_cutedsl(x: Tensor, scales: Tensor | None, *operands: Any, activation: str = "silu") -> Tensor:
-    experts, rows, columns = x.shape if scales is None else (x.shape[2], x.shape[0], 2 * x.shape[1])
-    return x.new_empty((experts, rows, columns), dtype=torch.bfloat16)
-
-
-define(
-    "flashinfer_cutedsl_moe_masked",
-    "(Tensor x, Tensor? scales, Tensor? input_global_scale, Tensor w1, Tensor w1_blockscale, Tensor w1_alpha, "
-    "Tensor w2, Tensor a2_global_scale, Tensor w2_blockscale, Tensor w2_alpha, Tensor masked_m, *, "
-    'str activation="silu") -> Tensor',
-    _cutedsl,
-    _fake_cutedsl,
-)
-
-
-def traced_cutedsl(hidden_states: tuple[Tensor, Tensor | None], *operands: Any, activation: str) -> Tensor:
-    result: Tensor = torch.ops.oxmoe.flashinfer_cutedsl_moe_masked.default(
-        *hidden_states, *operands, activation=activation
-    )
-    return result

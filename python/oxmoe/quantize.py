@@ -11,8 +11,8 @@ from oxmoe._oxmoe import pack_mxfp4 as mxfp4_pack
 from oxmoe._oxmoe import quantize_mxfp4 as mxfp4
 from oxmoe._oxmoe import quantize_rows_e4m3 as rows_e4m3
 from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
-from oxmoe.dispatch import dequantize_mxfp8, quantize_fp8
-from oxmoe.dispatch import quantize_mxfp8 as mxfp8
+from oxmoe.functions import dequantize_mxfp8, quantize_fp8
+from oxmoe.functions import quantize_mxfp8 as mxfp8
 from oxmoe.operands import check_tensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ use crate::contract;
 use crate::cpu::{Quantise, ReduceRows};
 use crate::device::{self, Current, Gpu};
 use crate::error::{guard, Result};
-use crate::kernel::{self, Args, Stream};
+use crate::kernel::{self, Stream};
 use crate::params::{AllReduceParams, Dtype, ExpertRows, Narrowing, QuantKind, Workspaces};
 use crate::tensor::Place;
 use crate::variants::{allreduce, Element, Variant};
@@ -247,7 +247,7 @@ impl AllReduceMemory {
                     experts: checked.expert_rows().unwrap_or(NO_EXPERTS),
                     ..self.params(maps, &plan, (&checked.shape, &rows), deadline)?
                 };
-                stream.launch("allreduce_fusion", &plan.launch, Args::AllReduce(&params))
+                stream.launch("allreduce_fusion", &plan.launch, &params)
             })?;
             Ok(result)
         })
@@ -343,7 +343,7 @@ fn kernels(dtype: &str, ranks: u32) -> Vec<Variant> {
         "float16" => Element::F16,
         _ => Element::Bf16,
     };
-    allreduce::of(element, ranks).into_iter().map(Variant::AllReduce).collect()
+    allreduce::of(element, ranks)
 }
 
 #[doc = crate::help!("allreduce_unsupported")]

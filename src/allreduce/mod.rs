@@ -1,5 +1,5 @@
 //! `allreduce_fusion`: all-reduce + residual + RMSNorm + quantisation. GPUs speak `protocol.rs` (`gpu.rs`, csrc/allreduce/); CPU tensors
-//! exchange bytes through their process group (python/oxmoe/allreduce.py) and are added here.
+//! exchange bytes through their process group (python/oxmoe/allreduce/fusion.py) and are added here.
 
 pub mod gpu;
 mod memory;

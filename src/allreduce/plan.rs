@@ -7,8 +7,8 @@ use crate::device::{Arch, Device};
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::allreduce::{Work, RANKS};
-use crate::variants::{AllReduce, Element, Variant};
+use crate::variants::allreduce::{one_shot, two_shot, RANKS_SERVED};
+use crate::variants::{Element, Variant, Work};
 
 /// Chunks of a row that the kernels can hold; without clusters a CTA's threads.
 const MAX_ROW_CHUNKS: u32 = 4096;
@@ -75,10 +75,10 @@ fn work(pattern: u8) -> Work {
 
 /// Refuses groups that have no kernels.
 pub fn serves(ranks: u32) -> Result<()> {
-    if RANKS.contains(&ranks) {
+    if RANKS_SERVED.contains(&ranks) {
         return Ok(());
     }
-    Err(Error::Unsupported(format!("world_size: all-reduces on GPUs serve {RANKS:?} ranks, got {ranks}")))
+    Err(Error::Unsupported(format!("world_size: all-reduces on GPUs serve {RANKS_SERVED:?} ranks, got {ranks}")))
 }
 
 /// One chunk a thread. As many rows at once as fit; each cluster pushes its next row before it waits for the present one.
@@ -92,10 +92,10 @@ fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
     // A warp at least for each CTA.
     let warps = row_chunks.div_ceil(LANES);
     let cluster = (0..=3).rev().map(|i| 1 << i).find(|&n| n <= wanted && n <= warps).unwrap_or(1);
-    let kernel = AllReduce::OneShot { element, ranks, work, alone: work == Work::Norm && cluster == 1 };
+    let kernel = one_shot(element, ranks, work, work == Work::Norm && cluster == 1);
     let block = row_chunks.div_ceil(cluster).next_multiple_of(LANES);
     let rows = (resident(&kernel, block, device) / cluster).clamp(1, tokens.max(1));
-    let launch = Launch { variant: Variant::AllReduce(kernel), grid: rows * cluster, block, cluster, shared_bytes: 0 };
+    let launch = Launch { variant: kernel, grid: rows * cluster, block, cluster, shared_bytes: 0 };
     AllReducePlan { algorithm: Algorithm::OneShot, launch, row_chunks, range: 0, stages: [0; 3] }
 }
 
@@ -103,14 +103,14 @@ fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
 /// costs 17 %, a finish of 1/4 19 %).
 fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
     let chunks = work.chunks().iter().copied().find(|n| row_chunks <= n * 512).unwrap_or(MAX_ROW_CHUNKS / 512);
-    let kernel = AllReduce::TwoShot { element, ranks, work, chunks };
+    let kernel = two_shot(element, ranks, work, chunks);
     let block = row_chunks.div_ceil(chunks).next_multiple_of(LANES);
     let grid = resident(&kernel, block, device);
     let (scatter, reduce) = (grid / 12, grid / 4);
     let total = tokens as u64 * row_chunks as u64;
     AllReducePlan {
         algorithm: Algorithm::TwoShot,
-        launch: Launch { variant: Variant::AllReduce(kernel), grid, block, cluster: 1, shared_bytes: 0 },
+        launch: Launch { variant: kernel, grid, block, cluster: 1, shared_bytes: 0 },
         row_chunks,
         range: owned(total, ranks as usize, 0).end as u32,
         stages: [scatter, reduce, grid - scatter - reduce],
@@ -118,13 +118,14 @@ fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
 }
 
 /// CTAs of `block` threads that registers allow on the whole GPU.
-fn resident(kernel: &AllReduce, block: u32, device: &Device) -> u32 {
+fn resident(kernel: &Variant, block: u32, device: &Device) -> u32 {
     (kernel.threads() * kernel.ctas_per_multiprocessor() / block).min(32) * device.multiprocessors
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variants::Family;
     use std::collections::HashSet;
 
     const SHAPES: [(u32, u32); 16] = [
@@ -153,7 +154,7 @@ mod tests {
             let device = Device::typical(Arch(arch));
             for (tokens, hidden) in SHAPES {
                 for (dtype, item) in [(Dtype::Bf16, 2), (Dtype::F16, 2), (Dtype::F32, 4)] {
-                    for (ranks, use_oneshot, pattern) in RANKS.into_iter().flat_map(|n| {
+                    for (ranks, use_oneshot, pattern) in RANKS_SERVED.into_iter().flat_map(|n| {
                         [None, Some(true), Some(false)].into_iter().flat_map(move |u| [0, 1, 7, 9].map(|p| (n, u, p)))
                     }) {
                         let shape = Shape { pattern, dtype, tokens, hidden };
@@ -184,8 +185,7 @@ mod tests {
                 }
             }
         }
-        let table: HashSet<Variant> =
-            crate::variants::all().into_iter().filter(|v| matches!(v, Variant::AllReduce(_))).collect();
+        let table: HashSet<Variant> = crate::variants::allreduce::all().into_iter().collect();
         assert_eq!(chosen, table);
     }
 
@@ -225,21 +225,18 @@ mod tests {
     fn one_row_a_cluster_as_far_as_they_are_resident() {
         let device = Device::typical(Arch::SM90);
         for (tokens, hidden) in [(1, 7168), (20, 16384), (1000, 2880), (5000, 16384), (5000, 64)] {
-            let Launch { variant: Variant::AllReduce(kernel), grid, block, cluster, .. } =
-                plan(90, tokens, hidden, 1, Some(true)).launch
-            else {
-                unreachable!()
-            };
+            let Launch { variant: kernel, grid, block, cluster, .. } = plan(90, tokens, hidden, 1, Some(true)).launch;
             assert_eq!(
                 grid / cluster,
                 (resident(&kernel, block, &device) / cluster).min(tokens),
                 "{tokens} x {hidden}"
             );
             // The kernel of one CTA a row is for the norm, where nothing else has to be kept.
-            let AllReduce::OneShot { alone, work, .. } = kernel else { unreachable!() };
+            let Variant { flag: alone, work, .. } = kernel;
+            assert_eq!(kernel.family, Family::AllReduceOneShot);
             assert_eq!((work, alone), (Work::Norm, cluster == 1));
             let sum = plan(90, tokens, hidden, 0, Some(true)).launch.variant;
-            assert!(matches!(sum, Variant::AllReduce(AllReduce::OneShot { alone: false, work: Work::Sum, .. })));
+            assert_eq!((sum.family, sum.flag, sum.work), (Family::AllReduceOneShot, false, Work::Sum));
         }
     }
 

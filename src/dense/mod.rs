@@ -6,12 +6,12 @@ use crate::contract;
 use crate::cpu;
 use crate::device::{gpu, Arch};
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{Dtype, MmMxfp8FewParams, MmMxfp8Params, ScaleView};
 use crate::quant::mxfp8::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
+use crate::quant::ops::check_vectors;
 use crate::quant::ops::float_dtype;
-use crate::quant::packed_ops::check_vectors;
 use crate::sizes::int;
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
@@ -128,9 +128,11 @@ pub fn mm_mxfp8<'py>(
                 let stream = Stream::new(gpu, from_a.current_stream(py)?, &checked)?;
                 let (passes, pass_rows) = (plan.passes as i32, plan.pass_rows as i32);
                 let few = MmMxfp8FewParams { product: params, passes, pass_rows };
-                let args = || if passes > 0 { Args::MmMxfp8Few(&few) } else { Args::MmMxfp8(&params) };
                 for launch in plan.launches() {
-                    stream.launch("mm_mxfp8", launch, args())?;
+                    match passes {
+                        0 => stream.launch("mm_mxfp8", launch, &params)?,
+                        _ => stream.launch("mm_mxfp8", launch, &few)?,
+                    }
                 }
             }
         }

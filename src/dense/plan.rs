@@ -2,8 +2,9 @@
 
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::variants::dense::{Dense, FEW, WIDE};
-use crate::variants::{Variant, ROUTING_STATIC_SHARED};
+use crate::variants::dense::{scale_bytes, tile, FEW, WIDE};
+use crate::variants::routing::STATIC_SHARED;
+use crate::variants::{Family, Variant};
 
 /// K that CTAs take at a time.
 const BLOCK_K: i64 = 128;
@@ -38,25 +39,25 @@ impl MmPlan {
     }
 }
 
-fn few_shared_bytes(kernel: Dense, k: i64) -> u32 {
-    kernel.shared_bytes() + kernel.scale_bytes(k as u32)
+fn few_shared_bytes(kernel: Variant, k: i64) -> u32 {
+    kernel.least_shared_bytes().unwrap_or(0) + scale_bytes(&kernel, k as u32)
 }
 
 /// A CTA or two for a multiprocessor, with equally many rows of b each. What a row's sums go through is the same in all kernels. None: many tokens, or
 /// a K whose scales have no room beside 32 tokens, for fewer tokens too: the other kernel adds up in another order.
 fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
-    let most = device.shared_bytes - ROUTING_STATIC_SHARED;
+    let most = device.shared_bytes - STATIC_SHARED;
     if m > MOST_FEW || few_shared_bytes(FEW[FEW.len() - 1], k) > most {
         return None;
     }
-    let tokens = FEW.into_iter().map(|kernel| kernel.tile().1).find(|&tokens| m <= i64::from(tokens))?;
+    let tokens = FEW.into_iter().map(|kernel| tile(&kernel).1).find(|&tokens| m <= i64::from(tokens))?;
     let up = |size: i64, unit: i64| up_div(size, unit) * unit;
     // The widest kernel that a CTA's rows fill: tokens come once for a pass.
     let fitting = |ctas: i64, widest: u32, room: u32| {
         let rows = up(up_div(n, ctas), 4);
         let of_pass = (rows.min(64) as u32).next_power_of_two().clamp(16, 64);
-        let fits = |kernel: &Dense| {
-            let (rows, of) = kernel.tile();
+        let fits = |kernel: &Variant| {
+            let (rows, of) = tile(kernel);
             of == tokens && rows <= of_pass.min(widest) && few_shared_bytes(*kernel, k) <= room
         };
         FEW.into_iter().find(fits).map(|kernel| (kernel, rows))
@@ -64,9 +65,9 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     let ctas = i64::from(device.multiprocessors);
     // Two are faster where each fills passes of 32 rows (H200).
     let two =
-        || fitting(2 * ctas, 32, (device.shared_bytes + 1024) / 2 - 1024).filter(|(kernel, _)| kernel.tile().0 == 32);
+        || fitting(2 * ctas, 32, (device.shared_bytes + 1024) / 2 - 1024).filter(|(kernel, _)| tile(kernel).0 == 32);
     let (kernel, rows) = two().or_else(|| fitting(ctas, 64, most))?;
-    let widest = i64::from(kernel.tile().0);
+    let widest = i64::from(tile(&kernel).0);
     let passes = up_div(rows, widest);
     let pass_rows = up(up_div(rows, passes), 4);
     let grid = up_div(n, passes * pass_rows);
@@ -84,14 +85,19 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     })
 }
 
-fn tiles(kernel: Dense, m: i64, n: i64) -> i64 {
-    let (rows, tokens) = kernel.tile();
+fn tiles(kernel: Variant, m: i64, n: i64) -> i64 {
+    let (rows, tokens) = tile(&kernel);
     up_div(n, i64::from(rows)) * up_div(m, i64::from(tokens))
 }
 
-fn launch(kernel: Dense, grid: i64, cluster: u32) -> Launch {
-    let variant = Variant::Dense(kernel);
-    Launch { variant, grid: grid as u32, block: kernel.threads(), cluster, shared_bytes: kernel.shared_bytes() }
+fn launch(kernel: Variant, grid: i64, cluster: u32) -> Launch {
+    Launch {
+        variant: kernel,
+        grid: grid as u32,
+        block: kernel.threads(),
+        cluster,
+        shared_bytes: kernel.least_shared_bytes().unwrap_or(0),
+    }
 }
 
 /// CTAs in clusters of 1 to 8 that run at once on an H200 of 132 multiprocessors (cudaOccupancyMaxActiveClusters).
@@ -111,8 +117,8 @@ enum Sharing {
 /// What a tile takes for a K block, in tens of ns; below, what each wave of tiles adds, each part of a cluster's K, runs, and the sums that
 /// another CTA has for 16384 numbers (H200, docs/kernels/mm_mxfp8_sm90.md): the plan that they give was within 2.4 % of the fastest
 /// in 50 of 51 sizes, the other 5 % behind.
-fn block_cost(kernel: Dense) -> i64 {
-    match kernel.tile() {
+fn block_cost(kernel: Variant) -> i64 {
+    match tile(&kernel) {
         (128, 64) => 81,
         (192, 64 | 96) => 103,
         (128, 128) => 82,
@@ -138,12 +144,12 @@ fn runs(tiles: i64, blocks: i64, ctas: i64) -> (i64, i64) {
     (grid, tiles - (tiles / grid - 1).max(0) * grid)
 }
 
-fn cost(kernel: Dense, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -> i64 {
+fn cost(kernel: Variant, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -> i64 {
     let of_block = block_cost(kernel);
     match sharing {
         Sharing::Whole => up_div(tiles, ctas) * (blocks * of_block + WAVE_COST),
         Sharing::Runs => {
-            let (rows, tokens) = kernel.tile();
+            let (rows, tokens) = tile(&kernel);
             let others = up_div(ctas, tiles) * i64::from(rows * tokens);
             tiles * blocks * of_block / ctas + WAVE_COST * (tiles / ctas).max(1) + RUN_COST + others * SUMS_COST / 16384
         }
@@ -179,7 +185,7 @@ fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
         }
         Sharing::Cluster(parts) => (tiles * parts, parts, 0),
     };
-    let (rows, tokens) = kernel.tile();
+    let (rows, tokens) = tile(&kernel);
     let sharing_ctas = if shared_tiles > 0 { grid } else { 0 };
     let token_bytes = up_div(m, i64::from(tokens)) * i64::from(tokens) * blocks * BLOCK_K * 2;
     let units = up_div(token_bytes / 16, 256);
@@ -193,7 +199,7 @@ fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
         passes: 0,
         pass_rows: 0,
         launches: [
-            Some(launch(Dense::MmMxfp8Tokens, units.min(16 * ctas), 1)),
+            Some(launch(Variant::of(Family::MmMxfp8Tokens), units.min(16 * ctas), 1)),
             Some(launch(kernel, grid, splits as u32)),
         ],
     }
@@ -213,8 +219,8 @@ mod tests {
     /// Rows of a pass and stages of the kernel, passes and rows of each.
     fn few_kernel(plan: &MmPlan) -> Option<(u32, u32, u32, u32)> {
         match plan.launches().next().map(|launch| launch.variant) {
-            Some(Variant::Dense(kernel @ Dense::MmMxfp8Few { stages, .. })) => {
-                Some((kernel.tile().0, stages, plan.passes, plan.pass_rows))
+            Some(kernel) if kernel.family == Family::MmMxfp8FewSm90 => {
+                Some((tile(&kernel).0, kernel.stages, plan.passes, plan.pass_rows))
             }
             _ => None,
         }
@@ -228,8 +234,8 @@ mod tests {
             sizes.flat_map(|(n, k)| [1, 16, 20, 40, 64, 65, 200, 1024, 5000].map(|m| MmPlan::new(m, n, k, &device)));
         let chosen: std::collections::HashSet<Variant> =
             plans.flat_map(|plan| plan.launches().map(|launch| launch.variant).collect::<Vec<_>>()).collect();
-        let table = [&FEW[..], &WIDE, &[Dense::MmMxfp8Tokens]].concat();
-        assert_eq!(chosen, table.into_iter().map(Variant::Dense).collect());
+        let table = [&FEW[..], &WIDE, &[Variant::of(Family::MmMxfp8Tokens)]].concat();
+        assert_eq!(chosen, table.into_iter().collect());
     }
 
     /// What an H200 was fastest with: docs/measured.md.
@@ -291,7 +297,7 @@ mod tests {
                         // All CTAs run at once.
                         let ctas = (device.shared_bytes + 1024) / (launch.shared_bytes + 1024);
                         assert!(grid <= i64::from(ctas.min(2) * multiprocessors), "{n} x {k}, {m}: {plan:?}");
-                        assert!(launch.shared_bytes <= device.shared_bytes - ROUTING_STATIC_SHARED);
+                        assert!(launch.shared_bytes <= device.shared_bytes - STATIC_SHARED);
                         assert_eq!((launch.cluster, plan.splits, launch.block), (1, 1, 256));
                     }
                 }
@@ -302,8 +308,11 @@ mod tests {
     #[test]
     fn sums_have_room() {
         for kernel in WIDE {
-            let (rows, tokens) = kernel.tile();
-            assert!(tokens * (rows + 4) * 4 <= kernel.shared_bytes() && kernel.shared_bytes() <= 227 * 1024);
+            let (rows, tokens) = tile(&kernel);
+            assert!(
+                tokens * (rows + 4) * 4 <= kernel.least_shared_bytes().unwrap_or(0)
+                    && kernel.least_shared_bytes().unwrap_or(0) <= 227 * 1024
+            );
         }
     }
 }

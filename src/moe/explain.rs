@@ -1,9 +1,10 @@
 //! What can be asked about a layer without running it: its workspace and its plan.
 
 use super::plan::{self, routing::Logits, MoeDesc};
-use super::weights::{ExpertWeights, LayerDesc};
+use super::weights::ExpertWeights;
 use super::MAX_TOP_K;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::{gpu, Arch, Device};
 use crate::error::{guard, Result};
 use crate::quant;

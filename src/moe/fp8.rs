@@ -2,16 +2,20 @@
 //!
 //! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
-use super::grouped_gemm::{self, Order};
-use super::plan::{fp8_sm90, Counters, MoeDesc, MoeWorkspace};
+use super::grouped_gemm::Order;
+use super::layer::{Layer, Matrix};
+use super::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use super::options::Options;
+use super::plan::{self, fp8_sm90, Counters, MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
 use super::tokens::GivenScales;
-use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
+use super::weight_maps;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::params::{
-    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, W13Layout,
+    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, ScheduleParams, W13Layout,
 };
 use crate::quant::fp8::{EPS, GROUP};
 use crate::quant::{fp8_ops, Format};
@@ -123,9 +127,9 @@ pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_
     let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if let Place::Cuda(ordinal) = layer.place {
         let gpu = gpu(ordinal)?;
-        desc.require_cuda(&gpu.device)?;
-        layer.up_maps = grouped_gemm::encode(&gpu.device, &desc, &layer.up, gated, layout)?;
-        layer.down_maps = grouped_gemm::encode(&gpu.device, &desc, &layer.down, false, layout)?;
+        plan::require(&desc, &gpu.device)?;
+        layer.up_maps = weight_maps::encode(&gpu.device, &desc, layer.up.extent(), gated, layout)?;
+        layer.down_maps = weight_maps::encode(&gpu.device, &desc, layer.down.extent(), false, layout)?;
     }
     Ok(layer)
 }
@@ -172,151 +176,131 @@ fn orders(rows: i64, x_scales: (i64, i64), hidden: &QuantizeFp8Params) -> [Order
     [Order { rows, x_scales, out_scales: hidden }, Order { rows, x_scales: hidden, out_scales: (0, 0) }]
 }
 
-/// Of `rows` rows in expert order, x and GEMM1's output: both GEMMs then read what is quantised. `given`: x came in e4m3, with these scales.
-pub fn both(
-    layer: &Layer,
-    workspace: (&MoeWorkspace, *mut u8),
-    (rows, counters): (i64, *mut i32),
-    (given, tile_tokens): (Option<*const f32>, i32),
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> ([QuantizeFp8Params; 2], [Order; 2]) {
-    let [of_x, of_hidden] = outputs(workspace);
-    let both = [
-        (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
-        (in_groups(up.out, rows, down.k, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
-    ];
-    let both = both.map(|(params, fixed, peak)| QuantizeFp8Params {
-        scaling: fp8_sm90::scaling(layer.desc.format),
-        given: if fixed.is_null() { counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
-        row_threads: fp8_ops::row_threads(params.columns),
-        ..if fp8_sm90::in_order(tile_tokens) { by_group(params, rows) } else { params }
-    });
-    let [of_x, of_hidden] = &both;
-    let orders = match given {
-        Some(scales) => {
-            up.x_scales = scales;
-            orders(rows, (i64::from(up.k) / GROUP as i64, 1), of_hidden)
-        }
-        None => {
-            (up.x, up.x_scales) = (of_x.codes, of_x.scales.cast());
-            orders(rows, (of_x.row_stride, of_x.group_stride), of_hidden)
-        }
-    };
-    (down.x, down.x_scales) = (of_hidden.codes, of_hidden.scales.cast());
-    (both, orders)
-}
-
-/// What becomes of the layer's input before GEMM1.
+/// What lies between the GEMMs of a call with e4m3 weights.
 #[derive(Clone, Copy)]
-enum Input {
-    Quantise(QuantizeFp8Params),
-    /// It was quantised by the caller, whose scales are brought into order,
-    Expand(ExpandScalesParams),
-    /// or are as GEMM1 reads them.
-    Ready,
-}
-
-/// What turns the layer's input and GEMM1's output into e4m3.
-#[derive(Clone, Copy)]
-pub struct Quantize {
-    x: Input,
-    hidden: QuantizeFp8Params,
+pub struct Between {
+    /// The quantisation of x, unless it came quantised.
+    x: Option<QuantizeFp8Params>,
+    /// The quantisation of GEMM1's output, which GEMM1 may do itself.
+    pub hidden: QuantizeFp8Params,
     pub orders: [Order; 2],
 }
 
-impl Quantize {
-    /// `given`: scales of an input that is e4m3. Both GEMMs then read what is quantised.
-    pub fn new(
-        (ws, base): (&MoeWorkspace, *mut u8),
-        desc: &MoeDesc,
-        given: Option<GivenScales>,
-        (layer, route): (&Layer, &RouteParams),
-        (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-    ) -> Quantize {
-        let scaling = fp8_sm90::scaling(layer.desc.format);
-        let params = |x: *const u8, (rows, row_count), columns, outputs, (peak, fixed): (usize, *const f32)| {
-            let given = if fixed.is_null() { route.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() };
-            let row_threads = fp8_ops::row_threads(columns);
-            QuantizeFp8Params { row_count, scaling, given, row_threads, ..in_groups(x, rows, columns, outputs) }
-        };
-        let outputs = outputs((ws, base));
-        let placed = route.offsets.wrapping_add(layer.desc.experts as usize).cast_const();
-        let slots = desc.tokens * desc.top_k;
-        let of_x = (Counters::PEAK_X, layer.up.x_scale);
-        let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
-        let mut x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
-        let mut hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
-        if fp8_sm90::in_order(route.tile_tokens) {
-            // A row of x for each slot and then its scales, where GEMM2 writes once GEMM1 has read them.
-            let (codes, bytes) = (ws.rows.at::<u8>(base), slots * layer.desc.hidden);
-            let (place_of_slot, top_k) = (route.place_of_slot.cast_const(), desc.top_k as i32);
-            let scales = codes.wrapping_add(bytes as usize);
-            x = QuantizeFp8Params { codes, scales, place_of_slot, top_k, ..by_group(x, slots) };
-            hidden = by_group(hidden, slots);
-        } else {
-            // Where one scale serves all rows, routing makes it 0 first.
-            x.x_is_older = scaling != Fp8Scaling::Peak;
-        }
-        (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
-        let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
-        let groups = up.k / GROUP as i32;
-        let x = match given {
-            None => {
-                (up.x, up.x_scales) = (x.codes, x.scales.cast());
-                Input::Quantise(x)
-            }
-            Some(given) if given.is_table(desc.tokens, groups.into()) => {
-                up.x_scales = given.data.cast();
-                Input::Ready
-            }
-            Some(GivenScales { data, powers, row_stride, group_stride }) => {
-                up.x_scales = x.scales.cast();
-                let (table, rows) = (x.scales.cast(), desc.tokens as i32);
-                Input::Expand(ExpandScalesParams {
-                    scales: data,
-                    powers,
-                    row_stride,
-                    group_stride,
-                    table,
-                    rows,
-                    groups,
-                    scales_are_older: true,
-                })
-            }
-        };
-        Quantize { x, hidden, orders }
-    }
-
-    /// Of x and of GEMM1's output.
-    pub fn roundings(&self) -> [Option<Rounding>; 2] {
-        let x = match self.x {
-            Input::Quantise(p) => Some(Rounding::Fp8(p)),
-            Input::Expand(p) => Some(Rounding::Fp8Scales(p)),
-            Input::Ready => None,
-        };
-        [x, Some(Rounding::Fp8(self.hidden))]
-    }
-
-    /// GEMM1 on a GPU. With a launch for x in front, what it reads of routing is older than its predecessor. `inside`: it quantises its
-    /// output itself.
-    pub fn up_on_cuda(&self, up: &GroupedGemmParams, inside: bool) -> GroupedGemmParams {
-        let up = GroupedGemmParams { schedule_is_older: !matches!(self.x, Input::Ready), ..*up };
-        match inside {
-            true => GroupedGemmParams { out: self.hidden.codes, out_scales: self.hidden.scales.cast(), ..up },
-            false => up,
-        }
-    }
-
+impl Between {
     /// Both GEMMs of a layer in one launch, which quantises what it reads and counts pairs of elements.
     pub fn in_one_launch(
         &self,
         up: &GroupedGemmParams,
         down: &GroupedGemmParams,
     ) -> (GroupedGemmParams, GroupedGemmParams) {
-        let x = match &self.x {
-            Input::Quantise(p) => p.x,
-            Input::Expand(_) | Input::Ready => up.x,
-        };
+        let x = self.x.map_or(up.x, |of_x| of_x.x);
         (GroupedGemmParams { x, k: up.k / 2, ..*up }, GroupedGemmParams { x: self.hidden.x, k: down.k / 2, ..*down })
     }
+}
+
+/// The roundings of rows in the experts' order, by the tiles of their schedule. Both GEMMs read what these write. `given`: x came in e4m3, with
+/// these scales.
+pub fn round_rows(
+    layer: &Layer,
+    workspace: (&MoeWorkspace, *mut u8),
+    schedule: &ScheduleParams,
+    given: Option<*const u8>,
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> ([Option<Rounding>; 2], Option<Between>) {
+    let (rows, [of_x, of_hidden]) = (i64::from(schedule.rows), outputs(workspace));
+    let both = [
+        (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
+        (in_groups(up.out, rows, down.k, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
+    ];
+    let [x, hidden] = both.map(|(params, fixed, peak)| QuantizeFp8Params {
+        scaling: fp8_sm90::scaling(layer.desc.format),
+        given: if fixed.is_null() { schedule.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
+        row_threads: fp8_ops::row_threads(params.columns),
+        tiles: schedule.tiles.cast_const(),
+        tile_count: schedule.tile_count.cast_const(),
+        tile_rows: schedule.tile_tokens,
+        ..if fp8_sm90::in_order(schedule.tile_tokens) { by_group(params, rows) } else { params }
+    });
+    let x_scales = (x.row_stride, x.group_stride);
+    let plain_x = given.is_none().then_some(x);
+    let orders = match given {
+        Some(scales) => {
+            up.x_scales = scales.cast();
+            orders(rows, (i64::from(up.k) / GROUP as i64, 1), &hidden)
+        }
+        None => {
+            (up.x, up.x_scales) = (x.codes, x.scales.cast());
+            orders(rows, x_scales, &hidden)
+        }
+    };
+    (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
+    let rounding = [plain_x.map(Rounding::Fp8), Some(Rounding::Fp8(hidden))];
+    (rounding, Some(Between { x: plain_x, hidden, orders }))
+}
+
+/// The roundings of a call whose GEMM1 gathers the rows of its slots. Both GEMMs read what these write. `given`: scales of an input that is
+/// e4m3.
+pub fn round_slots(
+    (ws, base): (&MoeWorkspace, *mut u8),
+    desc: &MoeDesc,
+    given: Option<GivenScales>,
+    (layer, route): (&Layer, &RouteParams),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> ([Option<Rounding>; 2], Option<Between>) {
+    let scaling = fp8_sm90::scaling(layer.desc.format);
+    let params = |x: *const u8, (rows, row_count), columns, outputs, (peak, fixed): (usize, *const f32)| {
+        let given = if fixed.is_null() { route.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() };
+        let row_threads = fp8_ops::row_threads(columns);
+        QuantizeFp8Params { row_count, scaling, given, row_threads, ..in_groups(x, rows, columns, outputs) }
+    };
+    let outputs = outputs((ws, base));
+    let placed = route.offsets.wrapping_add(layer.desc.experts as usize).cast_const();
+    let slots = desc.tokens * desc.top_k;
+    let of_x = (Counters::PEAK_X, layer.up.x_scale);
+    let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
+    let mut x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
+    let mut hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
+    if fp8_sm90::in_order(route.tile_tokens) {
+        // A row of x for each slot and then its scales, where GEMM2 writes once GEMM1 has read them.
+        let (codes, bytes) = (ws.rows.at::<u8>(base), slots * layer.desc.hidden);
+        let (place_of_slot, top_k) = (route.place_of_slot.cast_const(), desc.top_k as i32);
+        let scales = codes.wrapping_add(bytes as usize);
+        x = QuantizeFp8Params { codes, scales, place_of_slot, top_k, ..by_group(x, slots) };
+        hidden = by_group(hidden, slots);
+    } else {
+        // Where one scale serves all rows, routing makes it 0 first.
+        x.x_is_older = scaling != Fp8Scaling::Peak;
+    }
+    (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
+    let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
+    let groups = up.k / GROUP as i32;
+    let mut plain_x = None;
+    let of_x = match given {
+        None => {
+            plain_x = Some(x);
+            (up.x, up.x_scales) = (x.codes, x.scales.cast());
+            Some(Rounding::Fp8(x))
+        }
+        // The caller's scales are as GEMM1 reads them,
+        Some(given) if given.is_table(desc.tokens, groups.into()) => {
+            up.x_scales = given.data.cast();
+            None
+        }
+        // or are brought into that order.
+        Some(GivenScales { data, powers, row_stride, group_stride }) => {
+            up.x_scales = x.scales.cast();
+            let (table, rows) = (x.scales.cast(), desc.tokens as i32);
+            Some(Rounding::Fp8Scales(ExpandScalesParams {
+                scales: data,
+                powers,
+                row_stride,
+                group_stride,
+                table,
+                rows,
+                groups,
+                scales_are_older: true,
+            }))
+        }
+    };
+    ([of_x, Some(Rounding::Fp8(hidden))], Some(Between { x: plain_x, hidden, orders }))
 }

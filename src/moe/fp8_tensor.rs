@@ -1,7 +1,7 @@
 //! e4m3 experts whose matrices have one scale, or one for each row: the block scales that kernels read, and the scales of activations.
 
 use super::fp8::{Activations, Scaling};
-use super::weights::{ExpertWeights, Extra};
+use super::operands::Extra;
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::quant::fp8::GROUP;
@@ -35,9 +35,8 @@ impl<'py> Fp8Tensor<'py> {
         rows.chain(OF_ACTIVATIONS.into_iter().zip(scales)).collect()
     }
 
-    /// Makes the scales attributes: those of activations, and those of rows in place of the tables.
-    pub fn show(self, made: &mut ExpertWeights) {
-        let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, .. } = made;
+    /// Makes the scales attributes: those of rows in place of the tables of w13 and w2, and those of activations before each.
+    pub fn show(self, [w13_scale, w2_scale, a13_scale, a2_scale]: [&mut Option<Py<PyAny>>; 4]) {
         let object = |tensor: Borrowed<'_>| Some(tensor.into_object().unbind());
         for (rows, attribute) in self.rows.into_iter().zip([w13_scale, w2_scale]) {
             if let Some(rows) = rows {

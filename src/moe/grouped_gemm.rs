@@ -1,85 +1,16 @@
-//! The two grouped GEMMs: tensor maps at load, parameters and launch per call.
+//! The two grouped GEMMs of a layer: their parameters and launches.
 
-use super::plan::{fp8_sm90, sm90, Counters, Overlap};
-use super::weights::{Layer, LayerDesc, Matrix};
+use super::layer::Layer;
+use super::plan::{sm90, Counters, Overlap};
 use crate::counters::{self, Counts};
-use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Launch, Stream};
 use crate::params::{
-    Activation, ActivationKind, Dtype, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams,
-    RoutedLayerParams, ScheduleParams, Tile, W13Layout,
+    Activation, ActivationKind, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams,
+    ScheduleParams, Tile,
 };
 use crate::tma::{self, TensorMap};
-use crate::variants::fp8::{Fp8, Fp8Tile, FP8_TILES, WIDE_TOKENS};
-use crate::variants::Variant;
-
-/// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
-/// Empty where a portable kernel serves.
-#[derive(Clone, Debug, Default)]
-pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
-
-impl WeightMaps {
-    fn get(&self, op: &str, row_tiles: u32, consumers: u32) -> Result<&TensorMap> {
-        self.0.iter().find(|m| m.0 == (row_tiles, consumers)).map(|m| &m.1).ok_or_else(|| {
-            Error::Cuda(format!(
-                "{op}: the plan wants tiles of {consumers} x {row_tiles} x 64 rows and no such tensor map was encoded"
-            ))
-        })
-    }
-}
-
-/// Views of w [experts, rows, k] whose boxes are wgmma A tiles: slices of 16 rows, each two halves of 8.
-///
-/// Gated: a slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts of
-/// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
-pub fn encode(device: &Device, desc: &LayerDesc, w: &Matrix, gated: bool, layout: W13Layout) -> Result<WeightMaps> {
-    let (experts, rows, k) = (desc.experts as u64, w.rows as u64, w.k as u64);
-    if fp8_sm90::serves(device, desc) {
-        return encode_fp8(w.data, (experts, rows, k), gated);
-    }
-    if desc.format.spec().block != 1 || !sm90::serves(device, desc.dtype, gated, w.rows as u32, w.k as u32) {
-        return Ok(WeightMaps::default());
-    }
-    let split = gated && layout != W13Layout::Interleaved;
-    let map = |(row_tiles, consumers): (u32, u32)| -> Result<_> {
-        let slices = 4 * row_tiles * consumers;
-        // Distances in rows: between the rows of a half, between the halves of a slice, between slices; of pairs of row tiles: between
-        // the rows of a half, the tiles of a pair, the halves, the strips of 32 rows, which count on from expert to expert.
-        let dims = match (row_tiles, gated) {
-            (2, _) if split => [(8, 2, 8), (2, 1, 1), (2, rows / 2, 2), ((2 * experts - 1) * rows / 32, 16, 4)],
-            (2, _) => [(8, 4, 8), (2, 2, 1), (2, 1, 2), (experts * rows / 32, 32, 4)],
-            (_, false) => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-            (_, true) if split => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
-            (_, true) => [(8, 2, 8), (2, 1, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-        };
-        Ok(((row_tiles, consumers), tma::encode_16bit(w.data, desc.dtype == Dtype::Bf16, k, &dims)?))
-    };
-    sm90::tile_shapes(w.rows as u32).into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
-}
-
-/// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
-/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
-fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
-    let map = |tile: &Fp8Tile| -> Result<_> {
-        let slices = 4 * tile.consumers;
-        let dims = match gated {
-            _ if tile.tokens == WIDE_TOKENS => [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)],
-            true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
-            false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
-        };
-        Ok((fp8_shape(tile.kernel(gated)), tma::encode_16bit(data, true, k / 2, &dims)?))
-    };
-    FP8_TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
-}
-
-/// (row tiles, consumers) of a kernel of e4m3.
-fn fp8_shape(kernel: Fp8) -> (u32, u32) {
-    match kernel {
-        Fp8::GroupedGemmFp8Sm90 { consumers, .. } => (1, consumers),
-        _ => (2, 2),
-    }
-}
+use crate::variants::Family;
 
 /// What both GEMMs of a layer are called with beside its weights.
 pub struct Rows {
@@ -203,21 +134,16 @@ pub fn launch(
     order: Option<Order>,
 ) -> Result<()> {
     let maps = if which == Gemm::Up { &layer.up_maps } else { &layer.down_maps };
-    match launch.variant {
-        Variant::GroupedGemmSm90 { row_tiles, consumers, .. } => {
-            stream.launch(op, launch, Args::GemmSm90(maps.get(op, row_tiles, consumers)?, p))
-        }
-        Variant::Fp8(Fp8::GroupedGemmFp8Portable { .. }) => {
-            // As those below.
-            stream.launch(op, launch, Args::Gemm(&GroupedGemmParams { k: p.k / 2, ..*p }))
-        }
-        Variant::Fp8(kernel) => {
-            let (row_tiles, consumers) = fp8_shape(kernel);
-            // Its kernels count pairs of elements.
-            let (map, gemm) = (maps.get(op, row_tiles, consumers)?, GroupedGemmParams { k: p.k / 2, ..*p });
-            let Fp8::GroupedGemmFp8OrderedSm90 { .. } = kernel else {
-                return stream.launch(op, launch, Args::GemmSm90(map, &gemm));
-            };
+    let map = || {
+        let (row_tiles, consumers) = launch.variant.map_shape();
+        maps.get(op, row_tiles, consumers)
+    };
+    // Kernels of e4m3 count pairs of elements.
+    let pairs = GroupedGemmParams { k: p.k / 2, ..*p };
+    match launch.variant.family {
+        Family::GroupedGemmSm90 => stream.launch(op, launch, (map()?, p)),
+        Family::GroupedGemmFp8Portable => stream.launch(op, launch, &pairs),
+        Family::GroupedGemmFp8OrderedSm90 => {
             let Some(order) = order else {
                 return Err(Error::Unsupported(format!("{op}: rows in no order with a kernel for rows in order")));
             };
@@ -225,15 +151,18 @@ pub fn launch(
             let tokens = tma::encode_rows_e4m3(p.x, order.rows as u64, p.k as u64)?;
             let (x, out) = (order.x_scales, order.out_scales);
             let p = OrderedGemmParams {
-                gemm,
+                gemm: pairs,
                 x_scale_row: x.0 as i32,
                 x_scale_group: x.1 as i32,
                 out_scale_row: out.0 as i32,
                 out_scale_group: out.1 as i32,
             };
-            stream.launch(op, launch, Args::OrderedGemm(map, &tokens, &p))
+            stream.launch(op, launch, (map()?, &tokens, &p))
         }
-        _ => stream.launch(op, launch, Args::Gemm(p)),
+        Family::GroupedGemmFp8Sm90 | Family::GroupedGemmFp8WideSm90 | Family::GroupedGemmFp8StationarySm90 => {
+            stream.launch(op, launch, (map()?, &pairs))
+        }
+        _ => stream.launch(op, launch, p),
     }
 }
 
@@ -245,7 +174,7 @@ pub fn launch_both(
     up: &GroupedGemmParams,
     down: &GroupedGemmParams,
 ) -> Result<()> {
-    stream.launch(op, launch, Args::GemmPair(&pair(up, down)))
+    stream.launch(op, launch, &pair(up, down))
 }
 
 /// Both with a schedule.
@@ -285,7 +214,7 @@ pub fn launch_both_of_rows(
         counters,
         ..pair(&GroupedGemmParams { next_unit: counters, ..*up }, down)
     };
-    stream.launch(op, launch, Args::GemmPair(&of_rows))
+    stream.launch(op, launch, &of_rows)
 }
 
 /// The maps of both weights for a layer in one launch.
@@ -297,7 +226,7 @@ fn layer_maps<'a>(op: &str, layer: &'a Layer) -> Result<(&'a TensorMap, &'a Tens
 /// Both GEMMs and the combine in one launch.
 pub fn launch_fused(stream: &Stream<'_>, op: &str, launch: &Launch, layer: &Layer, p: &LayerParams) -> Result<()> {
     let (up, down) = layer_maps(op, layer)?;
-    stream.launch(op, launch, Args::LayerSm90(up, down, p))
+    stream.launch(op, launch, (up, down, p))
 }
 
 /// The routing as well.
@@ -308,9 +237,9 @@ pub fn launch_routed(
     layer: &Layer,
     p: &RoutedLayerParams,
 ) -> Result<()> {
-    if let Variant::RoutedLayerMxfp4Sm90 { .. } = launch.variant {
-        return stream.launch(op, launch, Args::RoutedLayerMxfp4(p));
+    if launch.variant.family == Family::RoutedLayerMxfp4Sm90 {
+        return stream.launch(op, launch, p);
     }
     let (up, down) = layer_maps(op, layer)?;
-    stream.launch(op, launch, Args::RoutedLayerSm90(up, down, p))
+    stream.launch(op, launch, (up, down, p))
 }

@@ -1,15 +1,12 @@
-//! A layer's weights: what a plan needs to know of them, and where they lie.
+//! A layer's weights: where they lie.
 
-use super::grouped_gemm::WeightMaps;
 use super::per_expert::{PerExpert, NAMES};
-use super::plan::{fp8_sm90, mxfp4_sm90};
-use crate::device::Device;
-use crate::error::Result;
+use super::weight_maps::WeightMaps;
+use crate::desc::LayerDesc;
 use crate::params::{Activation, Dtype, W13Layout};
 use crate::quant::blocks::{Blocks, Nvfp4};
 use crate::quant::fp8::GROUP;
 use crate::quant::packed::{Extent, Form, Packed};
-use crate::quant::Format;
 use crate::tensor::{Borrowed, Place, Span, View};
 use std::sync::Arc;
 
@@ -73,39 +70,6 @@ impl Layer {
     }
 }
 
-/// Everything a plan needs to know of a layer's weights.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LayerDesc {
-    /// Experts held here.
-    pub experts: i64,
-    /// Columns of x and of the output.
-    pub hidden: i64,
-    pub intermediate: i64,
-    pub gated: bool,
-    /// Of activations and products.
-    pub dtype: Dtype,
-    pub format: Format,
-}
-
-impl LayerDesc {
-    /// An error where no kernel of this GPU takes the layer.
-    pub fn require_cuda(&self, device: &Device) -> Result<()> {
-        self.format.require_cuda()?;
-        if self.format.is_fp8() {
-            fp8_sm90::require(self)?;
-        }
-        if self.format == Format::Mxfp4A8 {
-            mxfp4_sm90::require_e4m3(device, self)?;
-        }
-        Ok(())
-    }
-
-    /// Rows of w13 of an expert.
-    pub fn up_rows(&self) -> i64 {
-        self.intermediate * if self.gated { 2 } else { 1 }
-    }
-}
-
 /// A weight matrix per expert, its bias and (on Hopper) its tensor maps.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
@@ -153,6 +117,11 @@ impl Matrix {
             rows,
             k,
         }
+    }
+
+    /// Where the weights lie, the rows of an expert and the columns of a row.
+    pub fn extent(&self) -> (*const u8, i64, i64) {
+        (self.data, self.rows, self.k)
     }
 
     /// As in `GroupedGemmParams`.

@@ -1,22 +1,23 @@
 //! The layer on rows that lie expert by expert, as DeepEP and DeepGEMM hand them over: no routing and no combine. Places of the schedule
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
-use super::grouped_gemm::{self, Gemm, Order};
+use super::gemms::{self, Gemms};
+use super::grouped_gemm;
+use super::layer::Layer;
 use super::plan::masked::{self, workspace, MaskedDesc, MaskedPlan};
-use super::plan::{self, e4m3_columns, MoeWorkspace};
-use super::rounding::Rounding;
+use super::plan::{self, MoeWorkspace};
 use super::scratch::Scratch;
-use super::weights::{ExpertWeights, Layer, LayerDesc};
-use super::{elem, fp8, nvfp4};
+use super::weights::ExpertWeights;
+use super::{elem, formats, nvfp4};
 use crate::contract;
 use crate::cpu;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
-use crate::params::{GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams, ScheduleParams, TileRowsParams};
+use crate::kernel::Stream;
+use crate::params::ScheduleParams;
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
-use crate::quant::Format;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
@@ -24,13 +25,16 @@ use pyo3::prelude::*;
 #[derive(Clone, Copy)]
 struct Stages {
     schedule: ScheduleParams,
-    /// Of x, unless it came as codes, and of GEMM1's output.
-    rounding: [Option<Rounding>; 2],
-    /// Of fp8: the quantisation of GEMM1's output, which GEMM1 may do itself, and where scales lie.
-    fp8: Option<(QuantizeFp8Params, [Order; 2])>,
-    up: GroupedGemmParams,
-    down: GroupedGemmParams,
+    gemms: Gemms,
 }
+
+const NAMES: gemms::Names = gemms::Names {
+    x: "moe_masked: quantisation of x",
+    up: "moe_masked: GEMM1",
+    hidden: "moe_masked: quantisation of GEMM1's output",
+    down: "moe_masked: GEMM2",
+    both: "moe_masked: GEMM1 and GEMM2",
+};
 
 /// How rows are divided among experts.
 struct Division<'a> {
@@ -77,100 +81,33 @@ impl Stages {
                 out: out.data,
             },
         );
-        let (tiles, tile_count) = (schedule.tiles.cast_const(), schedule.tile_count.cast_const());
-        let format = layer.desc.format;
-        let mut fp8 = None;
-        let rounding = match format {
-            _ if format.is_fp8() => {
-                let of_rows = (division.rows, schedule.counters);
-                let given = x_scales.map(|scales| scales.data.cast_const().cast());
-                let ([of_x, of_hidden], orders) =
-                    fp8::both(layer, (ws, base), of_rows, (given, tile_tokens), (&mut up, &mut down));
-                fp8 = Some((of_hidden, orders));
-                let of_tiles = |p| Rounding::Fp8(QuantizeFp8Params { tiles, tile_count, tile_rows: tile_tokens, ..p });
-                [x_scales.is_none().then(|| of_tiles(of_x)), Some(of_tiles(of_hidden))]
-            }
-            Format::Mxfp4A8 | Format::Mxfp8 => {
-                let e4m3 = format == Format::Mxfp4A8;
-                // Packed weights take codes, rows of which are padded to whole blocks; others the numbers, which lie where GEMM2 writes once
-                // GEMM1 has read them.
-                let packed = e4m3 && layer.up.packed.is_some();
-                let codes = ws.hidden_e4m3.at(base);
-                [(&mut up, out.data), (&mut down, ws.hidden.at(base))].map(|(gemm, numbers)| {
-                    let rows = QuantizeRowsParams {
-                        x: gemm.x,
-                        out: if packed { codes } else { numbers },
-                        scales: ws.row_scales.at(base),
-                        rows: division.rows as i32,
-                        columns: gemm.k,
-                        out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
-                        tiles,
-                        tile_count,
-                        x_is_older: false,
-                    };
-                    gemm.x = rows.out;
-                    if e4m3 {
-                        gemm.row_scales = rows.scales;
-                    }
-                    if packed {
-                        // The kernel counts pairs of columns.
-                        gemm.k = rows.out_columns / 2;
-                    }
-                    let kind = if e4m3 { Rounding::E4m3Tiles } else { Rounding::Mxfp8Tiles };
-                    Some(kind(TileRowsParams { rows, tile_rows: tile_tokens }))
-                })
-            }
-            _ => {
-                let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data.cast_const());
-                let room = (nvfp4::Room { tokens: out.data, slots: out.data }, tile_tokens, in_one_launch);
-                nvfp4::rounding(layer, (scales, None), room, (&mut up, &mut down))
-            }
-        };
-        Stages { schedule, rounding, fp8, up, down }
+        let x_scales = x_scales.map(|scales| scales.data.cast_const());
+        let to = (out.data, &schedule, in_one_launch);
+        let (rounding, fp8) = formats::round_rows(layer, (ws, base), to, x_scales, (&mut up, &mut down));
+        Stages { schedule, gemms: Gemms { up, down, rounding, fp8 } }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MaskedPlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         let Some(schedule) = plan.schedule else {
-            let (op, gemms) = ("moe_masked: GEMM1 and GEMM2", (&self.up, &self.down));
-            return grouped_gemm::launch_both_of_rows(stream, op, &plan.up, gemms, &self.schedule, workspace);
+            let gemms = (&self.gemms.up, &self.gemms.down);
+            return grouped_gemm::launch_both_of_rows(
+                stream,
+                NAMES.both,
+                &plan.gemms.up,
+                gemms,
+                &self.schedule,
+                workspace,
+            );
         };
-        stream.launch("moe_masked: schedule", &schedule, Args::Schedule(&self.schedule))?;
-        let [of_x, of_hidden] = plan.quantize;
-        let mut up = self.up;
-        if let Some(x) = &self.rounding[0] {
-            x.launch(stream, "moe_masked: quantisation of x", of_x)?;
-        }
-        // What rounds x stands between the schedule and GEMM1.
-        up.schedule_is_older = of_x.iter().any(Option::is_some);
-        if let (Some((inside, _)), [None, None]) = (self.fp8, of_hidden) {
-            (up.out, up.out_scales) = (inside.codes, inside.scales.cast());
-        }
-        let [up_order, down_order] = self.fp8.map_or([None; 2], |(_, orders)| orders.map(Some));
-        let Some(plan_down) = plan.down else {
-            return grouped_gemm::launch_both(stream, "moe_masked: GEMM1 and GEMM2", &plan.up, &up, &self.down);
-        };
-        let mut down = self.down;
-        grouped_gemm::overlap(plan.overlap, self.schedule.counters, (&mut up, &mut down));
-        grouped_gemm::launch(stream, "moe_masked: GEMM1", &plan.up, (layer, Gemm::Up), &up, up_order)?;
-        if let Some(hidden) = &self.rounding[1] {
-            hidden.launch(stream, "moe_masked: quantisation of GEMM1's output", of_hidden)?;
-        }
-        grouped_gemm::launch(stream, "moe_masked: GEMM2", &plan_down, (layer, Gemm::Down), &down, down_order)
+        stream.launch("moe_masked: schedule", &schedule, &self.schedule)?;
+        self.gemms.run_cuda(stream, &NAMES, &plan.gemms, layer, self.schedule.counters)
     }
 
     fn run_cpu(&self, layer: &Layer) {
-        let dtype = layer.desc.dtype;
         // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
         unsafe {
             cpu::schedule(&self.schedule);
-            if let Some(x) = &self.rounding[0] {
-                x.on_cpu();
-            }
-            cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
-            if let Some(hidden) = &self.rounding[1] {
-                hidden.on_cpu();
-            }
-            cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
+            self.gemms.run_cpu(layer);
         }
     }
 }
@@ -259,7 +196,12 @@ impl<'py> Call<'_, 'py> {
                 let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
                 let plan = MaskedPlan::new(&desc, &gpu.device)?;
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
-                stages(plan.tile_tokens, plan.down.is_none()).run_cuda(&stream, &plan, layer, scratch.base)?;
+                stages(plan.gemms.tile_tokens, plan.gemms.down.is_none()).run_cuda(
+                    &stream,
+                    &plan,
+                    layer,
+                    scratch.base,
+                )?;
             }
         }
         Ok(out.into_object())

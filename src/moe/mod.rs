@@ -1,8 +1,10 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
 pub mod explain;
+mod formats;
 mod fp8;
 mod fp8_tensor;
+mod gemms;
 pub mod grouped_gemm;
 mod ids;
 mod layer;
@@ -14,36 +16,43 @@ mod numbers;
 mod numbers_of;
 pub mod nvfp4;
 mod nvfp4_gpu;
+mod operands;
 mod options;
 mod per_expert;
+mod plain;
 pub mod plan;
 mod rounding;
 mod routed;
 pub mod routing;
+mod scale_bytes;
 mod scratch;
 mod tokens;
 pub mod topk;
+mod weight_maps;
 pub mod weights;
 
 use crate::contract;
 use crate::cpu;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
-use crate::params::{CombineParams, Dtype, GroupedGemmParams, RouteParams, ScheduleParams, SelectParams};
+use crate::kernel::Stream;
+use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Dim, Elem, Place, View};
-use grouped_gemm::Gemm;
+use gemms::Gemms;
+use layer::Layer;
 use numbers::Numbers;
+use operands::{Arguments, Operands};
+use options::Options;
 use per_expert::{Given, Scalar};
 use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
 use pyo3::prelude::*;
-use rounding::Rounding;
 use routing::Tiling;
 use scratch::Scratch;
 use tokens::{elem, GivenScales, Tokens};
 use topk::Selection;
-use weights::{Arguments, ExpertWeights, Layer, LayerDesc, Operands};
+use weights::ExpertWeights;
 
 /// Options of one call that are not tensors.
 #[derive(Clone, Copy)]
@@ -76,13 +85,17 @@ struct Stages {
     select: Option<SelectParams>,
     route: RouteParams,
     down_schedule: Option<ScheduleParams>,
-    /// Of x and of GEMM1's output.
-    rounding: [Option<Rounding>; 2],
-    fp8: Option<fp8::Quantize>,
-    up: GroupedGemmParams,
-    down: GroupedGemmParams,
+    gemms: Gemms,
     combine: CombineParams,
 }
+
+const NAMES: gemms::Names = gemms::Names {
+    x: "moe: quantisation of x",
+    up: "moe: GEMM1",
+    hidden: "moe: quantisation of GEMM1's output",
+    down: "moe: GEMM2",
+    both: "moe: GEMM1 and GEMM2",
+};
 
 impl Stages {
     fn new(
@@ -157,93 +170,45 @@ impl Stages {
             keep_slots: options.no_combine,
             columns: plan::combine_columns(desc) as i32,
         };
-        let mut fp8 = None;
-        let rounding = match layer.desc.format {
-            format if format.is_fp8() => {
-                let (given, gemms) = (x_scales, (&mut up, &mut down));
-                fp8.insert(fp8::Quantize::new((ws, base), desc, given, (layer, &route), gemms)).roundings()
-            }
-            Format::Mxfp4A8 => {
-                let packed = layer.up.packed.is_some();
-                mxfp4_a8::rounding(packed, desc, (ws, base), &route, (&mut up, &mut down)).map(Some)
-            }
-            Format::Mxfp8 => mxfp8::rounding(desc.tokens, ws.x_rounded.at(base), &route, &mut up, &down).map(Some),
-            _ => {
-                let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
-                let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
-                let room = (room, tile_tokens, in_one_launch);
-                nvfp4::rounding(layer, (scales, Some(tokens)), room, (&mut up, &mut down))
-            }
-        };
-        Stages { select, route, down_schedule, rounding, fp8, up, down, combine }
+        let (rounding, fp8) =
+            formats::round_slots(layer, desc, (ws, base), (&route, in_one_launch), x_scales, (&mut up, &mut down));
+        Stages { select, route, down_schedule, gemms: Gemms { up, down, rounding, fp8 }, combine }
     }
 
     fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
         routed::require(stream, &plan.experts)?;
+        let Gemms { up, down, fp8, .. } = self.gemms;
         if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
-            let gemms = self.fp8.map_or((self.up, self.down), |fp8| fp8.in_one_launch(&self.up, &self.down));
-            let stages = (gemms.0, gemms.1, self.combine);
+            let (up, down) = fp8.map_or((up, down), |fp8| fp8.in_one_launch(&up, &down));
+            let stages = (up, down, self.combine);
             return routed::launch(stream, launch, layer, &select, &self.route, stages, workspace);
         }
         routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
         if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
-            stream.launch("moe: schedule of GEMM2", launch, Args::Schedule(schedule))?;
+            stream.launch("moe: schedule of GEMM2", launch, schedule)?;
         }
         match &plan.experts {
-            Experts::Gemms { up, down } => {
-                let [x, hidden] = plan.quantize;
-                let mut up_params = self.up;
-                if let Some(x_rounding) = &self.rounding[0] {
-                    x_rounding.launch(stream, "moe: quantisation of x", x)?;
-                }
-                if let Some(fp8) = &self.fp8 {
-                    up_params = fp8.up_on_cuda(&self.up, hidden == [None; 2]);
-                }
-                let [up_order, down_order] = self.fp8.map_or([None; 2], |fp8| fp8.orders.map(Some));
-                let mut down_params = self.down;
-                grouped_gemm::overlap(plan.overlap, self.route.counters, (&mut up_params, &mut down_params));
-                let Some(down) = down else {
-                    grouped_gemm::launch_both(stream, "moe: GEMM1 and GEMM2", up, &up_params, &self.down)?;
-                    return self.combine_on_cuda(stream, plan);
-                };
-                grouped_gemm::launch(stream, "moe: GEMM1", up, (layer, Gemm::Up), &up_params, up_order)?;
-                if let Some(rounding) = &self.rounding[1] {
-                    rounding.launch(stream, "moe: quantisation of GEMM1's output", hidden)?;
-                }
-                grouped_gemm::launch(stream, "moe: GEMM2", down, (layer, Gemm::Down), &down_params, down_order)?;
-            }
+            Experts::Gemms(plan) => self.gemms.run_cuda(stream, &NAMES, plan, layer, self.route.counters)?,
             Experts::Fused(launch) => {
-                let stages = (self.up, self.down, self.combine);
-                routed::launch_given(stream, launch, layer, &self.route, stages, plan.max_tiles)?;
+                routed::launch_given(stream, launch, layer, &self.route, (up, down, self.combine), plan.max_tiles)?;
             }
             Experts::Routed(_) => return Err(Error::Unsupported("moe: routing inside without router logits".into())),
         }
-        self.combine_on_cuda(stream, plan)
-    }
-
-    fn combine_on_cuda(&self, stream: &Stream<'_>, plan: &MoePlan) -> Result<()> {
         match &plan.combine {
-            Some(launch) => stream.launch("moe: combine", launch, Args::Combine(&self.combine)),
+            Some(launch) => stream.launch("moe: combine", launch, &self.combine),
             None => Ok(()),
         }
     }
 
-    fn run_cpu(&self, dtype: Dtype, layer: &Layer) {
+    fn run_cpu(&self, layer: &Layer) {
         // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
         unsafe {
             if let Some(select) = &self.select {
                 cpu::select(select);
             }
             cpu::route(&self.route);
-            if let Some(x) = &self.rounding[0] {
-                x.on_cpu();
-            }
-            cpu::grouped_gemm(&self.up, dtype, layer.up.blocks);
-            if let Some(hidden) = &self.rounding[1] {
-                hidden.on_cpu();
-            }
-            cpu::grouped_gemm(&self.down, dtype, layer.down.blocks);
-            cpu::combine(&self.combine, dtype);
+            self.gemms.run_cpu(layer);
+            cpu::combine(&self.combine, layer.desc.dtype);
         }
     }
 }
@@ -325,8 +290,7 @@ impl<'py> Call<'_, 'py> {
         match x.place {
             Place::Cpu => {
                 let stages = stages(Tiling::on_cpu(desc));
-                let dtype = layer.desc.dtype;
-                checked.on_cpu(py, || stages.run_cpu(dtype, layer));
+                checked.on_cpu(py, || stages.run_cpu(layer));
             }
             Place::Cuda(ordinal) => {
                 let gpu = gpu(ordinal)?;
@@ -512,7 +476,7 @@ pub fn moe_tensors<'py>(
     let given = Given { alpha, beta, limit };
     guard(|| {
         let mut contract = Contract::new();
-        let options = weights::Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+        let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
         if let Some(spec) =
             format.and_then(quant::by_name).filter(|spec| spec.format.is_packed() && !spec.format.is_nvfp4())
         {
@@ -542,7 +506,7 @@ pub fn moe_tensors<'py>(
             Some(tensor) => Numbers::Fp8(tensor.scaling()),
             None => Numbers::new(format, dtype, hidden_size, operands.w13.elem)?,
         };
-        let layer = Layer::new(&operands, numbers, &options)?;
+        let layer = formats::layer(&operands, numbers, &options)?;
         let call = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,

@@ -1,21 +1,22 @@
 //! MXFP4 experts: their contract, and the packed form that GPUs read.
 
+use super::layer::{Layer, Matrix};
 use super::mxfp4_a8;
-use super::weights::{
-    check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options, PackedTensors,
-};
+use super::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use super::options::Options;
+use super::plan;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::kernel::Stream;
-use crate::parallel::*;
-use crate::params::{Dtype, PackMxfp4Params, ScaleBytesParams};
-use crate::quant::blocks::{e8m0, Blocks};
+use crate::params::{Dtype, PackMxfp4Params};
+use crate::quant::blocks::Blocks;
 use crate::quant::mxfp4::BLOCK;
+use crate::quant::ops::check_vectors;
 use crate::quant::packed::{self, Extent, Form, Packed};
-use crate::quant::packed_ops::check_vectors;
 use crate::quant::{self, Format};
-use crate::tensor::{self, Borrowed, Checked, Contract, Dim, Elem, Place, View};
+use crate::tensor::{self, Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
@@ -83,7 +84,7 @@ pub fn layer(
     let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if e4m3 {
         match layer.place {
-            Place::Cuda(ordinal) => layer.desc.require_cuda(&gpu(ordinal)?.device)?,
+            Place::Cuda(ordinal) => plan::require(&layer.desc, &gpu(ordinal)?.device)?,
             Place::Cpu => {
                 for (matrix, used_rows) in [(&mut layer.up, rows), (&mut layer.down, columns_of_x)] {
                     let Some(blocks) = &mut matrix.blocks else { continue };
@@ -219,79 +220,4 @@ pub fn refuse_bare(w13: &Bound<'_, PyAny>, format: Format) -> Result<()> {
             "{name} experts on {place} as bare tensors; supported there: oxmoe.moe with an ExpertWeights.{name}, which packs them once"
         ))),
     }
-}
-
-/// Borrows block scales and what owns them: fp32 powers of two become a new tensor of E8M0 bytes.
-pub fn borrow_scale<'py>(
-    operand: &'static str,
-    object: &Bound<'py, PyAny>,
-    contract: &mut Contract<'_>,
-    in_place: bool,
-) -> Result<Borrowed<'py>> {
-    let elem = tensor::describe(operand, object)?.elem;
-    if elem != Elem::F32 {
-        return if in_place { contract.output(operand, object) } else { contract.input(operand, object) };
-    }
-    let given = contract.input(operand, object)?;
-    let dims = ["experts", "rows", "blocks"].map(Dim::Named);
-    Contract::new().check(operand, &given, &dims, &[Elem::F32])?;
-    let made = contract.new_output(operand, &given, given.shape(), Elem::U8)?;
-    let wrong = match given.place {
-        _ if given.numel() == 0 => None,
-        Place::Cpu => scale_bytes(object.py(), &contract.finish()?, &given, &made),
-        Place::Cuda(ordinal) => scale_bytes_on_cuda(ordinal, contract, &given, &made)?,
-    };
-    if let Some((wrong, scale)) = wrong {
-        let [_, rows, blocks] = [0, 1, 2].map(|i| given.shape()[i] as usize);
-        let place = [wrong / (rows * blocks), wrong / blocks % rows, wrong % blocks];
-        contract!("{operand}: expected powers of two from 2^-127 to 2^127, got {scale:e} at {place:?}");
-    }
-    Ok(made)
-}
-
-/// Writes the bytes; returns the first number that has none, and its index.
-fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> Option<(usize, f32)> {
-    // SAFETY: both are contiguous tensors of as many elements; nobody else has the new one.
-    let (scales, out) = unsafe {
-        let count = given.numel() as usize;
-        (std::slice::from_raw_parts(given.data.cast::<f32>(), count), std::slice::from_raw_parts_mut(made.data, count))
-    };
-    const CHUNK: usize = 1 << 16;
-    let wrong = checked.on_cpu(py, || {
-        out.par_chunks_mut(CHUNK).zip(scales.par_chunks(CHUNK)).enumerate().find_map_first(|(chunk, (out, scales))| {
-            let mut wrong = None;
-            for (i, (out, &scale)) in out.iter_mut().zip(scales).enumerate() {
-                match e8m0(scale) {
-                    Some(byte) => *out = byte,
-                    None => wrong = wrong.or(Some(chunk * CHUNK + i)),
-                }
-            }
-            wrong
-        })
-    });
-    wrong.map(|wrong| (wrong, scales[wrong]))
-}
-
-/// The same on the GPU. Waits for it: what is wrong must be said before the weights are used.
-fn scale_bytes_on_cuda(
-    ordinal: i32,
-    contract: &mut Contract<'_>,
-    given: &Borrowed<'_>,
-    made: &View,
-) -> Result<Option<(usize, f32)>> {
-    let flag = contract.new_output("flag", given, &[1], Elem::I64)?;
-    let (object, flag_object) = (given.object(), flag.object());
-    flag_object.call_method1("fill_", (-1,))?;
-    let stream = Stream::new(gpu(ordinal)?, given.current_stream(object.py())?, &contract.finish()?)?;
-    let params = ScaleBytesParams {
-        scales: given.data.cast(),
-        bytes: made.data,
-        count: given.numel(),
-        first_wrong: flag.data.cast(),
-    };
-    packed::launch_scale_bytes(&stream, OP, &params)?;
-    let wrong: i64 = flag_object.call_method0("item")?.extract()?;
-    let Ok(wrong) = usize::try_from(wrong) else { return Ok(None) };
-    let scale = object.call_method1("reshape", (-1,))?.get_item(wrong)?.call_method0("item")?.extract()?;
-    Ok(Some((wrong, scale)))
 }

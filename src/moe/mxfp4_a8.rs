@@ -1,29 +1,17 @@
 //! MXFP4 experts with e4m3 activations: what is quantised on the way, and the range of scales that e4m3 leaves.
 
+use super::layer::Layer;
 use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
-use crate::contract;
-use crate::error::Result;
 use crate::parallel::*;
-use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::packed_e4m3;
-use pyo3::prelude::*;
 use std::sync::Arc;
-
-/// Whether activations become e4m3: torch.float8_e4m3fn or its name, or None.
-pub fn is_e4m3(activation_dtype: Option<&Bound<'_, PyAny>>) -> Result<bool> {
-    let Some(given) = activation_dtype else { return Ok(false) };
-    let name = given.str()?.to_string();
-    match name.trim_start_matches("torch.") {
-        "float8_e4m3fn" => Ok(true),
-        _ => contract!("activation_dtype: expected None or torch.float8_e4m3fn, got {name}"),
-    }
-}
 
 /// Of x and of GEMM1's output. Makes the GEMMs read what these write. `packed`: weights are, so that rows are bytes, padded to whole blocks;
 /// else bf16 numbers.
-pub fn rounding(
+pub fn round_slots(
     packed: bool,
     desc: &MoeDesc,
     (ws, base): (&MoeWorkspace, *mut u8),
@@ -58,12 +46,41 @@ pub fn rounding(
         gemm.x = quantize.out;
         gemm.row_scales = quantize.scales;
         if packed {
-            // The kernel counts pairs of columns, and the quantisation before it writes no schedule.
+            // The kernel counts pairs of columns.
             gemm.k = quantize.out_columns / 2;
-            gemm.schedule_is_older = true;
         }
     }
     [of_x, of_hidden].map(Rounding::E4m3)
+}
+
+/// The roundings of rows in the experts' order, by the tiles of their schedule. Packed weights take codes, rows of which are padded to whole
+/// blocks; others the numbers, which lie where GEMM2 writes once GEMM1 has read them. Both GEMMs read what these write.
+pub fn round_rows(
+    layer: &Layer,
+    (ws, base): (&MoeWorkspace, *mut u8),
+    (out, schedule): (*mut u8, &ScheduleParams),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Rounding; 2] {
+    let packed = layer.up.packed.is_some();
+    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+        let rows = QuantizeRowsParams {
+            x: gemm.x,
+            out: if packed { ws.hidden_e4m3.at(base) } else { numbers },
+            scales: ws.row_scales.at(base),
+            rows: schedule.rows,
+            columns: gemm.k,
+            out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
+            tiles: schedule.tiles.cast_const(),
+            tile_count: schedule.tile_count.cast_const(),
+            x_is_older: false,
+        };
+        (gemm.x, gemm.row_scales) = (rows.out, rows.scales);
+        if packed {
+            // The kernel counts pairs of columns.
+            gemm.k = rows.out_columns / 2;
+        }
+        Rounding::E4m3Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
+    })
 }
 
 /// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host, of whose rows and columns the first are used.

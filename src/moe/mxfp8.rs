@@ -1,12 +1,16 @@
 //! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
 
+use super::layer::{Layer, Matrix};
 use super::mxfp4::{BIASES, SCALES};
+use super::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use super::options::Options;
+use super::plan::{self, MoeWorkspace};
 use super::rounding::Rounding;
-use super::weights::{check_biases, check_sizes, intermediate_size, Layer, LayerDesc, Matrix, Operands, Options};
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::Result;
-use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp8::BLOCK;
 use crate::quant::Format;
@@ -54,14 +58,14 @@ pub fn layer(operands: &Operands<'_>, hidden: Option<i64>, options: &Options<'_,
     let desc = LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format };
     let layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
     if let Place::Cuda(ordinal) = layer.place {
-        layer.desc.require_cuda(&gpu(ordinal)?.device)?;
+        plan::require(&layer.desc, &gpu(ordinal)?.device)?;
     }
     Ok(layer)
 }
 
 /// Of x and, in its place, of GEMM1's output, which Hopper's kernels do in GEMM1's epilogue. Makes GEMM1 read rounded rows, which are written
 /// to `x`.
-pub fn rounding(
+pub fn round_slots(
     tokens: i64,
     x: *mut u8,
     route: &RouteParams,
@@ -91,7 +95,29 @@ pub fn rounding(
         ..of_x
     };
     up.x = x;
-    // The rounding before it writes no schedule.
-    up.schedule_is_older = true;
     [of_x, of_hidden].map(Rounding::Mxfp8)
+}
+
+/// The roundings of rows in the experts' order, by the tiles of their schedule: of x to where GEMM2 writes, once GEMM1 has read it, and of
+/// GEMM1's output in its place. Both GEMMs read what these write.
+pub fn round_rows(
+    (ws, base): (&MoeWorkspace, *mut u8),
+    (out, schedule): (*mut u8, &ScheduleParams),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Rounding; 2] {
+    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+        let rows = QuantizeRowsParams {
+            x: gemm.x,
+            out: numbers,
+            scales: std::ptr::null_mut(),
+            rows: schedule.rows,
+            columns: gemm.k,
+            out_columns: gemm.k,
+            tiles: schedule.tiles.cast_const(),
+            tile_count: schedule.tile_count.cast_const(),
+            x_is_older: false,
+        };
+        gemm.x = rows.out;
+        Rounding::Mxfp8Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
+    })
 }

@@ -1,6 +1,7 @@
 //! NVFP4 experts on GPUs: the packed form of weights, and numbers of experts in device memory.
 
-use super::weights::{Layer, Operands, PackedTensors};
+use super::layer::Layer;
+use super::operands::{Operands, PackedTensors};
 use crate::contract;
 use crate::device::gpu;
 use crate::error::Result;
@@ -8,8 +9,8 @@ use crate::kernel::Stream;
 use crate::params::{PackNvfp4Params, W13Layout};
 use crate::python;
 use crate::quant::blocks::Blocks;
+use crate::quant::ops::check_vectors;
 use crate::quant::packed::{self, Extent, Form, Packed};
-use crate::quant::packed_ops::check_vectors;
 use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
 use pyo3::prelude::*;
 

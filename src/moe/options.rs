@@ -4,6 +4,7 @@ use super::per_expert::Swiglu;
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::{Activation, ActivationKind, W13Layout};
+use crate::quant::arguments::w13_layout;
 
 /// The Python arguments that describe a layer's arithmetic.
 pub struct Options<'a, 'py> {
@@ -12,15 +13,6 @@ pub struct Options<'a, 'py> {
     pub gated: Option<bool>,
     pub swiglu: Swiglu<'py>,
     pub clamp: &'a str,
-}
-
-pub fn w13_layout(name: &str) -> Result<W13Layout> {
-    Ok(match name {
-        "gate_up" => W13Layout::GateUp,
-        "up_gate" => W13Layout::UpGate,
-        "interleaved" => W13Layout::Interleaved,
-        other => contract!("layout: expected \"gate_up\", \"up_gate\" or \"interleaved\", got {other:?}"),
-    })
 }
 
 const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";

@@ -3,25 +3,29 @@
 
 mod counters;
 pub mod fp8_sm90;
+mod gemms;
+mod kernels;
 pub mod masked;
-pub mod mxfp4_sm90;
-pub mod mxfp8_sm90;
-pub mod nvfp4_sm90;
-pub mod portable;
+mod packed_sm90;
+mod portable;
+mod rounding;
 pub mod routing;
 pub mod sm90;
 mod tiles;
 
-use super::weights::LayerDesc;
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::params::{Dtype, Tile};
 use crate::quant::fp8::GROUP;
 use crate::quant::Format;
-use crate::variants::{Element, Variant};
+use crate::variants::{self, Element, Family, Variant};
 use crate::workspace::{Layout, Range};
 pub use counters::{counters, Counters};
+use gemms::set_of;
+pub use gemms::GemmsPlan;
+use kernels::{Gemms, Rows};
 use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
 
@@ -197,15 +201,13 @@ pub fn tile_step(desc: &MoeDesc, tile_tokens: i32) -> i32 {
 
 /// The launches between routing and combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant)] // a plan is made on the stack for one call
 pub enum Experts {
-    Gemms {
-        up: Launch,
-        /// None: `up` has both GEMMs.
-        down: Option<Launch>,
-    },
-    /// Both GEMMs and the combine.
+    /// Both GEMMs and what rounds their rows.
+    Gemms(GemmsPlan),
+    /// Both GEMMs and the combine in one launch.
     Fused(Launch),
-    /// And the routing.
+    /// The routing, both GEMMs and the combine in one launch.
     Routed(Launch),
 }
 
@@ -227,10 +229,6 @@ pub struct MoePlan {
     /// GEMM2's own schedule behind the routing, and its tiles' tokens, where they are not GEMM1's.
     pub down_schedule: Option<(Launch, i32)>,
     pub experts: Experts,
-    /// Where GEMM2 begins where GEMM1 ends.
-    pub overlap: Option<Overlap>,
-    /// Of e4m3, MXFP8 and NVFP4 activations: x, before GEMM1, and GEMM1's output, where GEMM1 does not do it itself, in up to two launches.
-    pub quantize: [[Option<Launch>; 2]; 2],
     pub combine: Option<Launch>,
     pub workspace: MoeWorkspace,
 }
@@ -243,136 +241,30 @@ fn element(dtype: Dtype) -> Element {
     }
 }
 
-/// The kernels that run both GEMMs of a layer. A property of the weights, never of the batch: a row's bits must not depend on the batch
-/// around it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kernels {
-    Hopper,
-    HopperMxfp4,
-    HopperFp8,
-    HopperMxfp8,
-    HopperNvfp4,
-    Portable,
-}
-
-impl Kernels {
-    fn of(device: &Device, layer: &LayerDesc) -> Kernels {
-        let (rows, hidden) = (layer.up_rows() as u32, layer.hidden as u32);
-        let intermediate = layer.intermediate as u32;
-        let mxfp4 = |rows, k, out| mxfp4_sm90::serves(device, rows, k, out);
-        let plain = |gated, rows, k| sm90::serves(device, layer.dtype, gated, rows, k);
-        // Rows of packed down weights are padded to a multiple of 32; only the output's columns count.
-        if layer.format.is_mxfp4() && mxfp4(rows, hidden, intermediate) && mxfp4(32, intermediate, hidden) {
-            Kernels::HopperMxfp4
-        } else if fp8_sm90::serves(device, layer) {
-            Kernels::HopperFp8
-        } else if mxfp8_sm90::serves(device, layer) {
-            Kernels::HopperMxfp8
-        } else if nvfp4_sm90::serves(device, layer) {
-            Kernels::HopperNvfp4
-        } else if layer.format.spec().block == 1
-            && plain(layer.gated, rows, hidden)
-            && plain(false, hidden, intermediate)
-        {
-            Kernels::Hopper
-        } else {
-            Kernels::Portable
-        }
+/// An error where no kernel of this GPU takes the layer.
+pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
+    layer.format.require_cuda()?;
+    if layer.format.is_fp8() {
+        fp8_sm90::require(layer)?;
     }
+    if layer.format == Format::Mxfp4A8 {
+        packed_sm90::require_e4m3(device, layer)?;
+    }
+    Ok(())
 }
 
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
-        layer.require_cuda(device)?;
+        require(layer, device)?;
         let slots = desc.tokens * desc.top_k;
-        let (element, format, experts) = (element(layer.dtype), layer.format, layer.experts);
-        let rows = layer.up_rows();
-        let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows, k: layer.hidden };
-        let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
-        let kernels = Kernels::of(device, layer);
-        let one_launch = match kernels {
-            _ if !device.whole => None,
-            Kernels::Hopper => {
-                let routed = sm90::routed_layer(desc, &up, &down, device).map(Experts::Routed);
-                routed.or_else(|| sm90::layer(desc.tokens, &up, &down, device).map(Experts::Fused))
-            }
-            Kernels::HopperMxfp4 if format == Format::Mxfp4 => {
-                mxfp4_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
-            }
-            Kernels::HopperFp8 if format == Format::Fp8Block => {
-                fp8_sm90::layer(desc, &up, &down, device).map(Experts::Routed)
-            }
-            Kernels::HopperMxfp4
-            | Kernels::HopperMxfp8
-            | Kernels::HopperNvfp4
-            | Kernels::HopperFp8
-            | Kernels::Portable => None,
-        };
-        let (mut down_tile_tokens, mut quantises_inside) = (None, false);
-        let (tile_tokens, experts) = match (one_launch, kernels) {
-            (Some(experts), _) => (sm90::LAYER_TOKENS, experts),
-            (None, Kernels::Hopper) => {
-                let tile_tokens = sm90::tile_tokens(&up, &down, device);
-                let [up, down] = [up, down].map(|gemm| sm90::gemm(&gemm, tile_tokens, device));
-                (tile_tokens, Experts::Gemms { up, down: Some(down) })
-            }
-            (None, Kernels::HopperMxfp4) => {
-                let tile_tokens = mxfp4_sm90::tile_tokens(&up);
-                let (up, down) = mxfp4_sm90::gemms(&up, &down, tile_tokens, device);
-                (tile_tokens, Experts::Gemms { up, down })
-            }
-            (None, Kernels::HopperFp8) => {
-                let order = match desc.plain_x && format == Format::Fp8Block {
-                    true => fp8_sm90::Order::Possible,
-                    false => fp8_sm90::Order::Gathered,
-                };
-                let tile_tokens = fp8_sm90::tile_tokens(&up, order);
-                down_tile_tokens = fp8_sm90::down_tile_tokens(&down, tile_tokens);
-                let inside = fp8_sm90::quantises_inside(&up, tile_tokens, device);
-                quantises_inside = inside;
-                let gemm = if inside { fp8_sm90::quantising_gemm } else { fp8_sm90::gemm };
-                let up = gemm(&up, tile_tokens, device);
-                let down = fp8_sm90::down(&down, down_tile_tokens.unwrap_or(tile_tokens), device);
-                (tile_tokens, Experts::Gemms { up, down: Some(down) })
-            }
-            (None, Kernels::HopperMxfp8) => {
-                let tile_tokens = mxfp8_sm90::tile_tokens(&up);
-                let up = mxfp8_sm90::gemms(&up, &down, tile_tokens, device);
-                (tile_tokens, Experts::Gemms { up, down: None })
-            }
-            (None, Kernels::HopperNvfp4) => {
-                let tile_tokens = nvfp4_sm90::tile_tokens(&up);
-                let up = nvfp4_sm90::gemms(&up, &down, tile_tokens, device);
-                (tile_tokens, Experts::Gemms { up, down: None })
-            }
-            (None, Kernels::Portable) => {
-                let tile_tokens = portable::tile_tokens(&up, &down, device);
-                let [up, down] = [up, down].map(|gemm| portable::gemm(&gemm, tile_tokens, device));
-                (tile_tokens, Experts::Gemms { up, down: Some(down) })
-            }
-        };
-        let quantize = if one_launch.is_some() {
-            [[None; 2]; 2]
-        } else if format.is_fp8() {
-            fp8_sm90::quantize(layer, (desc.tokens, slots), tile_tokens, quantises_inside)
-        } else if format == Format::Mxfp4A8 {
-            [desc.tokens, slots].map(|rows| [None, Some(mxfp4_sm90::quantize(rows, device))])
-        } else if format.is_nvfp4() {
-            nvfp4_sm90::rounds(layer, slots, device).map(|launch| [None, launch])
-        } else if format == Format::Mxfp8 {
-            // The portable GEMM1 has no groups of 32 outputs in a warp.
-            let after = (kernels == Kernels::Portable).then(|| mxfp8_sm90::round(slots * layer.intermediate, device));
-            [[None, Some(mxfp8_sm90::round(desc.tokens * layer.hidden, device))], [None, after]]
-        } else {
-            [[None; 2]; 2]
-        };
-        let overlap = match (kernels, experts) {
-            (Kernels::Hopper, Experts::Gemms { up: launch, .. }) => Some(sm90::overlap(&up, launch)),
-            (Kernels::HopperFp8, Experts::Gemms { up: launch, .. }) => {
-                fp8_sm90::overlaps(tile_tokens, quantises_inside).then(|| fp8_sm90::overlap(&up, tile_tokens, launch))
-            }
-            _ => None,
+        let rows = Rows::Gathered { tokens: desc.tokens, plain_x: desc.plain_x };
+        let (set, gemms) = (set_of(device, layer), Gemms::new(layer, slots, rows, device));
+        let one_launch = if device.whole { (set.one_launch)(desc, &gemms) } else { None };
+        let experts = one_launch.unwrap_or_else(|| Experts::Gemms(GemmsPlan::new(set, &gemms)));
+        let (tile_tokens, down_tile_tokens) = match &experts {
+            Experts::Gemms(gemms) => (gemms.tile_tokens, gemms.down_tile_tokens),
+            Experts::Fused(_) | Experts::Routed(_) => (sm90::LAYER_TOKENS, None),
         };
         Ok(MoePlan {
             desc: *desc,
@@ -381,9 +273,7 @@ impl MoePlan {
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
             experts,
-            overlap,
-            quantize,
-            combine: if one_launch.is_some() { None } else { Some(combine(desc, element, device)) },
+            combine: matches!(experts, Experts::Gemms(_)).then(|| combine(desc, element(layer.dtype))),
             workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
         })
     }
@@ -391,10 +281,7 @@ impl MoePlan {
     /// All launches in their order.
     pub fn launches(&self) -> Vec<Launch> {
         let experts = match self.experts {
-            Experts::Gemms { up, down } => {
-                let [x, hidden] = self.quantize;
-                x.into_iter().chain([Some(up)]).chain(hidden).chain([down]).flatten().collect()
-            }
+            Experts::Gemms(gemms) => gemms.launches().collect(),
             Experts::Fused(launch) => vec![launch],
             Experts::Routed(launch) => return vec![launch],
         };
@@ -405,9 +292,9 @@ impl MoePlan {
     /// Counters that routing must set to 0.
     pub fn counter_count(&self) -> i32 {
         match self.experts {
-            Experts::Gemms { .. } if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
-            Experts::Gemms { .. } if self.overlap.is_some() => Counters::with_done(self.desc.layer.experts),
-            Experts::Gemms { .. } => Counters::TILES_DONE as i32,
+            Experts::Gemms(_) if self.desc.layer.format == Format::Fp8Tensor => Counters::PEAK_HIDDEN as i32 + 1,
+            Experts::Gemms(gemms) if gemms.overlap.is_some() => Counters::with_done(self.desc.layer.experts),
+            Experts::Gemms(_) => Counters::TILES_DONE as i32,
             Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
             Experts::Routed(_) => 0,
         }
@@ -458,7 +345,7 @@ pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
 
 /// A schedule from counts.
 fn schedule() -> Launch {
-    let variant = Variant::Schedule;
+    let variant = Variant::of(Family::Schedule);
     Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
@@ -475,25 +362,17 @@ pub fn combine_columns(desc: &MoeDesc) -> u32 {
 }
 
 /// Combine: a CTA takes a part of one token's row.
-fn combine(desc: &MoeDesc, element: Element, _device: &Device) -> Launch {
-    let variant = Variant::Combine { element };
+fn combine(desc: &MoeDesc, element: Element) -> Launch {
+    let variant = variants::routing::combine(element);
     let parts = (desc.layer.hidden as u32).div_ceil(variant.threads() * combine_columns(desc));
     Launch { variant, grid: parts * desc.tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Every kernel that some call of this layer can use on this device: loaded with the weights.
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
-    let gemms = match Kernels::of(device, layer) {
-        Kernels::Hopper => sm90::variants(element(layer.dtype), layer.gated),
-        Kernels::HopperMxfp4 => mxfp4_sm90::variants(layer.format, layer.gated),
-        Kernels::HopperFp8 => fp8_sm90::variants(layer.gated),
-        Kernels::HopperMxfp8 => mxfp8_sm90::variants(layer.gated),
-        Kernels::HopperNvfp4 => nvfp4_sm90::variants(layer),
-        Kernels::Portable => portable::variants(element(layer.dtype), layer.format),
-    };
-    let mut all = gemms;
-    all.extend([Variant::Combine { element: element(layer.dtype) }, Variant::Schedule]);
-    all.extend(masked::variants(device, layer.format));
+    let mut all = (set_of(device, layer).variants)(layer);
+    all.extend([variants::routing::combine(element(layer.dtype)), Variant::of(Family::Schedule)]);
+    all.extend(rounding::variants(device, layer.format));
     all.extend(routing::variants());
     all
 }
@@ -529,7 +408,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
     );
     if let Some(device) = device {
         if layer.format != Format::F32 {
-            layer.require_cuda(device)?;
+            require(layer, device)?;
         }
         let _ = writeln!(
             text,
@@ -561,7 +440,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.shared_bytes
                 );
             }
-            if plan.overlap.is_some() {
+            if matches!(plan.experts, Experts::Gemms(GemmsPlan { overlap: Some(_), .. })) {
                 let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
             }
             if let Some(rule) = portable::warps_rule(device, layer.format) {

@@ -2,7 +2,7 @@
 
 use crate::cpu;
 use crate::error::Result;
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Launch, Stream};
 use crate::params::{ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, TileRowsParams};
 use crate::quant::fp8_ops;
 
@@ -23,14 +23,16 @@ pub enum Rounding {
 impl Rounding {
     /// In the planned launches, one after the other; without any another kernel does it.
     pub fn launch(&self, stream: &Stream<'_>, op: &str, planned: [Option<Launch>; 2]) -> Result<()> {
-        let args = match self {
-            Rounding::Fp8(p) => Args::QuantizeFp8(p),
-            Rounding::Fp8Scales(p) => return stream.launch(op, &fp8_ops::expansion(p), Args::ExpandScales(p)),
-            Rounding::E4m3(p) | Rounding::Mxfp8(p) => Args::QuantizeRows(p),
-            Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => Args::TileRows(p),
-            Rounding::Nvfp4(p) => Args::RoundNvfp4(p),
-        };
-        planned.iter().flatten().try_for_each(|launch| stream.launch(op, launch, args))
+        if let Rounding::Fp8Scales(p) = self {
+            return stream.launch(op, &fp8_ops::expansion(p), p);
+        }
+        planned.iter().flatten().try_for_each(|launch| match self {
+            Rounding::Fp8(p) => stream.launch(op, launch, p),
+            Rounding::Fp8Scales(p) => stream.launch(op, launch, p),
+            Rounding::E4m3(p) | Rounding::Mxfp8(p) => stream.launch(op, launch, p),
+            Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => stream.launch(op, launch, p),
+            Rounding::Nvfp4(p) => stream.launch(op, launch, p),
+        })
     }
 
     /// # Safety

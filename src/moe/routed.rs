@@ -1,8 +1,8 @@
 //! The layer in one launch, with the routing inside and without.
 
 use super::grouped_gemm;
+use super::layer::Layer;
 use super::plan::{self, Counters, Experts};
-use super::weights::Layer;
 use crate::counters::{self, Counts};
 use crate::device::Device;
 use crate::error::{Error, Result};

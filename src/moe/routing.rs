@@ -1,11 +1,11 @@
 //! Launching the routing: top-k, sort by expert and tile schedule, in the one to three kernels that the plan chose.
 
 use super::plan::routing::RoutingPlan;
-use super::plan::{self, Experts, MoeDesc, MoePlan, MoeWorkspace};
+use super::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
 use crate::error::Result;
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{RouteParams, ScheduleParams, SelectParams};
-use crate::variants::Variant;
+use crate::variants::Family;
 
 /// What a plan says of the schedules.
 #[derive(Clone, Copy)]
@@ -26,7 +26,7 @@ impl Tiling {
             max_tiles: plan.max_tiles,
             counter_count: plan.counter_count(),
             down_tile_tokens: plan.down_schedule.map(|(_, tokens)| tokens),
-            in_one_launch: matches!(plan.experts, Experts::Gemms { down: None, .. }),
+            in_one_launch: matches!(plan.experts, Experts::Gemms(GemmsPlan { down: None, .. })),
         }
     }
 
@@ -89,13 +89,10 @@ pub fn launch(
     route: &RouteParams,
 ) -> Result<()> {
     for launch in plan.launches() {
-        let args = match (launch.variant, select) {
-            (Variant::Select { .. } | Variant::Route { experts_per_lane: 1.., .. }, Some(select)) => {
-                Args::Select(select, route)
-            }
-            _ => Args::Sort(route),
-        };
-        stream.launch(op, &launch, args)?;
+        match (launch.variant.family, select) {
+            (Family::Select | Family::Route, Some(select)) => stream.launch(op, &launch, (select, route))?,
+            _ => stream.launch(op, &launch, route)?,
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! A call's input: numbers of the layer's dtype, or e4m3 or NVFP4 that the caller quantised, with its scales.
 
+use super::layer::Layer;
 use super::nvfp4;
-use super::weights::Layer;
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::Dtype;

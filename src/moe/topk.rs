@@ -7,7 +7,7 @@ use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
 use crate::sizes::int;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
@@ -283,7 +283,7 @@ pub fn topk<'py>(
                             select.experts
                         )));
                     };
-                    stream.launch("topk", &launch, Args::Select(&select, &routing::NO_SORT))?;
+                    stream.launch("topk", &launch, (&select, &routing::NO_SORT))?;
                 }
             }
         }
@@ -451,7 +451,7 @@ pub fn routing_tables<'py>(
         match ids.place {
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?, &checked)?;
-                stream.launch("routing_tables", &ragged(slots as u32), Args::Ragged(&params))?;
+                stream.launch("routing_tables", &ragged(slots as u32), &params)?;
             }
             Place::Cpu => {
                 // SAFETY: all tables were made above with the sizes that the parameters state.

@@ -1,176 +1,36 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
-use super::grouped_gemm;
-pub use super::layer::{Layer, LayerDesc, Matrix};
-use super::mxfp4_a8::is_e4m3;
+pub mod handle;
+mod nvfp4;
+
+use super::layer::Layer;
 use super::numbers::Numbers;
-pub use super::options::{w13_layout, Options};
+use super::operands::{Arguments, Extra, Operands};
+use super::options::Options;
 use super::per_expert::NAMES;
 use super::per_expert::{Given, Scalar};
-use super::{fp8, fp8_tensor, mxfp4, mxfp8, nvfp4, nvfp4_gpu};
+use super::{formats, fp8, fp8_tensor, mxfp4, nvfp4_gpu};
 use crate::contract;
+use crate::counters;
+use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
+use crate::quant::arguments::is_e4m3;
 use crate::quant::{self, Format};
-use crate::tensor::{Borrowed, Contract, Dim, Elem, Owned, Place, Span, View};
+use crate::tensor::{Contract, Elem, Owned, Place, Span};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-/// A layer's tensors as Python gives them.
-pub struct Arguments<'a, 'py> {
-    pub w13: &'a Bound<'py, PyAny>,
-    pub w2: &'a Bound<'py, PyAny>,
-    pub b13: Option<&'a Bound<'py, PyAny>>,
-    pub b2: Option<&'a Bound<'py, PyAny>>,
-    pub w13_scale: Option<&'a Bound<'py, PyAny>>,
-    pub w2_scale: Option<&'a Bound<'py, PyAny>>,
-}
-
-/// The same, borrowed.
-pub struct Operands<'py> {
-    pub w13: Borrowed<'py>,
-    pub w2: Borrowed<'py>,
-    pub b13: Option<Borrowed<'py>>,
-    pub b2: Option<Borrowed<'py>>,
-    /// Of w13 and w2: E8M0 bytes that were made of fp32 scales are new tensors.
-    pub scales: Option<[Borrowed<'py>; 2]>,
-}
-
-impl<'py> Operands<'py> {
-    /// `fp8`: block scales stay as they are; else they become E8M0. `in_place`: weights and scales are written, too.
-    pub fn borrow(
-        contract: &mut Contract<'_>,
-        arguments: &Arguments<'_, 'py>,
-        (fp8, in_place): (bool, bool),
-    ) -> Result<Operands<'py>> {
-        let scales = match (arguments.w13_scale, arguments.w2_scale) {
-            (None, None) => None,
-            (Some(up), Some(down)) => {
-                let mut borrow = |name, scale: &Bound<'py, PyAny>| match (fp8, in_place) {
-                    (true, _) => contract.input(name, scale),
-                    (false, _) => mxfp4::borrow_scale(name, scale, contract, in_place),
-                };
-                Some([borrow("w13_scale", up)?, borrow("w2_scale", down)?])
-            }
-            (None, _) => contract!("w13_scale: needed where w2_scale is given"),
-            (_, None) => contract!("w2_scale: needed where w13_scale is given"),
-        };
-        let mut weights = |name, w: &Bound<'py, PyAny>| match in_place {
-            true => contract.output(name, w),
-            false => contract.input(name, w),
-        };
-        let (w13, w2) = (weights("w13", arguments.w13)?, weights("w2", arguments.w2)?);
-        let mut bias = |name, bias: Option<&Bound<'py, PyAny>>| bias.map(|b| contract.input(name, b)).transpose();
-        let (b13, b2) = (bias("b13", arguments.b13)?, bias("b2", arguments.b2)?);
-        Ok(Operands { w13, w2, b13, b2, scales })
-    }
-}
-
-impl Layer {
-    /// Checks the tensors and describes them.
-    pub fn new(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_>) -> Result<Layer> {
-        let mut layer = match numbers {
-            Numbers::Plain(elem) => Layer::plain(operands, elem, options),
-            Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
-            Numbers::Fp8(scaling) => fp8::layer(operands, scaling, options),
-            Numbers::Mxfp8 { hidden } => mxfp8::layer(operands, hidden, options),
-            Numbers::Nvfp4(spec) => nvfp4::layer(operands, &spec, options),
-        }?;
-        if options.swiglu.of_experts() {
-            layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
-        }
-        Ok(layer)
-    }
-
-    /// `bias` tensors may be fp32 or of the weights' dtype.
-    fn plain(operands: &Operands<'_>, elem: Elem, options: &Options<'_, '_>) -> Result<Layer> {
-        let Operands { w13, w2, b13, b2, scales } = operands;
-        let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
-        let Some(dtype) = elem.dtype() else { contract!("w13: {elem} is no compute type") };
-        let format = Format::plain(dtype);
-        if scales.is_some() {
-            contract!("w13_scale and w2_scale: format {:?} has no scales", format.spec().name);
-        }
-        let mut contract = Contract::new();
-        contract.check(
-            "w13",
-            w13,
-            &[Dim::Named("experts"), Dim::Named("rows of w13"), Dim::Named("hidden")],
-            &[elem],
-        )?;
-        let (experts, rows, hidden) = (w13.shape()[0], w13.shape()[1], w13.shape()[2]);
-        let intermediate = intermediate_size(w13, gated)?;
-        contract.check(
-            "w2",
-            w2,
-            &[Dim::Named("experts"), Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
-            &[elem],
-        )?;
-        check_biases(&mut contract, operands, Dim::Named("hidden"), &[elem, Elem::F32])?;
-        check_sizes(w13, hidden)?;
-        let up = Matrix::new(w13, b13, dtype, (rows, hidden));
-        let down = Matrix::new(w2, b2, dtype, (hidden, intermediate));
-        let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
-        let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
-        if let Place::Cuda(ordinal) = layer.place {
-            format.require_cuda()?;
-            for (name, t) in [("w13", w13), ("w2", w2)] {
-                if !(t.data as usize).is_multiple_of(16) {
-                    contract!(
-                        "{name}: must start at a multiple of 16 bytes, got address {:p}; pass {name}.clone()",
-                        t.data
-                    );
-                }
-            }
-            let gpu = gpu(ordinal)?;
-            layer.up_maps = grouped_gemm::encode(&gpu.device, &layer.desc, &layer.up, gated, layout)?;
-            layer.down_maps = grouped_gemm::encode(&gpu.device, &layer.desc, &layer.down, false, layout)?;
-        }
-        Ok(layer)
-    }
-}
-
-/// Columns of GEMM1's output, from the rows of w13.
-pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
-    let rows = w13.shape()[1];
-    if gated && rows % 2 != 0 {
-        contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
-    }
-    Ok(if gated { rows / 2 } else { rows })
-}
-
-/// b13 `[E, rows of w13]` and b2 `[E, hidden]`, where they are given.
-pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Dim, elems: &[Elem]) -> Result<()> {
-    for (name, bias, dim) in [("b13", &operands.b13, Dim::Named("rows of w13")), ("b2", &operands.b2, hidden)] {
-        if let Some(bias) = bias {
-            contract.check(name, bias, &[Dim::Named("experts"), dim], elems)?;
-        }
-    }
-    Ok(())
-}
-
-/// What kernels can count, and no empty layer.
-pub fn check_sizes(w13: &View, hidden: i64) -> Result<()> {
-    let (experts, rows, limit) = (w13.shape()[0], w13.shape()[1], i32::MAX as i64 / 2);
-    if experts == 0 || rows == 0 || hidden == 0 {
-        contract!("w13: no dimension may be 0, got shape {:?}", w13.shape());
-    }
-    if experts > 4096 || rows > limit || hidden > limit {
-        contract!("w13: shape {:?} is beyond 4096 experts or 2^30 rows", w13.shape());
-    }
-    Ok(())
-}
-
-/// Codes, scales and expert_scales of packed weights.
-pub type PackedTensors<'py> = [Extra<'py>; 3];
 /// The same as attributes.
 type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
 #[doc = crate::help!("ExpertWeights")]
-#[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass)]
+#[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass, weakref)]
 pub struct ExpertWeights {
     layer: Layer,
+    /// By which operators name these experts.
+    handle: i64,
     /// What calls read of the layer.
     spans: Vec<Span>,
     /// The tensors in which these spans lie.
@@ -189,16 +49,16 @@ pub struct ExpertWeights {
     b2: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.w13_scale")]
     #[pyo3(get)]
-    pub(super) w13_scale: Option<Py<PyAny>>,
+    w13_scale: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.w2_scale")]
     #[pyo3(get)]
-    pub(super) w2_scale: Option<Py<PyAny>>,
+    w2_scale: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.a13_scale")]
     #[pyo3(get)]
-    pub(super) a13_scale: Option<Py<PyAny>>,
+    a13_scale: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.a2_scale")]
     #[pyo3(get)]
-    pub(super) a2_scale: Option<Py<PyAny>>,
+    a2_scale: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.w13_packed")]
     #[pyo3(get)]
     w13_packed: Option<PackedObjects>,
@@ -224,9 +84,6 @@ pub struct ExpertWeights {
     #[pyo3(get)]
     clamp: String,
 }
-
-/// A tensor that a layer reads beside its weights, scales, biases and numbers of SwiGLU, with the operand's name.
-pub type Extra<'py> = (&'static str, Borrowed<'py>);
 
 impl ExpertWeights {
     /// The layer for a call, or an error where memory that it reads is no longer where it was.
@@ -258,11 +115,13 @@ impl ExpertWeights {
     ) -> Result<ExpertWeights> {
         let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_));
         let operands = Operands::borrow(&mut contract, arguments, (fp8, in_place))?;
-        let mut layer = Layer::new(&operands, numbers, &options)?;
+        let mut layer = formats::layer(&operands, numbers, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
-            kernel::prepare(gpu, &super::plan::reachable(&gpu.device, &layer.desc))?;
+            let kernels = super::plan::reachable(&gpu.device, &layer.desc);
+            kernel::prepare(gpu, &kernels)?;
+            counters::prepare(gpu, &kernels)?;
             if layer.desc.format.is_packed() {
                 packed = Some(match layer.desc.format.is_nvfp4() {
                     true => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
@@ -304,6 +163,7 @@ impl ExpertWeights {
         let ([w13, w2], [w13_scale, w2_scale]) = (weights, weight_scales);
         Ok(ExpertWeights {
             layer,
+            handle: handle::next(),
             spans,
             owned,
             w13,
@@ -462,7 +322,8 @@ macro_rules! constructors {
                     let (numbers, extra) = (Numbers::Fp8(tensor.scaling()), tensor.tensors());
                     let mut made =
                         ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
-                    tensor.show(&mut made);
+                    let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, .. } = &mut made;
+                    tensor.show([w13_scale, w2_scale, a13_scale, a2_scale]);
                     Ok(made)
                 })
             }
@@ -507,6 +368,12 @@ macro_rules! constructors {
                 options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
+            }
+
+            #[doc = crate::help!("ExpertWeights.handle")]
+            #[getter]
+            fn handle(slf: &Bound<'_, Self>) -> PyResult<i64> {
+                handle::of(slf)
             }
 
             #[doc = crate::help!("ExpertWeights.num_experts")]

@@ -1,16 +1,16 @@
 //! What Python sees of fp8: quantisation of rows, on CPU and CUDA tensors.
 
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape};
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error};
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Launch, Stream};
 use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
-use crate::variants::{fp8::Fp8, Variant};
+use crate::variants::{Family, Variant};
 use pyo3::prelude::*;
 
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
@@ -91,7 +91,7 @@ pub fn quantize_fp8<'py>(
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
             let launch = groups_of(from.numel(), group, from.elem);
-            stream.launch("per_token_group_quant_fp8", &launch, Args::QuantizeFp8(&params))?;
+            stream.launch("per_token_group_quant_fp8", &launch, &params)?;
         } else {
             match from.elem {
                 Elem::F32 => check_aligned::<f32>("x", &from)?,
@@ -106,7 +106,7 @@ pub fn quantize_fp8<'py>(
 
 /// The launch that quantises `numbers` in groups of `group` columns: 32 a thread in groups of 128 16-bit numbers, else eight.
 fn groups_of(numbers: i64, group: i64, elem: Elem) -> Launch {
-    launch_of(Fp8::RowsToE4m3, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
+    launch_of(Family::QuantizeFp8, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
 }
 
 /// CTAs that find the largest magnitude: what they read ahead covers the memory's latency.
@@ -117,15 +117,15 @@ const ONE_CTA_NUMBERS: i64 = 1 << 14;
 
 /// The launches that quantise bf16 activations in groups of 128: the first where a scale is that of all rows.
 pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2] {
-    let groups = launch_of(Fp8::RowsToE4m3, rows * columns / 32);
+    let groups = launch_of(Family::QuantizeFp8, rows * columns / 32);
     match scaling {
         Fp8Scaling::Rows => {
             let threads = rows * i64::from(row_threads(columns as i32));
-            [None, Some(launch_of(Fp8::WholeRowsToE4m3, threads))]
+            [None, Some(launch_of(Family::QuantizeFp8Rows, threads))]
         }
-        Fp8Scaling::Peak if rows * columns <= ONE_CTA_NUMBERS => [None, Some(launch_of(Fp8::WholeRowsToE4m3, 1))],
+        Fp8Scaling::Peak if rows * columns <= ONE_CTA_NUMBERS => [None, Some(launch_of(Family::QuantizeFp8Rows, 1))],
         Fp8Scaling::Peak => {
-            let peak = launch_of(Fp8::PeakOfRows, rows * columns / 32);
+            let peak = launch_of(Family::QuantizeFp8Peak, rows * columns / 32);
             [Some(Launch { grid: peak.grid.min(MOST_PEAK_CTAS), ..peak }), Some(groups)]
         }
         _ => [None, Some(groups)],
@@ -134,7 +134,7 @@ pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2]
 
 /// The launch that quantises rows of bf16 in groups of 128 and brings them to their slots' places.
 pub fn to_slots(rows: i64, columns: i64) -> Launch {
-    launch_of(Fp8::RowsToSlots, rows * columns / 32)
+    launch_of(Family::QuantizeFp8Slots, rows * columns / 32)
 }
 
 /// Threads of a row with one scale: four vectors of eight numbers each, as far as a CTA goes.
@@ -144,11 +144,11 @@ pub fn row_threads(columns: i32) -> i32 {
 
 /// The launch that brings a caller's scales into order.
 pub fn expansion(p: &ExpandScalesParams) -> Launch {
-    launch_of(Fp8::ExpandScales, i64::from(p.rows) * i64::from(p.groups))
+    launch_of(Family::ExpandScales, i64::from(p.rows) * i64::from(p.groups))
 }
 
-fn launch_of(kernel: Fp8, threads: i64) -> Launch {
-    let variant = Variant::Fp8(kernel);
+fn launch_of(family: Family, threads: i64) -> Launch {
+    let variant = Variant::of(family);
     let block = variant.threads();
     let grid = threads.max(1).unsigned_abs().div_ceil(block.into()) as u32;
     Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }

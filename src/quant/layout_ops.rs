@@ -2,8 +2,8 @@
 
 use super::layouts::cutlass::{self, Release};
 use super::layouts::{gpu, hopper, Conversion, Layout, Matrices};
+use super::ops::check_vectors;
 use super::ops::{check_multiple, dims, elements, elements_mut, leading, shape, Pair, BLOCK, E8M0};
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::device;
 use crate::error::{guard, Result};

@@ -1,5 +1,6 @@
 //! Weight formats. A format is a value: what the weights are made of. New ones are rows here.
 
+pub mod arguments;
 pub mod blocks;
 pub mod e2m1;
 pub mod fp8;

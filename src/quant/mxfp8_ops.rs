@@ -2,17 +2,17 @@
 
 use super::mxfp8;
 use super::nvfp4::ScaleLayout;
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, float_dtype, leading, shape, Pair, E8M0};
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Launch, Stream};
 use crate::params::{Dtype, QuantizeMxfp8Params};
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
-use crate::variants::{dense::Dense, Variant};
+use crate::variants::{Family, Variant};
 use pyo3::prelude::*;
 
 const BLOCK: i64 = mxfp8::BLOCK as i64;
@@ -68,7 +68,7 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "mxfp8_quantize", Dense::QuantizeMxfp8, &params)?;
+            launch(&stream, "mxfp8_quantize", Family::QuantizeMxfp8, &params)?;
         } else {
             check_numbers("x", &from)?;
             // SAFETY: as the contract has them; the outputs are new.
@@ -122,7 +122,7 @@ pub fn dequantize_mxfp8<'py>(
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("codes", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "mxfp8_dequantize", Dense::DequantizeMxfp8, &params)?;
+            launch(&stream, "mxfp8_dequantize", Family::DequantizeMxfp8, &params)?;
         } else {
             check_numbers("out", &out)?;
             // SAFETY: as the contract has them; the output is new.
@@ -151,11 +151,11 @@ fn check_numbers(operand: &str, numbers: &View) -> Result<()> {
 }
 
 /// A thread for eight numbers, of rows and groups with scales.
-pub fn launch(stream: &Stream<'_>, op: &str, kernel: Dense, p: &QuantizeMxfp8Params) -> Result<()> {
-    let variant = Variant::Dense(kernel);
+pub fn launch(stream: &Stream<'_>, op: &str, family: Family, p: &QuantizeMxfp8Params) -> Result<()> {
+    let variant = Variant::of(family);
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let threads = layout.bytes(p.rows as usize, p.padded_columns as usize / mxfp8::BLOCK) * 4;
     let block = variant.threads();
     let grid = threads.div_ceil(block as usize) as u32;
-    stream.launch(op, &Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }, Args::QuantizeMxfp8(p))
+    stream.launch(op, &Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }, p)
 }

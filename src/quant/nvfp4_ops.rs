@@ -1,18 +1,18 @@
 //! What Python sees of the quantisation to NVFP4, on CPU and CUDA tensors.
 
 use super::nvfp4::ScaleLayout;
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, Pair};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{Dtype, QuantizeNvfp4Params};
 use crate::sizes::int;
 use crate::tensor::{Contract, Dim, Elem, Place};
-use crate::variants::{dense::Dense, Variant};
+use crate::variants::quant;
 use pyo3::prelude::*;
 
 #[doc = crate::help!("quantize_nvfp4")]
@@ -111,8 +111,8 @@ pub fn quantize_nvfp4<'py>(
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeNvfp4Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let (rows, blocks) = layout.padded(p.rows as usize, (p.columns / p.block) as usize);
-    let variant = Variant::Dense(Dense::QuantizeNvfp4 { block: p.block as u32 });
+    let variant = quant::quantize_nvfp4(p.block as u32);
     let threads = i64::from(p.batches) * (rows * blocks) as i64;
     let per_cta = i64::from(variant.threads());
-    packed::launch(stream, op, variant, (threads + per_cta - 1) / per_cta, Args::QuantizeNvfp4(p))
+    packed::launch(stream, op, variant, (threads + per_cta - 1) / per_cta, p)
 }

@@ -2,14 +2,14 @@
 
 use super::mxfp4::{self, Float, Rounding};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::device::gpu;
 use crate::error::{guard, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{Dtype, QuantizeMxfp4Params};
 use crate::tensor::{self, Checked, Contract, Dim, Elem, Place, View};
-use crate::variants::{Variant, QUANTIZE_UNITS};
+use crate::variants::quant::QUANTIZE_UNITS;
+use crate::variants::{Family, Variant};
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
@@ -45,6 +45,17 @@ pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a View) -> Res
     }
     // SAFETY: as above.
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data.cast(), tensor.numel() as usize) })
+}
+
+/// Kernels read and write vectors of 16 bytes.
+pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
+    if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
+        contract!(
+            "{operand}: must start at a multiple of 16 bytes, got address {:p}; pass {operand}.clone()",
+            tensor.data
+        );
+    }
+    Ok(())
 }
 
 pub(super) fn check_aligned<T>(operand: &str, tensor: &View) -> Result<()> {
@@ -100,7 +111,13 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "mxfp4", Variant::Mxfp4Quantize, [&from, &codes, &scales], rounding == Rounding::Up)?;
+            launch(
+                &stream,
+                "mxfp4",
+                Variant::of(Family::QuantizeMxfp4),
+                [&from, &codes, &scales],
+                rounding == Rounding::Up,
+            )?;
             return Ok((codes.into_object(), scales.into_object()));
         }
         let cpu = (py, &checked);
@@ -153,7 +170,7 @@ pub fn dequantize_mxfp4<'py>(
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("codes", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "dequantize", Variant::Mxfp4Dequantize, [&out, &from, &from_scales], false)?;
+            launch(&stream, "dequantize", Variant::of(Family::DequantizeMxfp4), [&out, &from, &from_scales], false)?;
             return Ok(out.into_object());
         }
         let cpu = (py, &checked);
@@ -193,7 +210,7 @@ fn launch(
     // Four threads a block.
     let per_cta = i64::from(variant.threads() * QUANTIZE_UNITS) / 4;
     let ctas = (params.blocks + per_cta - 1) / per_cta;
-    packed::launch(stream, op, variant, ctas, Args::QuantizeMxfp4(&params))
+    packed::launch(stream, op, variant, ctas, &params)
 }
 
 /// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.

@@ -3,11 +3,10 @@
 
 use crate::contract;
 use crate::error::Result;
-use crate::kernel::{Args, Launch, Stream};
+use crate::kernel::{Arguments, Launch, Stream};
 use crate::params::{PackMxfp4Params, PackNvfp4Params, ScaleBytesParams};
-use crate::variants::mxfp8::Mxfp8;
-use crate::variants::nvfp4::Nvfp4;
-use crate::variants::{Variant, PACK_BLOCKS};
+use crate::variants::quant::PACK_BLOCKS;
+use crate::variants::{Family, Variant};
 
 /// Rows and columns of a block, and its bytes of codes (MXFP4's) and of scales.
 pub const BLOCK_ROWS: i64 = 64;
@@ -43,18 +42,18 @@ impl Form {
     /// What finds every expert's factor, where it is not given.
     fn peak(self) -> Option<Variant> {
         match self {
-            Form::Mxfp4 => Some(Variant::Mxfp4Peak),
-            Form::Mxfp8 => Some(Variant::Mxfp8(Mxfp8::Peak)),
+            Form::Mxfp4 => Some(Variant::of(Family::Mxfp4Peak)),
+            Form::Mxfp8 => Some(Variant::of(Family::Mxfp8Peak)),
             Form::Nvfp4 => None,
         }
     }
 
     fn pack(self) -> Variant {
-        match self {
-            Form::Mxfp4 => Variant::Mxfp4Pack,
-            Form::Mxfp8 => Variant::Mxfp8(Mxfp8::Pack),
-            Form::Nvfp4 => Variant::Nvfp4(Nvfp4::PackNvfp4Weights),
-        }
+        Variant::of(match self {
+            Form::Mxfp4 => Family::Mxfp4Pack,
+            Form::Mxfp8 => Family::Mxfp8Pack,
+            Form::Nvfp4 => Family::Nvfp4Pack,
+        })
     }
 }
 
@@ -181,12 +180,18 @@ fn grid(ctas: i64) -> Result<u32> {
 }
 
 /// Nothing is launched for nothing.
-pub(super) fn launch(stream: &Stream<'_>, op: &str, variant: Variant, ctas: i64, args: Args<'_>) -> Result<()> {
+pub(super) fn launch(
+    stream: &Stream<'_>,
+    op: &str,
+    variant: Variant,
+    ctas: i64,
+    arguments: impl Arguments,
+) -> Result<()> {
     if ctas == 0 {
         return Ok(());
     }
     let launch = Launch { variant, grid: grid(ctas)?, block: variant.threads(), cluster: 1, shared_bytes: 0 };
-    stream.launch(op, &launch, args)
+    stream.launch(op, &launch, arguments)
 }
 
 fn pack_ctas(extent: Extent) -> i64 {
@@ -197,30 +202,30 @@ fn pack_ctas(extent: Extent) -> i64 {
 /// Every expert's factor.
 pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
     match form.peak() {
-        Some(peak) => launch(stream, op, peak, p.experts.into(), Args::PackMxfp4(p)),
+        Some(peak) => launch(stream, op, peak, p.experts.into(), p),
         None => Ok(()),
     }
 }
 
 /// Codes and scales, after the factors.
 pub fn launch_pack(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, form.pack(), pack_ctas(Extent::of(form, p)), Args::PackMxfp4(p))
+    launch(stream, op, form.pack(), pack_ctas(Extent::of(form, p)), p)
 }
 
 pub fn launch_pack_nvfp4(stream: &Stream<'_>, op: &str, p: &PackNvfp4Params) -> Result<()> {
     let form = Form::Nvfp4;
     let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
-    launch(stream, op, form.pack(), pack_ctas(extent), Args::PackNvfp4(p))
+    launch(stream, op, form.pack(), pack_ctas(extent), p)
 }
 
 pub fn launch_unpack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::Mxfp4Unpack, pack_ctas(Extent::of(Form::Mxfp4, p)), Args::PackMxfp4(p))
+    launch(stream, op, Variant::of(Family::Mxfp4Unpack), pack_ctas(Extent::of(Form::Mxfp4, p)), p)
 }
 
 pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -> Result<()> {
     const MOST: i64 = 1 << 14;
     let ctas = (p.count + 255) / 256;
-    launch(stream, op, Variant::Mxfp4ScaleBytes, ctas.min(MOST), Args::ScaleBytes(p))
+    launch(stream, op, Variant::of(Family::Mxfp4ScaleBytes), ctas.min(MOST), p)
 }
 
 /// Packs part of the experts at a time into the memory of the checkpoint's own tensors: each part is copied to `scratch`, [codes, scales]

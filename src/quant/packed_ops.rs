@@ -1,17 +1,16 @@
 //! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
 
-use super::ops::{check_aligned, check_multiple, dims, elements, leading, shape, BLOCK, E8M0};
+use super::arguments::{is_e4m3, w13_layout};
+use super::ops::{check_aligned, check_multiple, check_vectors, dims, elements, leading, shape, BLOCK, E8M0};
 use super::packed::{self, Extent, Form};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel::Stream;
-use crate::moe::mxfp4_a8::is_e4m3;
-use crate::moe::weights::w13_layout;
 use crate::params::PackMxfp4Params;
 use crate::sizes::{int, product};
-use crate::tensor::{Contract, Dim, Elem, Place, View};
+use crate::tensor::{Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
 type Triple<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
@@ -29,17 +28,6 @@ fn check_rows(operand: &str, rows: i64, columns: i64, gated: bool) -> Result<()>
 
 fn count(leading: &[i64]) -> Result<i32> {
     int("codes: matrices", product("codes", leading)?)
-}
-
-/// Kernels read and write vectors of 16 bytes.
-pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
-    if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
-        contract!(
-            "{operand}: must start at a multiple of 16 bytes, got address {:p}; pass {operand}.clone()",
-            tensor.data
-        );
-    }
-    Ok(())
 }
 
 #[doc = crate::help!("pack_mxfp4")]

@@ -1,17 +1,17 @@
 //! What Python sees of the quantisation of rows to e4m3, on CPU and CUDA tensors.
 
+use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape, Pair};
 use super::packed;
-use super::packed_ops::check_vectors;
 use crate::contract;
 use crate::cpu;
 use crate::device::{gpu, Arch};
 use crate::error::{guard, Error, Result};
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::QuantizeRowsParams;
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
-use crate::variants::Variant;
+use crate::variants::{Family, Variant};
 use half::bf16;
 use pyo3::prelude::*;
 
@@ -57,7 +57,7 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
                 require(gpu.device.arch)?;
                 let ctas = rows.min(16 * i64::from(gpu.device.multiprocessors));
                 let stream = Stream::new(gpu, from.current_stream(py)?, &checked)?;
-                packed::launch(&stream, "rows_e4m3", Variant::QuantizeRowsE4m3, ctas, Args::QuantizeRows(&params))?;
+                packed::launch(&stream, "rows_e4m3", Variant::of(Family::QuantizeRowsE4m3), ctas, &params)?;
             }
         }
         Ok((codes.into_object(), scales.into_object()))

@@ -1,28 +1,39 @@
-//! The tiles of the fused layer.
+//! Layers of 16-bit weights in one launch on Hopper: both GEMMs and the combine of a small batch, and perhaps the routing.
 
-use super::{Element, Variant};
+use super::*;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerTile {
-    pub tokens: u32,
-    pub stages: u32,
-    pub routed: bool,
-}
+pub const LAYER: Row = Row {
+    arguments: &[Argument::Element, Argument::Gated, TOKENS, STAGES],
+    parameters: LAYER_PARAMS,
+    unit_by: &[Argument::Element, Argument::Gated],
+    hopper: true,
+    threads: |_| 256,
+    shared: Shared::Fixed(|v| shared_bytes(v, 2 * 16 * 128 + 4)),
+    ctas: |_| 2,
+    traits: &[Trait::OneLaunch],
+    ..Row::new(Family::LayerSm90, "layer_sm90", "LayerSm90", "moe/layer_sm90.cuh")
+};
 
-impl LayerTile {
-    pub fn variant(self, element: Element, gated: bool) -> Variant {
-        let LayerTile { tokens, stages, routed } = self;
-        Variant::LayerSm90 { element, gated, tokens, stages, routed }
-    }
-}
+pub const ROUTED_LAYER: Row = Row {
+    parameters: ROUTED_PARAMS,
+    shared: Shared::Fixed(|v| shared_bytes(v, INNER_COLUMNS * 2 * v.tokens + 24 + 720)),
+    traits: &[Trait::OneLaunch, Trait::Counts],
+    family: Family::RoutedLayerSm90,
+    name: "routed_layer_sm90",
+    device_type: "RoutedLayerSm90",
+    header: "moe/routed_layer_sm90.cuh",
+    ..LAYER
+};
 
-/// The fused layer's only ones, without and with the routing inside.
-pub const LAYER_TILE: LayerTile = LayerTile { tokens: 8, stages: 12, routed: false };
-pub const INNER_COLUMNS: u32 = 2048; // most between the GEMMs
-pub const ROUTED_TILE: LayerTile = LayerTile { tokens: 8, stages: 8, routed: true };
+/// The only tiles, without and with the routing inside. A work unit has 64 weight rows.
+pub const LAYER_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 12, ..Variant::of(Family::LayerSm90) };
+pub const ROUTED_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 8, ..Variant::of(Family::RoutedLayerSm90) };
 
-/// Bytes of `Shared`: stages, barriers, two staged chunks of 16 outputs and a word; routed, GEMM2's tokens, three barriers and `FewSlots`.
-pub(super) fn layer_shared_bytes(tokens: u32, stages: u32, routed: bool) -> Option<u32> {
-    let rest = if routed { INNER_COLUMNS * 2 * tokens + 24 + 720 } else { 2 * 16 * 128 + 4 };
-    Some((stages * (tokens * 128 + 8192) + 2 * 8 * stages + rest).next_multiple_of(128))
+/// The most columns between the GEMMs of a layer with the routing inside.
+pub const INNER_COLUMNS: u32 = 2048;
+
+/// Bytes of `Shared`: stages, barriers and the rest: two staged chunks of 16 outputs and a word; with the routing inside GEMM2's tokens, three
+/// barriers and `FewSlots`.
+fn shared_bytes(v: &Variant, rest: u32) -> u32 {
+    (v.stages * (v.tokens * 128 + 8192) + 2 * 8 * v.stages + rest).next_multiple_of(128)
 }

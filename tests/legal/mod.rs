@@ -18,7 +18,7 @@ pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
             assert!(bytes <= device.shared_bytes, "{}", say());
         }
         None => {
-            let most = device.shared_bytes - variants::ROUTING_STATIC_SHARED;
+            let most = device.shared_bytes - variants::routing::STATIC_SHARED;
             assert!(l.shared_bytes <= most, "{}", say());
         }
     }

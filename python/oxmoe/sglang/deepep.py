@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, moe_masked
+from oxmoe.peers.topk_forms import as_float32
 from oxmoe.sglang.dispatch import MASKED, STANDARD, TOKENS, dispatch_dtype, modes
-from oxmoe.topk_output import as_float32
 
 A2A_BACKENDS = ("none", "deepep", "mooncake", "nixl", "pplx")
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"

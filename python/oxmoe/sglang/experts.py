@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
-from oxmoe.fused_experts import check_config, expert_options, expert_weights
+from oxmoe.peers.sglang import check_config, expert_options
+from oxmoe.peers.topk_forms import routing_arguments
 from oxmoe.sglang import calls, deepep, symmetric
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
-from oxmoe.topk_output import routing_arguments
+from oxmoe.weights import expert_weights
 
 SERVED = (
     "served are bf16 and f16 experts (TritonMoeQuantInfo, TritonKernelsQuantInfo, DeepGemmMoeQuantInfo), fp8 experts "

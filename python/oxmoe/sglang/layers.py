@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from oxmoe.fused_experts import check_config
+from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import calls, eplb, server, setting
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch import Tensor
 
 from oxmoe import ExpertWeights
-from oxmoe.fused_experts import check_config
+from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import capabilities, deepep, eplb, formats, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates

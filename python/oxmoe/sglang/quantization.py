@@ -22,7 +22,7 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.fused_experts import check_config
+from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import compressed_tensors, deepep, formats, linear
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8

@@ -1,18 +1,61 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
-use super::tiles::{self, Tile};
-use super::{max_tiles, sm90, GemmDesc, MoeDesc, Overlap};
+use super::kernels::{Gemms, KernelSet, Rows};
+use super::tiles;
+use super::{max_tiles, sm90, Experts, GemmDesc, MoeDesc, Overlap};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::moe::weights::LayerDesc;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
-use crate::quant::{fp8_ops, Format};
-use crate::variants::fp8::{
-    self, Fp8, Fp8Tile, FP8_LAYERS, FP8_STATIONARY_BLOCKS, FP8_TILES, ORDERED_TOKENS, WIDE_TOKENS, WIDE_UNIT_ROWS,
+use crate::quant::Format;
+use crate::variants::fp8::{self, ORDERED_TOKENS, WIDE_TOKENS};
+use crate::variants::{Family, Variant};
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves,
+    tile_tokens: |gemms| {
+        let order = match gemms.rows {
+            Rows::Gathered { plain_x: true, .. } if gemms.up.format == Format::Fp8Block => Order::Possible,
+            Rows::Gathered { .. } => Order::Gathered,
+            Rows::InOrder { .. } => Order::Given,
+        };
+        tile_tokens(&gemms.likely[0], order)
+    },
+    down_tile_tokens: |gemms, tile_tokens| match gemms.rows {
+        Rows::Gathered { .. } => down_tile_tokens(&gemms.down, tile_tokens),
+        Rows::InOrder { .. } => None,
+    },
+    rounds_inside: |gemms, tile_tokens| quantises_inside(&gemms.likely[0], tile_tokens, gemms.device),
+    launches,
+    overlap: |gemms, tile_tokens, up| {
+        // Where rows of x have been written in the order of places GEMM2 writes where GEMM1 reads.
+        let apart = matches!(gemms.rows, Rows::Gathered { .. }) && in_order(tile_tokens);
+        let inside = quantises_inside(&gemms.likely[0], tile_tokens, gemms.device);
+        (inside && !apart).then(|| overlap(&gemms.up, tile_tokens, up))
+    },
+    one_launch: |desc, gemms| {
+        let block = desc.layer.format == Format::Fp8Block;
+        let launch = || layer(desc, &gemms.up, &gemms.down, gemms.device).map(Experts::Routed);
+        block.then(launch).flatten()
+    },
+    variants: |layer| variants(layer.gated),
 };
-use crate::variants::Variant;
+
+/// GEMM1 and GEMM2.
+fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
+    let Gemms { device, up, down, likely, .. } = gemms;
+    let up = match quantises_inside(&likely[0], tile_tokens, device) {
+        true => quantising_gemm(up, tile_tokens, device),
+        false => gemm(up, tile_tokens, device),
+    };
+    let down = match gemms.rows {
+        Rows::Gathered { .. } => self::down(down, down_tile_tokens(down, tile_tokens).unwrap_or(tile_tokens), device),
+        Rows::InOrder { .. } => down_of_rows((&likely[1], down), tile_tokens, device),
+    };
+    (up, Some(down))
+}
 
 /// An error where no kernel takes the layer, these or the portable one of other GPUs.
 pub fn require(layer: &LayerDesc) -> Result<()> {
@@ -34,23 +77,9 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better.
 const FEW_UNITS: u32 = 1;
 
-impl Tile for Fp8Tile {
-    fn tokens(self) -> u32 {
-        self.tokens
-    }
-
-    fn unit_rows(self) -> u32 {
-        Fp8Tile::unit_rows(self)
-    }
-
-    fn variant(self, gated: bool) -> Variant {
-        Variant::Fp8(self.kernel(gated))
-    }
-}
-
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
-    tiles::narrowest(&FP8_TILES, FEW_UNITS, gemm, tokens, device)
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    tiles::narrowest(&fp8::TILES, FEW_UNITS, gemm, tokens, device)
 }
 
 /// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
@@ -60,7 +89,7 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Fp8Tile {
 ///   E32 H7168 I2048    4: 337, 336, 357      10: 338, 340, 362      32: 488, 352, 378     52: 603, 377, 404    56: 647, 414, 405
 ///   E64 H7168 I256     1: 70.3, 74.0, 69.3   2: 92.9, 88.9, 90.2    10: 106, 100, 103     24: 134, 106, 108    48: 197, 121, 120
 /// The borders between these means are chosen. `gemm`: GEMM1.
-pub fn tile_tokens(gemm: &GemmDesc, order: Order) -> i32 {
+fn tile_tokens(gemm: &GemmDesc, order: Order) -> i32 {
     let short = gemm.outputs() < SHORT;
     match gemm.slots as f64 / gemm.experts.max(1) as f64 {
         mean if mean <= if short { 1.0 } else { 8.0 } => 16,
@@ -124,44 +153,19 @@ const LEAST_GROUPS: i64 = 1;
 
 /// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows. With tiles of few tokens its
 /// units are then twice as long, and few of them would leave multiprocessors idle.
-pub fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool {
+fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool {
     if gemm.format != Format::Fp8Block || tile_tokens >= WIDE_TOKENS as i32 {
         return gemm.format == Format::Fp8Block;
     }
     let units = gemm.slots.min(gemm.experts) * gemm.outputs() / GROUP as i64;
-    tile(gemm, tile_tokens, device).quantises() && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
+    fp8::quantises(&tile(gemm, tile_tokens, device)) && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
 }
 
-/// Whether GEMM2 of `moe` begins where a GEMM1 ends that quantises inside. Not where x lies in the order of places: there it writes where GEMM1
-/// reads.
-pub fn overlaps(tile_tokens: i32, inside: bool) -> bool {
-    inside && !in_order(tile_tokens)
-}
-
-/// What GEMM2 then knows of GEMM1, whose units are groups of a row but in wide tiles. `up`: GEMM1.
-pub fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
+/// What a GEMM2 knows of GEMM1 that begins where that ends. GEMM1's units are groups of a row but in wide tiles. `up`: GEMM1.
+fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
     let group = GROUP as u32 * if up.gated { 2 } else { 1 };
-    let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { WIDE_UNIT_ROWS } else { group };
+    let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { launch.variant.unit_rows() } else { group };
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(unit_rows) }
-}
-
-/// The launches that quantise x and GEMM1's output; `inside`: GEMM1 does the second.
-pub fn quantize(
-    layer: &LayerDesc,
-    (tokens, slots): (i64, i64),
-    tile_tokens: i32,
-    inside: bool,
-) -> [[Option<Launch>; 2]; 2] {
-    let scaling = scaling(layer.format);
-    let before = match in_order(tile_tokens) {
-        true => [None, Some(fp8_ops::to_slots(tokens, layer.hidden))],
-        false => fp8_ops::plan(scaling, tokens, layer.hidden),
-    };
-    let after = match inside {
-        true => [None, None],
-        false => fp8_ops::plan(scaling, slots, layer.intermediate),
-    };
-    [before, after]
 }
 
 /// Where the scales of a format's activations come from.
@@ -175,22 +179,22 @@ pub fn scaling(format: Format) -> Fp8Scaling {
 }
 
 /// GEMM1 whose epilogue quantises. Its units have 128 outputs.
-pub fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let launch = self::gemm(gemm, tile_tokens, device);
     let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
     match tile_tokens < WIDE_TOKENS as i32 {
-        true => tiles::launch(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
+        true => tiles::launch_units(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
         false => launch,
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     if in_order(tile_tokens) {
         let unit_rows = if gemm.gated { 256 } else { 128 };
-        return tiles::launch(&[gemm], tile_tokens, (Variant::Fp8(fp8::ordered(gemm.gated)), unit_rows), device);
+        return tiles::launch_units(&[gemm], tile_tokens, (fp8::ordered(gemm.gated), unit_rows), device);
     }
     let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(&[gemm], tile_tokens, (tile.variant(gemm.gated), tile.unit_rows()), device)
+    tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device)
 }
 
 /// Tokens of GEMM2's tiles where it has its own schedule.
@@ -205,7 +209,7 @@ const DOWN_LEAST_K: i64 = 640;
 ///   qwen3-30b-a3b (K 768)               M 2048 (mean 128)  109, 98;   3072  142, 127;   4096  167, 159;   16384  524, 463
 ///   dsv3-ep8 (K 2048), tokens in e4m3   M 1024 (mean 256)  309, 292;   4096  996, 889
 /// With K 512 GEMM2 gains 4 to 6 %, the layer nothing.
-pub fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
+fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
     let many = gemm.slots as f64 > DOWN_MEAN * gemm.experts as f64;
     (tile_tokens == WIDE_TOKENS as i32 && many && gemm.k >= DOWN_LEAST_K).then_some(DOWN_TILE_TOKENS)
 }
@@ -216,14 +220,14 @@ pub fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
 ///   qwen3-30b-a3b (K 768)   M 1024  190, 183, 183, 183;   4096  152, 159, 155, 174;   16384  505, 527, 485, 479
 /// us of a layer with tiles of fewer tokens, in turn, GEMM2 with that tile and this kernel: dsv3-tp8 (16) M 16 153, 153; 64 309, 300; (64) 256
 /// 417, 363; 512 440, 384; qwen3-30b-a3b (16) 64 153, 155; (64) 256 165.0, 163.0; 512 172.6, 169.5.
-pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let pairs = 2 * GROUP as i64;
     let short = gemm.k < SHORT || tile_tokens >= 64 && gemm.k <= 4 * pairs;
     if in_order(tile_tokens) || gemm.k % pairs != 0 || !short {
         return self::gemm(gemm, tile_tokens, device);
     }
     let group = GROUP as u32;
-    let [few, many] = FP8_STATIONARY_BLOCKS;
+    let [few, many] = fp8::STATIONARY_BLOCKS;
     let tiles = (gemm.slots / i64::from(tile_tokens)).max(gemm.slots.min(gemm.experts)) as u32;
     let rounds = tiles * (gemm.rows as u32).div_ceil(many * group) / device.multiprocessors;
     let blocks = match (rounds, gemm.k) {
@@ -235,15 +239,14 @@ pub fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         }
         _ => few,
     };
-    let variant = Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { blocks });
-    tiles::launch(&[gemm], tile_tokens, (variant, blocks * group), device)
+    tiles::launch_units(&[gemm], tile_tokens, (fp8::stationary(blocks), blocks * group), device)
 }
 
 /// The same where only `expected` many rows are likely of all that there is room for.
-pub fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
+fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
     let (few, many) = (down(expected, tile_tokens, device), gemm(all, tile_tokens, device));
-    match few.variant {
-        Variant::Fp8(Fp8::GroupedGemmFp8StationarySm90 { .. }) => {
+    match few.variant.family {
+        Family::GroupedGemmFp8StationarySm90 => {
             Launch { grid: many.grid.min(tiles::resident(few.variant, device)), ..few }
         }
         _ => many,
@@ -265,7 +268,7 @@ const LONG_TOKENS: i64 = 4;
 ///   E256 H2048 I512                   1: 15.6, 13.8, 13.8   2: 21.5, 21.0, 21.7   4: 34.4, 33.9, 35.6   8: 53.3, 52.6, 56.2
 ///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
 /// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their routing.
-pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let pairs = 2 * GROUP as i64;
     let row_blocks = [up, down].map(|gemm| gemm.rows as u32 / sm90::LAYER_ROWS);
     let tiles = max_tiles(up.slots, up.experts, sm90::LAYER_TOKENS) as u32;
@@ -274,39 +277,29 @@ pub fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) ->
     let alone = long && 2 * tiles * row_blocks[0] <= device.multiprocessors;
     let logits = desc.logits?;
     let (experts, ctas) =
-        FP8_LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
+        fp8::LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
     let fits = sm90::routes_inside(desc, up, i64::from(experts), up.gated)
         && desc.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
         && down.k <= LAYER_INNER;
-    let kernel = Fp8::RoutedLayerFp8Sm90 { gated: up.gated, experts, ctas, plain: logits.plain };
+    let variant = fp8::layer(up.gated, (experts, ctas), logits.plain);
     fits.then(|| Launch {
-        variant: Variant::Fp8(kernel),
+        variant,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
         grid: (tiles * row_blocks.iter().sum::<u32>()).min(device.multiprocessors * ctas),
-        block: kernel.threads(),
+        block: variant.threads(),
         cluster: 1,
-        shared_bytes: kernel.shared_bytes(),
+        shared_bytes: variant.shared_bytes().unwrap_or(0),
     })
 }
 
-/// What gives the GEMMs their e4m3.
-pub fn quantisers() -> [Variant; 5] {
-    [Fp8::RowsToE4m3, Fp8::TilesToE4m3, Fp8::WholeRowsToE4m3, Fp8::PeakOfRows, Fp8::ExpandScales].map(Variant::Fp8)
-}
-
-pub fn variants(gated: bool) -> Vec<Variant> {
-    let gemms = FP8_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.kernel(gated)));
-    let ordered = [fp8::ordered(gated), fp8::ordered(false), Fp8::RowsToSlots];
-    gemms
-        .chain(ordered)
-        .chain(fp8::layers(gated))
-        .chain(fp8::stationary())
-        .map(Variant::Fp8)
-        .chain(quantisers())
-        .collect()
+/// Every kernel with a GEMM in it that a layer's calls may take.
+fn variants(gated: bool) -> Vec<Variant> {
+    let gemms = fp8::TILES.iter().flat_map(|t| [gated, false].map(|gated| t.gated(gated)));
+    let ordered = [fp8::ordered(gated), fp8::ordered(false)];
+    gemms.chain(ordered).chain(fp8::layers(gated)).chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary)).collect()
 }
 
 #[cfg(test)]
@@ -346,6 +339,6 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, FP8_TILES.map(|t| Variant::Fp8(t.kernel(true))));
+        assert_eq!(chosen, fp8::TILES.map(|t| t.gated(true)));
     }
 }

@@ -1,12 +1,22 @@
 //! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
-use super::{fp8_sm90, max_tiles, GemmDesc};
+use super::kernels::KernelSet;
+use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::Format;
-use crate::variants::{
-    mxfp8::Mxfp8, nvfp4::Nvfp4, Element, PortableTile, Variant, FP8_PORTABLE_TILES, MXFP4_PORTABLE_TILES,
-    MXFP8_PORTABLE_TILES, NVFP4_PORTABLE_TILES, PORTABLE_TILES,
+use crate::variants::portable::{self, FP8_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
+use crate::variants::{Element, Variant};
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves: |_, _| true,
+    tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
+    launches: |gemms, tile_tokens| {
+        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
+        (up, Some(down))
+    },
+    variants: |layer| variants(element(layer.dtype), layer.format),
+    ..KernelSet::NONE
 };
 
 /// The kernels walk their work in a fixed stride: the grid is what is resident at once.
@@ -49,38 +59,38 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
 }
 
 /// The tiles of a format, by tokens.
-fn all_tiles(format: Format) -> &'static [PortableTile] {
+fn all_tiles(format: Format) -> &'static [Variant] {
     match format {
-        Format::Mxfp4 => &MXFP4_PORTABLE_TILES,
-        Format::Mxfp8 => &MXFP8_PORTABLE_TILES,
-        _ if format.is_nvfp4() => &NVFP4_PORTABLE_TILES,
-        _ if format.is_fp8() => &FP8_PORTABLE_TILES,
-        _ => &PORTABLE_TILES,
+        Format::Mxfp4 => &MXFP4_TILES,
+        Format::Mxfp8 => &MXFP8_TILES,
+        _ if format.is_nvfp4() => &NVFP4_TILES,
+        _ if format.is_fp8() => &FP8_TILES,
+        _ => &PLAIN_TILES,
     }
 }
 
 /// The tiles that can run a GEMM, by tokens.
-fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = PortableTile> + 'a {
+fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Variant> + 'a {
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
     let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
     all_tiles(gemm.format)
         .iter()
         .copied()
-        .filter(move |t| t.vector == vector && t.warps >= warps && t.shared_bytes() <= device.shared_bytes)
+        .filter(move |t| t.vector == vector && t.warps >= warps && portable::shared_bytes(t) <= device.shared_bytes)
 }
 
 /// CTAs that a multiprocessor holds: it has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
-fn resident(tile: PortableTile, device: &Device) -> u32 {
-    tile.ctas().min((device.shared_bytes + 1024) / (tile.shared_bytes() + 1024))
+fn resident(tile: Variant, device: &Device) -> u32 {
+    portable::ctas(&tile).min((device.shared_bytes + 1024) / (portable::shared_bytes(&tile) + 1024))
 }
 
 /// Blocks of weight rows of an expert.
-fn row_blocks(gemm: &GemmDesc, tile: PortableTile) -> u32 {
+fn row_blocks(gemm: &GemmDesc, tile: Variant) -> u32 {
     (gemm.rows as u32).div_ceil(tile.rows)
 }
 
 /// The narrowest tile that takes `tokens` tokens, else the widest there is.
-fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
+fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Variant {
     let mut fitting = tiles(gemm, device).filter(|t| t.tokens >= tokens);
     fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
 }
@@ -88,7 +98,7 @@ fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> PortableTile {
 /// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
 /// once; above 192, reading tokens and weights from shared memory (and decoding weights) less often pays for the padding, unless the wide
 /// tile leaves a multiprocessor one CTA where the narrower one leaves it two (plain weights on sm_80). Of MXFP4 no border was measured.
-pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
     let wanted = if mean <= 8.0 {
@@ -112,32 +122,29 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     tokens as i32
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens as u32, device);
-    let variant = tile.variant(gemm.element, gemm.gated);
+    let variant = tile.with_element(gemm.element).gated(gemm.gated);
     let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
     Launch {
         variant,
         grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
         block: variant.threads(),
         cluster: 1,
-        shared_bytes: tile.shared_bytes(),
+        shared_bytes: portable::shared_bytes(&tile),
     }
 }
 
-pub fn variants(element: Element, format: Format) -> Vec<Variant> {
-    let gemms = all_tiles(format).iter().flat_map(|t| [true, false].map(|gated| t.variant(element, gated)));
-    match format {
-        Format::Mxfp8 => gemms.chain([Variant::Mxfp8(Mxfp8::RoundRows)]).collect(),
-        Format::Nvfp4A4 => gemms.chain([Variant::Nvfp4(Nvfp4::RoundNvfp4Rows { portable: true })]).collect(),
-        _ if format.is_fp8() => gemms.chain(fp8_sm90::quantisers()).collect(),
-        _ => gemms.collect(),
-    }
+/// Every kernel with a GEMM in it that a layer's calls may take.
+fn variants(element: Element, format: Format) -> Vec<Variant> {
+    let forms = |t: &Variant| [true, false].map(|gated| t.with_element(element).gated(gated));
+    all_tiles(format).iter().flat_map(forms).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variants::Family;
 
     const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];
 
@@ -174,15 +181,15 @@ mod tests {
 
     #[test]
     fn every_tile_fits_every_device() {
-        for t in [PORTABLE_TILES, MXFP4_PORTABLE_TILES].concat() {
-            assert!(t.shared_bytes() <= 99 * 1024, "{t:?}");
-            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        for t in [PLAIN_TILES, MXFP4_TILES].concat() {
+            assert!(portable::shared_bytes(&t) <= 99 * 1024, "{t:?}");
+            assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
-        for t in [FP8_PORTABLE_TILES.as_slice(), &MXFP8_PORTABLE_TILES].concat() {
-            assert!((2..=4).contains(&t.ctas()) && t.registers() <= 255, "{t:?}");
+        for t in [FP8_TILES.as_slice(), &MXFP8_TILES].concat() {
+            assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
         // Two CTAs of every tile of narrow weights fit where a multiprocessor has 100 KiB.
-        for t in [MXFP4_PORTABLE_TILES.as_slice(), &FP8_PORTABLE_TILES, &MXFP8_PORTABLE_TILES].concat() {
+        for t in [MXFP4_TILES.as_slice(), &FP8_TILES, &MXFP8_TILES].concat() {
             assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
         for arch in ARCHS {
@@ -236,9 +243,10 @@ mod tests {
         let device = Device::typical(Arch::SM120);
         let tile = tile_tokens(&up, &down, &device);
         assert_eq!(tile, 64);
-        let vector = |g: &GemmDesc| match gemm(g, tile, &device).variant {
-            Variant::GroupedGemmPortable { vector, .. } => vector,
-            other => panic!("{other:?}"),
+        let vector = |g: &GemmDesc| {
+            let chosen = gemm(g, tile, &device).variant;
+            assert_eq!(chosen.family, Family::GroupedGemmPortable);
+            chosen.vector
         };
         assert_eq!((vector(&up), vector(&down)), (1, 8));
     }
@@ -267,8 +275,7 @@ mod tests {
     fn every_variant_is_chosen_somewhere() {
         let device = Device::typical(Arch::SM120);
         for format in [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block] {
-            let mut chosen = if format.is_fp8() { fp8_sm90::quantisers().to_vec() } else { Vec::new() };
-            chosen.push(Variant::Mxfp8(Mxfp8::RoundRows));
+            let mut chosen = Vec::new();
             // What is left over at the end of a row is a matter of 16-bit tokens.
             let last = if matches!(format, Format::Bf16 | Format::Mxfp4) { 511 } else { 512 };
             for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, last)] {

@@ -4,7 +4,8 @@
 //! Select (or Histogram, when ids are given) and Place.
 
 use crate::kernel::Launch;
-use crate::variants::{Variant, EXPERTS_PER_LANE, ROUTE_GIVEN};
+use crate::variants::routing::{place, route, select, EXPERTS_PER_LANE, ROUTE_GIVEN};
+use crate::variants::{Family, Variant};
 
 /// What is to be routed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,9 +68,9 @@ impl RoutingPlan {
         let (variant, first) = match d.logits {
             Some(Logits { plain, .. }) => {
                 let experts_per_lane = d.logits?.per_lane()?;
-                (Variant::Route { experts_per_lane, plain }, Variant::Select { experts_per_lane, plain })
+                (route(experts_per_lane, plain), select(experts_per_lane, plain))
             }
-            None => (ROUTE_GIVEN, Variant::Histogram),
+            None => (ROUTE_GIVEN, Variant::of(Family::Histogram)),
         };
         let (cluster, threads) = d.one_launch_shape();
         let one =
@@ -89,7 +90,7 @@ impl RoutingPlan {
 pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
     let warps = tokens.clamp(1, 8);
     Some(Launch {
-        variant: Variant::Select { experts_per_lane: logits.per_lane()?, plain: logits.plain },
+        variant: select(logits.per_lane()?, logits.plain),
         grid: tokens.div_ceil(warps).clamp(1, 2048),
         block: 32 * warps,
         cluster: 1,
@@ -99,7 +100,7 @@ pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
 
 /// triton_kernels' tables: a CTA for 4096 slots.
 pub fn ragged(slots: u32) -> Launch {
-    let variant = Variant::Ragged;
+    let variant = Variant::of(Family::Ragged);
     Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
@@ -114,11 +115,11 @@ pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
 
 /// Every kernel that some plan can choose.
 pub fn variants() -> Vec<Variant> {
-    let mut all = vec![ROUTE_GIVEN, Variant::Histogram, Variant::Ragged];
+    let mut all = vec![ROUTE_GIVEN, Variant::of(Family::Histogram), Variant::of(Family::Ragged)];
     for plain in [true, false] {
-        all.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Select { experts_per_lane, plain }));
-        all.extend(EXPERTS_PER_LANE.map(|experts_per_lane| Variant::Route { experts_per_lane, plain }));
-        all.push(Variant::Place { chosen: plain });
+        all.extend(EXPERTS_PER_LANE.map(|experts| select(experts, plain)));
+        all.extend(EXPERTS_PER_LANE.map(|experts| route(experts, plain)));
+        all.push(place(plain));
     }
     all
 }
@@ -187,7 +188,7 @@ impl RoutingDesc {
             None => 1024,
         };
         let shared_bytes = self.place_bytes(blocks, block);
-        let variant = Variant::Place { chosen: self.logits.is_some() };
+        let variant = place(self.logits.is_some());
         let second = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes };
         RoutingPlan { first, second: Some(second) }
     }
@@ -312,12 +313,12 @@ mod tests {
             match plan.second {
                 None => {
                     assert!(d.tokens * d.top_k <= 65535, "{d:?}");
-                    assert!(matches!(plan.first.variant, Variant::Route { .. }));
+                    assert!(matches!(plan.first.variant.family, Family::Route | Family::RouteGivenIds));
                     assert_eq!(plan.first.grid, plan.first.cluster, "{d:?}");
                     assert!(plan.first.block >= d.experts, "{d:?}");
                 }
                 Some(place) => {
-                    assert_eq!(place.variant, Variant::Place { chosen: d.logits.is_some() });
+                    assert_eq!(place.variant, super::place(d.logits.is_some()));
                     assert_eq!(place.grid, plan.first.grid, "{d:?}");
                     assert!(place.block >= 64 && place.block >= d.experts, "{d:?}");
                     assert!(d.tokens.div_ceil(place.grid) * d.top_k <= 65535, "{d:?}");

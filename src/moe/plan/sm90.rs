@@ -1,20 +1,40 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
+use super::kernels::{Gemms, KernelSet};
 use super::routing::Logits;
-use super::{max_tiles, GemmDesc, MoeDesc, Overlap};
+use super::{element, max_tiles, Experts, GemmDesc, MoeDesc, Overlap};
+use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
 use crate::params::Dtype;
-use crate::variants::{Element, Sm90Tile, Variant, INNER_COLUMNS, LAYER_TILE, ROUTED_TILE, SM90_TILES};
+use crate::variants::layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+use crate::variants::sm90::TILES;
+use crate::variants::{Element, Variant};
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves: |device, layer| {
+        let LayerDesc { hidden, intermediate, gated, dtype, .. } = *layer;
+        layer.format.spec().block == 1
+            && serves(device, dtype, gated, layer.up_rows() as u32, hidden as u32)
+            && serves(device, dtype, false, hidden as u32, intermediate as u32)
+    },
+    tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
+    launches: |gemms, tile_tokens| {
+        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
+        (up, Some(down))
+    },
+    overlap: |gemms, _, up| Some(overlap(&gemms.up, up)),
+    one_launch: |desc, Gemms { up, down, device, .. }| {
+        let routed = routed_layer(desc, up, down, device).map(Experts::Routed);
+        routed.or_else(|| layer(desc.tokens, up, down, device).map(Experts::Fused))
+    },
+    variants: |layer| variants(element(layer.dtype), layer.gated),
+    ..KernelSet::NONE
+};
 
 /// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
     device.is_hopper() && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
-}
-
-/// Weight rows of a work unit.
-fn unit_rows(tile: Sm90Tile) -> u32 {
-    64 * tile.row_tiles * tile.consumers
 }
 
 /// (row tiles, consumers) of the fused layer, and the weight rows of its work units.
@@ -25,13 +45,13 @@ pub const LAYER_ROWS: u32 = 64;
 pub const LAYER_TOKENS: i32 = LAYER_TILE.tokens as i32;
 
 /// Whether a tile takes weights of this many rows: a pair of row tiles is cut into strips of 32.
-fn takes(tile: Sm90Tile, rows: u32) -> bool {
+fn takes(tile: Variant, rows: u32) -> bool {
     tile.row_tiles == 1 || rows.is_multiple_of(32)
 }
 
 /// (row tiles, consumers) of the tiles that weights of this many rows can be multiplied with, each once: tensor maps.
 pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
-    let fitting = SM90_TILES.iter().filter(|t| takes(**t, rows));
+    let fitting = TILES.iter().filter(|t| takes(**t, rows));
     let mut shapes: Vec<(u32, u32)> = fitting.map(|t| (t.row_tiles, t.consumers)).chain([LAYER_SHAPE]).collect();
     shapes.sort_unstable();
     shapes.dedup();
@@ -45,28 +65,28 @@ pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
 const FEW_UNITS: u32 = 7;
 
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Sm90Tile {
-    let first = SM90_TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(SM90_TILES.len() - 1);
-    let tile = SM90_TILES[first];
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    let first = TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(TILES.len() - 1);
+    let tile = TILES[first];
     // One tile an expert is what the schedule's tile was chosen for.
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
-    match SM90_TILES.get(first + 1) {
+    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    match TILES.get(first + 1) {
         Some(deep) if deep.tokens == tile.tokens && units <= FEW_UNITS * device.multiprocessors => *deep,
         _ => tile,
     }
 }
 
 /// Waves of CTAs in a GEMM in which every expert has one tile.
-fn waves(gemm: &GemmDesc, tile: Sm90Tile, device: &Device) -> u32 {
-    let ctas = device.multiprocessors * tile.variant(gemm.element, gemm.gated).ctas_per_multiprocessor();
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
+fn waves(gemm: &GemmDesc, tile: Variant, device: &Device) -> u32 {
+    let ctas = device.multiprocessors * tile.with_element(gemm.element).gated(gemm.gated).ctas_per_multiprocessor();
+    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
     units.div_ceil(ctas)
 }
 
 /// Whether the widest tile suits a GEMM whose experts fit in narrower ones: it copies fewer tokens a row, but its last wave must not be
 /// emptier. Measured with 6 and 8 waves; a few waves are left to the narrower tile, which has more CTAs to spread.
-fn wide_pays(gemm: &GemmDesc, narrow: Sm90Tile, wide: Sm90Tile, device: &Device) -> bool {
-    let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), unit_rows(tile)));
+fn wide_pays(gemm: &GemmDesc, narrow: Variant, wide: Variant, device: &Device) -> bool {
+    let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), tile.unit_rows()));
     by_wide.0 > 4 && by_wide.0 * by_wide.1 <= by_narrow.0 * by_narrow.1
 }
 
@@ -77,7 +97,7 @@ fn wide_pays(gemm: &GemmDesc, narrow: Sm90Tile, wide: Sm90Tile, device: &Device)
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
 ///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256
 ///   qwen3               M 1024 (64)      344 at 128, 337 at 192
-pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
+fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     // The means leave room for the spread of random routing: 40 + 3.8 and 96 + 3.2 standard deviations.
     if mean <= 0.5 {
@@ -96,10 +116,10 @@ pub fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     }
 }
 
-pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows(tile));
-    let variant = tile.variant(gemm.element, gemm.gated);
+    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    let variant = tile.with_element(gemm.element).gated(gemm.gated);
     Launch {
         variant,
         grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()).max(1),
@@ -110,9 +130,8 @@ pub fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 }
 
 /// GEMM2 begins where GEMM1, so launched, ends. `up`: GEMM1.
-pub fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
-    let rows = launch.variant.sm90_tile().map_or(LAYER_ROWS, |(_, tile)| unit_rows(tile));
-    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(rows) }
+fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
+    Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(launch.variant.unit_rows()) }
 }
 
 /// Weights of an expert that is large for the forms in one launch.
@@ -127,11 +146,11 @@ fn expert_weights(up: &GemmDesc, down: &GemmDesc) -> i64 {
 ///   mixtral (E8 k2, 88 M weights an expert)   1: 114, 107   2: 182, 166   4: 261, 248   8: 333, 329   16: 347, 344
 ///   qwen3 (E128 k8, 4.7 M)                    1: 35, 36     2: 50, 52     4: 83, 85     8: 127, 131   16: 199, 206
 /// The separate launches have become 2 to 5 us faster since; sizes in between were not measured.
-pub fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     if expert_weights(up, down) < LARGE_EXPERT || tokens > i64::from(LAYER_TILE.tokens) {
         return None;
     }
-    Some(one_launch(LAYER_TILE.variant(up.element, up.gated), up, down, device))
+    Some(one_launch(LAYER_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
 /// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots and experts.
@@ -144,12 +163,12 @@ pub const ROUTED_EXPERTS: i64 = 128;
 ///   qwen3 TP 4 (I192)                              1: 20.0, 14.9   4: 29.2, 27.0
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
-pub fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let fits = routes_inside(desc, up, ROUTED_EXPERTS, false)
         && desc.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
-    fits.then(|| one_launch(ROUTED_TILE.variant(up.element, up.gated), up, down, device))
+    fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
 /// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh. `any`: its kernel
@@ -175,9 +194,9 @@ fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device)
     }
 }
 
-pub fn variants(element: Element, gated: bool) -> Vec<Variant> {
-    let gemms = SM90_TILES.iter().flat_map(|t| [gated, false].map(|gated| t.variant(element, gated)));
-    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.variant(element, gated))).collect()
+fn variants(element: Element, gated: bool) -> Vec<Variant> {
+    let gemms = TILES.iter().flat_map(|t| [gated, false].map(|gated| t.with_element(element).gated(gated)));
+    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.with_element(element).gated(gated))).collect()
 }
 
 #[cfg(test)]
@@ -199,7 +218,7 @@ mod tests {
             chosen.push(launch.variant);
         }
         chosen.dedup();
-        assert_eq!(chosen, SM90_TILES.map(|t| t.variant(Element::Bf16, true)));
+        assert_eq!(chosen, TILES.map(|t| t.gated(true)));
     }
 
     #[test]

@@ -5,15 +5,6 @@ use crate::device::Device;
 use crate::kernel::Launch;
 use crate::variants::Variant;
 
-/// One of a kernel's tiles.
-pub trait Tile: Copy {
-    /// Most tokens that it takes.
-    fn tokens(self) -> u32;
-    /// Weight rows of a work unit.
-    fn unit_rows(self) -> u32;
-    fn variant(self, gated: bool) -> Variant;
-}
-
 /// CTAs that are resident at once.
 pub fn resident(variant: Variant, device: &Device) -> u32 {
     device.multiprocessors * variant.ctas_per_multiprocessor()
@@ -21,14 +12,14 @@ pub fn resident(variant: Variant, device: &Device) -> u32 {
 
 /// The narrowest of `tiles`, which are sorted by tokens, that takes so many. Of two that take as many, the first is for up to `few` work units
 /// of the second for each CTA of it that fits.
-pub fn narrowest<T: Tile>(tiles: &[T], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> T {
-    let first = tiles.iter().position(|t| t.tokens() >= tokens as u32).unwrap_or(tiles.len() - 1);
+pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+    let first = tiles.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(tiles.len() - 1);
     let narrow = tiles[first];
     match tiles.get(first + 1) {
-        Some(wide) if wide.tokens() == narrow.tokens() => {
+        Some(wide) if wide.tokens == narrow.tokens => {
             // One tile an expert is what the schedule's tile was chosen for.
             let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(wide.unit_rows());
-            if units <= few * resident(wide.variant(gemm.gated), device) {
+            if units <= few * resident(wide.gated(gemm.gated), device) {
                 narrow
             } else {
                 *wide
@@ -39,11 +30,17 @@ pub fn narrowest<T: Tile>(tiles: &[T], few: u32, gemm: &GemmDesc, tokens: i32, d
 }
 
 /// The same, where K is whole stages of four blocks the narrowest of `fours` that takes so many, unless it is wider.
-pub fn narrowest_by_k<T: Tile>(lists: (&[T], &[T]), few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> T {
+pub fn narrowest_by_k(
+    lists: (&[Variant], &[Variant]),
+    few: u32,
+    gemm: &GemmDesc,
+    tokens: i32,
+    device: &Device,
+) -> Variant {
     let (tiles, fours) = lists;
     let tile = narrowest(tiles, few, gemm, tokens, device);
-    let four = fours.iter().find(|four| four.tokens() >= tokens as u32);
-    four.copied().filter(|four| takes_fours(gemm) && four.tokens() <= tile.tokens()).unwrap_or(tile)
+    let four = fours.iter().find(|four| four.tokens >= tokens as u32);
+    four.copied().filter(|four| takes_fours(gemm) && four.tokens <= tile.tokens).unwrap_or(tile)
 }
 
 /// Whether K is whole stages of four blocks of 64.
@@ -51,8 +48,18 @@ pub fn takes_fours(gemm: &GemmDesc) -> bool {
     gemm.k % 256 == 0
 }
 
-/// GEMMs of a layer whose CTAs take units of `unit_rows` weight rows by a tile of the schedule one after the other.
-pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, (variant, unit_rows): (Variant, u32), device: &Device) -> Launch {
+/// GEMMs of a layer whose CTAs take the variant's units of weight rows by a tile of the schedule one after the other.
+pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, variant: Variant, device: &Device) -> Launch {
+    launch_units(gemms, tile_tokens, (variant, variant.unit_rows()), device)
+}
+
+/// The same with units of `unit_rows` weight rows.
+pub fn launch_units(
+    gemms: &[&GemmDesc],
+    tile_tokens: i32,
+    (variant, unit_rows): (Variant, u32),
+    device: &Device,
+) -> Launch {
     let units_of = |gemm: &&GemmDesc| {
         max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows)
     };

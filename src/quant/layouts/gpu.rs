@@ -4,10 +4,10 @@ use super::cutlass::{self, Release};
 use super::{words, Conversion, Layout, Matrices};
 use crate::contract;
 use crate::error::Result;
-use crate::kernel::{Args, Stream};
+use crate::kernel::Stream;
 use crate::params::{LayoutMxfp4Params, Mxfp4Layout};
 use crate::quant::packed;
-use crate::variants::Variant;
+use crate::variants::quant;
 
 /// Threads that a conversion needs for a band, and rows of the bands.
 fn bands(conversion: &Conversion) -> (usize, usize) {
@@ -49,7 +49,7 @@ pub fn launch(stream: &Stream<'_>, op: &str, conversion: &Conversion, input: *co
         held_rows: rows as u32,
         held_columns: columns as u32,
     };
-    let variant = Variant::Mxfp4Layout { scales, back };
+    let variant = quant::layout(scales, back);
     let ctas = count * (rows / band_rows) * threads.div_ceil(variant.threads() as usize);
-    packed::launch(stream, op, variant, ctas as i64, Args::LayoutMxfp4(&params))
+    packed::launch(stream, op, variant, ctas as i64, &params)
 }

@@ -1,0 +1,202 @@
+"""Fused all-reduce + residual + RMSNorm (+ quantisation) with flashinfer's names, values and meanings.
+
+Every rank adds all ranks' rows itself, in rank order in fp32, so all get the same bits in every run, on CPU and on GPU.
+CPU tensors travel through their process group; between GPUs kernels write into memory that all ranks map. Nothing waits
+for ever: a peer that does not come, or is gone, is a TimeoutError that names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AllReduceFusionPattern(IntEnum):
+    """flashinfer's patterns (flashinfer/comm/trtllm_ar.py).
+
+    After the sum over ranks: residual add, RMSNorm, quantisation. "Out" patterns write norm_out as well as the
+    quantised norm.
+    """
+
+    kAllReduce = 0
+    kARResidualRMSNorm = 1
+    kARResidualRMSNormFP8Quant = 2
+    kARResidualRMSNormFP4Quant = 3
+    kARResidualRMSNormOutFP8Quant = 4
+    kARResidualRMSNormOutFP4Quant = 5
+    kMoEReductionARResidualRMSNorm = 6
+    kMoEFinalizeARResidualRMSNorm = 7
+    kARResidualRMSNormPerTokenGroupFP8PackedQuant = 8
+    kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
+    kARResidualRMSNormDynamicFP8Quant = 10
+    kARResidualRMSNormOutDynamicFP8Quant = 11
+
+
+class QuantizationSFLayout(IntEnum):
+    """Where NVFP4's block scales lie, r = row, b = block of 16 values, B = hidden / 16 rounded up to 4.
+
+    SWIZZLED_128x4: [rows / 128][B / 4][r % 32][r % 128 / 32][b % 4]; SWIZZLED_8x4: [rows / 8][B / 4][r % 8][b % 4],
+    rows rounded up; LINEAR: [rows, hidden / 16]. Padding is written as 0.
+    """
+
+    SWIZZLED_128x4 = 0
+    SWIZZLED_8x4 = 1
+    LINEAR = 2
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The arguments of one call, as the extension reads them."""
+
+    input: Any
+    pattern: int
+    output: Any
+    residual_out: Any
+    norm_out: Any
+    quant_out: Any
+    scale_out: Any
+    residual_in: Any
+    rms_gamma: Any
+    rms_eps: float
+    scale_factor: Any
+    layout_code: int | None
+    moe_reduction_device_num_experts: int | None
+    moe_reduction_scale_input: Any
+    moe_reduction_active_experts_token_input: Any
+    moe_reduction_token_input: Any
+    expanded_idx_to_permuted_idx: Any
+    expert_scale_factor: Any
+    shared_expert_output: Any
+    block_quant_group_size: int | None
+    weight_bias: float
+
+
+def takes(function: Any, *names: str) -> bool:
+    """Whether a callable takes these keyword arguments. Never raises: one without a signature (builtins, operators of
+    torch.ops) says nothing, which counts as no. For calls of other packages whose versions differ."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    positional = inspect.Parameter.POSITIONAL_ONLY
+    return all(name in parameters and parameters[name].kind is not positional for name in names)
+
+
+def allreduce_fusion(
+    input: Tensor,
+    workspace: AllReduceFusionWorkspace,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+    quant_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_in: Tensor | None = None,
+    rms_gamma: Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    moe_reduction_device_num_experts: int | None = None,
+    moe_reduction_scale_input: Tensor | None = None,
+    moe_reduction_active_experts_token_input: Tensor | None = None,
+    moe_reduction_token_input: Tensor | None = None,
+    expanded_idx_to_permuted_idx: Tensor | None = None,
+    expert_scale_factor: Tensor | None = None,
+    shared_expert_output: Tensor | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
+    deadline: float | None = None,
+) -> Tensor:
+    """The sum of all ranks' rows, with residual add, RMSNorm and quantisation as `pattern` says. Collective.
+
+    Writes the outputs that are given and returns norm_out, else quant_out, else residual_out, else output.
+
+    s = T(sum of input over ranks, in rank order in fp32); output = s. r = T(s + residual_in) = residual_out;
+    norm_out = T(r / sqrt(mean(r^2) + rms_eps) * (weight_bias + rms_gamma)), in fp32, T the dtype of input (bf16, f16,
+    fp32). input, residual_in and [T, H] outputs are contiguous; H is a multiple of 16 bytes; rms_gamma [H].
+    An output may be input or residual_in itself; else no two tensors may overlap. quant_out is made of norm_out:
+
+    - FP8: e4m3 [T, H], saturating, norm x (1 / scale_factor).
+    - FP4: NVFP4, e2m1 pairs uint8 [T, H / 2], low nibble first, and one e4m3 scale per 16 values,
+      e4m3(scale_factor x amax / 6), laid out by layout_code (`QuantizationSFLayout`, default SWIZZLED_128x4).
+    - PerTokenGroupFP8Packed: e4m3 with a scale 2^n per block_quant_group_size values, max(amax / 448, 1e-10) rounded
+      up; exponent bytes (UE8M0) packed in scale_out int32 [T, ceil(groups / 4)], strides (1, T rounded up to 4).
+    - DynamicFP8: e4m3 with scale_out fp32 [T, 1] = max(amax / 448, 2^-9 / 448).
+
+    kMoEFinalize: the contribution is sum_j expert_scale_factor[t, j] x input[expanded_idx_to_permuted_idx[t, j]]
+    (int32, -1: none) + shared_expert_output[t]; kMoEReduction: sum_e moe_reduction_scale_input[e, t] (fp32 [E, T]) x
+    moe_reduction_active_experts_token_input[e T + t] + moe_reduction_token_input[t]; both in fp32, rounded once, and
+    with all outputs optional (quant_out: NVFP4). kAllReduce without output and kMoEFinalize without norm_out allocate
+    it.
+
+    launch_with_pdl, trigger_completion_at_end and use_oneshot choose how, not what; sums are fp32 with any fp32_acc.
+    use_oneshot must be the same on all ranks; it counts between 4 or 8 GPUs, where the workspace has room for it.
+    deadline: seconds, instead of the workspace's.
+
+    CUDA tensors, contiguous and at multiples of 16 bytes, on the workspace's GPU: one launch on torch's current stream,
+    also in a CUDA graph; nothing is synchronised. One stream at a time. Rows of up to 64 KB (16 KB before sm_90), scale
+    groups of 16 x 2^n bytes up to 512. rms_gamma is a weight: the kernel right before must not write it. scale_factor
+    may lie there; expanded_idx_to_permuted_idx is not checked: a number that is no row's makes the token NaN. What goes
+    wrong on the GPU is raised by the next call, or by `workspace.check()`. A rank that raises launches nothing, so the
+    others find it missing.
+
+    ValueError names a wrong, missing or unused operand, or ranks whose patterns or shapes differ (on all ranks; the
+    workspace stays usable). RuntimeError: another rank refused the call. TimeoutError names rank, peer, epoch and shape
+    of a wait that took too long or whose peer is gone; the workspace then stays failed (on the GPU also where shapes
+    differ). NotImplementedError: tensors or patterns that the workspace's device does not serve.
+    """
+    if not isinstance(workspace, AllReduceFusionWorkspace):
+        raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
+    if pattern == AllReduceFusionPattern.kAllReduce and output is None:
+        output = _empty_like(input)
+    if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
+        norm_out = _empty_like(residual_in)
+    operands = _Operands(
+        input=input,
+        pattern=int(pattern),
+        output=output,
+        residual_out=residual_out,
+        norm_out=norm_out,
+        quant_out=quant_out,
+        scale_out=scale_out,
+        residual_in=residual_in,
+        rms_gamma=rms_gamma,
+        rms_eps=rms_eps,
+        scale_factor=scale_factor,
+        layout_code=layout_code,
+        moe_reduction_device_num_experts=moe_reduction_device_num_experts,
+        moe_reduction_scale_input=moe_reduction_scale_input,
+        moe_reduction_active_experts_token_input=moe_reduction_active_experts_token_input,
+        moe_reduction_token_input=moe_reduction_token_input,
+        expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
+        expert_scale_factor=expert_scale_factor,
+        shared_expert_output=shared_expert_output,
+        block_quant_group_size=block_quant_group_size,
+        weight_bias=weight_bias,
+    )
+    return workspace._run(operands, deadline, use_oneshot)
+
+
+def _empty_like(tensor: Any) -> Any:
+    """A new tensor of its package; None for what is no tensor, which the contract then refuses."""
+    if hasattr(tensor, "new_empty"):
+        return tensor.new_empty(tensor.shape)
+    if type(tensor).__module__ == "numpy":
+        import numpy
+
+        return numpy.empty_like(tensor)
+    return None

@@ -1,0 +1,50 @@
+"""GPU memory that every rank of a group maps: file descriptors travel between processes over Unix sockets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from oxmoe.allreduce.mailbox import Card, Mailbox
+
+# Exchanges one line of text with the group; raises where some rank has failed, which it learns from `error`.
+Round = Callable[[Exception | None, str], list[str]]
+
+
+def share(make: Callable[[], Any], exchange: Round, rank: int, end: float) -> Any:
+    """This rank's memory (`make` allocates it), with every peer's mapped into this process. Collective.
+
+    When it returns every rank has emptied its own memory and mapped all others'. Raises on all ranks where one fails.
+    `exchange` is trusted to keep what it carries inside the group: it carries the secrets of the mailboxes.
+    """
+    memory = box = None
+    descriptors: dict[int, int] = {}
+    try:
+        error: Exception | None = None
+        try:
+            memory, box = make(), Mailbox()
+        except Exception as failure:
+            error = failure
+        # A name is known to peers only once its mailbox is there.
+        texts = exchange(error, "" if box is None else box.card.text())
+        assert memory is not None and box is not None
+        try:
+            cards = [Card.parse(peer, text) for peer, text in enumerate(texts)]
+            if cards[rank] != box.card:
+                raise RuntimeError(f"rank {rank}: the group gave another rank's text for its own; are ranks in order?")
+            box.swap(cards, rank, memory.descriptor(), descriptors, end)
+            memory.open([descriptors.get(peer, -1) for peer in range(len(cards))])
+        except Exception as failure:
+            error = failure
+        exchange(error, "")
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        if box is not None:
+            box.close()
+    return memory

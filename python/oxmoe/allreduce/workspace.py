@@ -1,0 +1,485 @@
+"""The workspace of `allreduce_fusion`: what the ranks of a group need to all-reduce together, and how they agree."""
+
+from __future__ import annotations
+
+import numbers
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import _oxmoe
+from oxmoe.allreduce.exchange import FunctionLink, Link, PeerLost, group_link
+from oxmoe.allreduce.memory import share
+
+if TYPE_CHECKING:
+    from torch import dtype
+    from torch.distributed import ProcessGroup
+
+# What ranks say to each other before the rows: kind, epoch, a word (the call's shape, or a workspace's capacity), text.
+_HEADER = struct.Struct("<4sIIQ200s")
+_HELLO, _CALL, _REFUSED, _GOODBYE = range(4)
+_MAGIC = b"oxar"
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class _Header:
+    kind: int
+    epoch: int
+    word: int
+    text: str = ""
+
+    def pack(self) -> bytes:
+        text = self.text.encode()[:200].decode(errors="ignore").encode()
+        return _HEADER.pack(_MAGIC, self.kind, self.epoch, self.word, text)
+
+    @staticmethod
+    def unpack(data: bytes) -> _Header:
+        magic, kind, epoch, word, text = _HEADER.unpack(data)
+        if magic != _MAGIC or kind > _GOODBYE:
+            raise RuntimeError(
+                "a peer sent something that is no all-reduce header: is the group shared with other sends?"
+            )
+        return _Header(kind, epoch, word, text.rstrip(b"\0").decode(errors="replace"))
+
+
+class AllReduceFusionWorkspace:
+    """What the ranks of one group need to all-reduce together. Made by `create_allreduce_fusion_workspace`.
+
+    After a fault (a peer late, gone or out of step) it stays failed and every further call says so; destroy it and make
+    a new one, with a new group: gloo closes the connections of a group when a wait on it times out.
+
+    world_size, rank, max_token_num, hidden_dim, dtype (a name), deadline (seconds), device ("cpu" or "cuda:<n>"),
+    nbytes (`workspace_bytes`), destroyed, metadata: as made. One on a GPU serves CPU tensors too.
+    """
+
+    backend = "oxmoe"
+
+    def __init__(
+        self,
+        link: Link,
+        world_size: int,
+        rank: int,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: str,
+        deadline: float,
+        force_oneshot_support: bool,
+        memory: _oxmoe.AllReduceMemory | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.rank = rank
+        self.max_token_num = max_token_num
+        self.hidden_dim = hidden_dim
+        self.dtype = dtype
+        self.deadline = deadline
+        self.device = "cpu" if memory is None else f"cuda:{memory.device}"
+        self.nbytes = workspace_bytes(
+            world_size,
+            max_token_num,
+            hidden_dim,
+            dtype,
+            device=self.device.partition(":")[0],
+            force_oneshot_support=force_oneshot_support,
+        )
+        self.metadata = {
+            "tp_size": world_size,
+            "tp_rank": rank,
+            "max_token_num": max_token_num,
+            "hidden_dim": hidden_dim,
+            "dtype": dtype,
+            "force_oneshot_support": force_oneshot_support,
+        }
+        self._link: Link | None = link
+        self._memory = memory
+        self._epoch = 0
+        self._fault: str | None = None
+        link.reserve(max_token_num * hidden_dim * _ITEM_BYTES[dtype])
+
+    @property
+    def destroyed(self) -> bool:
+        return self._link is None
+
+    def is_buffer_size_sufficient(
+        self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: dtype | str, use_oneshot: bool | None = None
+    ) -> bool:
+        """Whether [num_tokens, hidden_dim] of `dtype` in a group of tp_size fits: bytes count, not the shape.
+
+        Warns with the reason where it does not. use_oneshot changes nothing: a message that fits has a way.
+        """
+        wanted = num_tokens * hidden_dim * _ITEM_BYTES[_dtype_name(dtype)]
+        capacity = self._capacity()
+        if tp_size == self.world_size and wanted <= capacity:
+            return True
+        warnings.warn(
+            f"all-reduce workspace of {self.world_size} ranks and {capacity} bytes is not enough for {tp_size} ranks "
+            f"and {wanted} bytes ([{num_tokens}, {hidden_dim}] of {_dtype_name(dtype)})",
+            stacklevel=2,
+        )
+        return False
+
+    def destroy(self) -> None:
+        """Releases everything. Collective: waits until all ranks destroy theirs. A second call does nothing.
+
+        Waits for the GPU's kernels first. A failed workspace is released without waiting for peers. Raises
+        TimeoutError, after the release, if a peer does not come.
+        """
+        link, self._link = self._link, None
+        if link is None:
+            return
+        try:
+            if self._memory is not None:
+                self._memory.synchronize()
+                self._look()
+            if self._fault is None:
+                end = time.monotonic() + self.deadline
+                headers = self._headers(link, _Header(_GOODBYE, self._epoch, 0), end, "destroy")
+                self._drained(link, end, self._epoch, "destroy")
+                for rank, header in enumerate(headers):
+                    if header.kind == _CALL:
+                        raise RuntimeError(
+                            f"rank {self.rank}: destroys the workspace while rank {rank} makes call {header.epoch}, "
+                            f"{_oxmoe.allreduce_shape(header.word)}"
+                        )
+        finally:
+            link.close()
+            if self._memory is not None:
+                self._memory.close()
+
+    def check(self) -> None:
+        """Raises what calls on the GPU have found wrong so far, as the next call would; does not wait for them.
+
+        A call on the GPU returns before it has run, and a graph's replay never comes by here: after a synchronisation
+        this says whether outputs may be read. TimeoutError: a peer did not come. ValueError: ranks made different
+        calls. The workspace then stays failed.
+        """
+        fault = self._look()
+        if fault is not None:
+            timeout, text = fault
+            raise (TimeoutError if timeout else ValueError)(f"all-reduce: {text}")
+
+    def _look(self) -> tuple[bool, str] | None:
+        """A fault on the GPU that was not known before: (whether it was a wait, text)."""
+        if self._memory is None or self._fault is not None:
+            return None
+        fault = self._memory.fault()
+        if fault is not None:
+            self._fault = fault[1]
+        return fault
+
+    def __del__(self) -> None:
+        if getattr(self, "_link", None) is not None:
+            warnings.warn("all-reduce workspace was never destroyed: call destroy() on all ranks", ResourceWarning, 2)
+
+    def _capacity(self) -> int:
+        return self.max_token_num * self.hidden_dim * _ITEM_BYTES[self.dtype]
+
+    def _headers(self, link: Link, mine: _Header, end: float, what: str) -> list[_Header]:
+        """Everybody's header of this epoch, in rank order."""
+        try:
+            link.post(mine.pack())
+            headers = []
+            for data in link.headers(end, _HEADER.size, lambda data: _Header.unpack(data).epoch < mine.epoch):
+                headers.append(_Header.unpack(data))
+        except PeerLost as error:
+            raise self._failed(error, mine.epoch, what) from error
+        except RuntimeError as error:
+            self._fault = f"rank {self.rank}, call {mine.epoch} ({what}): {error}"
+            raise
+        for rank, header in enumerate(headers):
+            if header.epoch != mine.epoch:
+                self._fault = f"rank {rank} is at call {header.epoch}, rank {self.rank} at call {mine.epoch} ({what})"
+                raise RuntimeError(f"all-reduce ranks are out of step: {self._fault}")
+        return headers
+
+    def _drained(self, link: Link, end: float, epoch: int, what: str) -> None:
+        """Waits until the peers have taken what was sent: dropped earlier, it would never reach them."""
+        try:
+            link.drain(end)
+        except PeerLost as error:
+            raise self._failed(error, epoch, what) from error
+
+    def _failed(self, error: PeerLost, epoch: int, what: str) -> TimeoutError:
+        """Remembers a fault of the transport; a TimeoutError that names rank, peer, epoch and shape."""
+        who = "a peer" if error.peer is None else f"peer {error.peer}"
+        self._fault = f"rank {self.rank} waited for {who} in call {epoch} ({what}): {error}"
+        return TimeoutError(f"all-reduce: {self._fault}")
+
+    def _usable(self) -> Link:
+        if self._link is None:
+            raise ValueError("workspace: was destroyed")
+        if self._fault is not None:
+            raise RuntimeError(f"workspace: failed before ({self._fault}); destroy it and make a new one")
+        return self._link
+
+    def _run(self, operands: Any, deadline: float | None, use_oneshot: bool | None) -> Any:
+        link = self._usable()
+        # The MoE patterns' input may be something they do not read.
+        leaders = (operands.input, operands.residual_in)
+        if self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders):
+            self.check()
+            seconds = self.deadline if deadline is None else _checked_deadline(deadline)
+            return self._memory.launch(operands, seconds, use_oneshot)
+        end = time.monotonic() + (self.deadline if deadline is None else _checked_deadline(deadline))
+        epoch, self._epoch = self._epoch, (self._epoch + 1) & 0xFFFFFFFF
+        try:
+            word, message = _oxmoe.allreduce_message(operands)
+            what = _oxmoe.allreduce_shape(word)
+            size = _message_bytes(message)
+            if size > self._capacity():
+                raise ValueError(
+                    f"input: {what} has {size} bytes, the workspace was made for {self._capacity()} "
+                    f"([{self.max_token_num}, {self.hidden_dim}] of {self.dtype})"
+                )
+        except Exception as error:
+            # The others must not wait for a rank that does not come.
+            self._refuse(link, epoch, error, end)
+            raise
+        headers = self._headers(link, _Header(_CALL, epoch, word), end, what)
+        for rank, header in enumerate(headers):
+            if header.kind == _REFUSED:
+                raise RuntimeError(f"rank {self.rank}: rank {rank} refused call {epoch} ({what}): {header.text}")
+            if header.kind == _GOODBYE:
+                self._drained(link, end, epoch, what)
+                self._fault = f"rank {rank} destroyed its workspace at call {epoch}"
+                raise RuntimeError(f"rank {self.rank}: {self._fault}; this rank calls {what}")
+        if any(header.word != word for header in headers):
+            # Every rank sees the same headers, so all raise here and the next call starts clean.
+            shapes = "; ".join(f"rank {i}: {_oxmoe.allreduce_shape(header.word)}" for i, header in enumerate(headers))
+            raise ValueError(f"input: rank {self.rank}, call {epoch}: ranks disagree on the shape: {shapes}")
+        try:
+            messages = link.messages(message, size, end) if size else [message] * self.world_size
+        except PeerLost as error:
+            raise self._failed(error, epoch, what) from error
+        self._drained(link, end, epoch, what)
+        return _oxmoe.allreduce_finish(operands, messages)
+
+    def _refuse(self, link: Link, epoch: int, error: Exception, end: float) -> None:
+        try:
+            link.refuse(_Header(_REFUSED, epoch, 0, f"{type(error).__name__}: {error}").pack(), end)
+        except PeerLost as lost:
+            self._failed(lost, epoch, "refusing a call")
+
+
+def _message_bytes(message: Any) -> int:
+    return int(message.nbytes)
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).rpartition(".")[2]
+    if name not in _ITEM_BYTES:
+        raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
+    return name
+
+
+def _checked_deadline(deadline: float) -> float:
+    if not isinstance(deadline, numbers.Real) or not 0 < deadline < float("inf"):
+        raise ValueError(f"deadline: expected a positive number of seconds, got {deadline!r}")
+    return float(deadline)
+
+
+def workspace_bytes(
+    world_size: int,
+    max_token_num: int,
+    hidden_dim: int,
+    dtype: dtype | str,
+    *,
+    device: str = "cpu",
+    force_oneshot_support: bool = False,
+) -> int:
+    """Bytes of an all-reduce workspace on each rank, exact.
+
+    On "cpu" a receive buffer for each peer; on "cuda" the slots of the protocol between GPUs, with room for every
+    message in one shot if force_oneshot_support.
+    """
+    for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("world_size", world_size)):
+        if abs(value) >= 1 << 63:
+            raise ValueError(f"{name}: expected a number below 2^63, got {value}")
+    return _oxmoe.allreduce_bytes(
+        world_size,
+        max_token_num,
+        hidden_dim,
+        _dtype_name(dtype),
+        device=device,
+        force_oneshot_support=force_oneshot_support,
+    )
+
+
+def create_allreduce_fusion_workspace(
+    backend: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: dtype | str | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: Any = None,
+    force_oneshot_support: bool = False,
+    group: ProcessGroup | None = None,
+    *,
+    exchange: Callable[[bytes], Sequence[bytes]] | None = None,
+    deadline: float = 30.0,
+    device: Any = None,
+) -> AllReduceFusionWorkspace:
+    """A workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. Collective.
+
+    The group is explicit: `group`, a torch ProcessGroup (world_size and rank may be left out), which exchanges through
+    its CPU backend, or where it has none (NCCL alone) through the store that its ranks met at; or `exchange`, a
+    function that every rank calls with its bytes and that returns all ranks' in rank order (world_size and rank must be
+    given); or `comm_backend` with flashinfer's `allgather`, Get_size and Get_rank. There is no default group: a
+    subgroup that meets on WORLD waits for ranks that never come. Nobody outside the group is spoken to.
+
+    backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl". gpus_per_node is
+    not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
+    may have several workspaces if their calls are in the same order too.
+    device: "cuda" (torch's current one), "cuda:<n>" or a torch.device: memory on that GPU, which all ranks map, for
+    CUDA tensors; 1, 2, 4 or 8 ranks on one host. "cpu": none. By default the current GPU if it and the group are
+    served.
+    ValueError where an argument is wrong or ranks disagree on one, RuntimeError where another rank refused,
+    TimeoutError where a rank does not come, NotImplementedError where a GPU or group is not served.
+    """
+    link = _link(group, exchange, comm_backend, world_size, rank)
+    end = time.monotonic() + 30.0
+    try:
+        deadline = _checked_deadline(deadline)
+        end = time.monotonic() + deadline
+        for argument, given, own in (("world_size", world_size, link.size), ("rank", rank, link.rank)):
+            if given is not None and given != own:
+                raise ValueError(f"{argument}: expected {own} (of the group), got {given}")
+        if backend == "mnnvl":
+            raise NotImplementedError(
+                'backend: "mnnvl" sums through NVLink multicast, for which oxmoe has no kernels; served are "auto", '
+                '"oxmoe" and "trtllm"'
+            )
+        if backend not in ("auto", "oxmoe", "trtllm"):
+            raise ValueError(f'backend: expected "auto", "oxmoe" or "trtllm", got {backend!r}')
+        missing = [
+            name
+            for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("dtype", dtype))
+            if value is None
+        ]
+        if missing:
+            raise ValueError(f"{missing[0]}: is needed, got None")
+        assert max_token_num is not None and hidden_dim is not None and dtype is not None
+        workspace_bytes(link.size, max_token_num, hidden_dim, dtype)
+        gpu = _gpu(device, link.size)
+    except Exception as error:
+        # The others must not wait for this rank; it hears them out, so that the next attempt finds nothing left over.
+        try:
+            link.post(_Header(_REFUSED, 0, 0, f"{type(error).__name__}: {error}").pack())
+            link.headers(end, _HEADER.size, lambda data: False)
+            link.drain(end)
+        except PeerLost:
+            pass
+        raise
+    name = _dtype_name(dtype)
+    size = max_token_num * hidden_dim * _ITEM_BYTES[name]
+    # Room, and what the layout of GPU memory depends on.
+    word = size << 2 | (gpu is not None) << 1 | (force_oneshot_support and gpu is not None)
+    text = f"[{max_token_num}, {hidden_dim}] of {name} on {'cpu' if gpu is None else 'cuda'}"
+    if gpu is not None and force_oneshot_support:
+        text += " with force_oneshot_support"
+
+    def exchange_text(error: Exception | None, mine: str) -> list[str]:
+        kind, words = (_HELLO, mine) if error is None else (_REFUSED, f"{type(error).__name__}: {error}")
+        headers = _rendezvous(link, _Header(kind, 0, word, words), end)
+        if error is not None:
+            raise error
+        for other, header in enumerate(headers):
+            if header.kind == _REFUSED:
+                raise RuntimeError(f"rank {link.rank}: rank {other} made no workspace: {header.text}")
+            if header.kind != _HELLO or header.word != word:
+                raise RuntimeError(
+                    f"rank {link.rank}: rank {other} is not making this workspace; is it in another call?"
+                )
+        return [header.text for header in headers]
+
+    try:
+        for other, header in enumerate(_rendezvous(link, _Header(_HELLO, 0, word, text), end)):
+            if header.kind == _REFUSED:
+                raise RuntimeError(f"rank {link.rank}: rank {other} made no workspace: {header.text}")
+            if header.kind != _HELLO or header.word != word:
+                raise ValueError(f"max_token_num: rank {link.rank} asks for {text}, rank {other} for {header.text}")
+        link.agree(end)
+        memory = None
+        if gpu is not None:
+            make = lambda: _oxmoe.AllReduceMemory(  # noqa: E731
+                gpu, link.size, link.rank, size, name, force_oneshot_support=force_oneshot_support
+            )
+            memory = share(make, exchange_text, link.rank, end)
+    except PeerLost as error:
+        who = "a peer" if error.peer is None else f"peer {error.peer}"
+        raise TimeoutError(f"all-reduce workspace: rank {link.rank} waited for {who} ({text}): {error}") from error
+    return AllReduceFusionWorkspace(
+        link, link.size, link.rank, max_token_num, hidden_dim, name, deadline, force_oneshot_support, memory
+    )
+
+
+def _rendezvous(link: Link, mine: _Header, end: float) -> list[_Header]:
+    """All ranks' headers of one step of making a workspace."""
+    link.post(mine.pack())
+    headers = [_Header.unpack(data) for data in link.headers(end, _HEADER.size, lambda data: False)]
+    # Before anything is raised: what was sent must have been taken.
+    link.drain(end)
+    return headers
+
+
+def _gpu(device: Any, world_size: int) -> int | None:
+    """The ordinal of the GPU that `device` names, None for the CPU."""
+    torch = sys.modules.get("torch")
+    if device is None:
+        if torch is None or not torch.cuda.is_available():
+            return None
+        current = int(torch.cuda.current_device())
+        return current if _oxmoe.allreduce_unsupported(current, world_size) is None else None
+    kind, _, number = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise ValueError(f'device: expected "cpu", "cuda" or "cuda:<n>", got {device!r}')
+    if kind == "cpu":
+        return None
+    if not number and torch is None:
+        raise ValueError('device: "cuda" means torch\'s current GPU, but torch is not imported; name it: "cuda:0"')
+    if len(number) > 9:
+        raise ValueError(f"device: expected the number of a GPU, got {device!r}")
+    ordinal = int(number) if number else int(torch.cuda.current_device())  # type: ignore[union-attr]
+    reason = _oxmoe.allreduce_unsupported(ordinal, world_size)
+    if reason is not None:
+        raise NotImplementedError(f"device: {device}: {reason}")
+    return ordinal
+
+
+def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, rank: int | None) -> Link:
+    if group is not None and exchange is not None:
+        raise ValueError("exchange: group was given too; pass one of them")
+    if exchange is None and group is None and comm_backend is not None:
+        exchange = getattr(comm_backend, "allgather", None)
+        if not callable(exchange):
+            raise ValueError(
+                "comm_backend: expected an object with allgather(bytes), got " + type(comm_backend).__name__
+            )
+        if world_size is None and callable(getattr(comm_backend, "Get_size", None)):
+            world_size = comm_backend.Get_size()
+        if rank is None and callable(getattr(comm_backend, "Get_rank", None)):
+            rank = comm_backend.Get_rank()
+    if group is not None:
+        return group_link(group)
+    if world_size is None or rank is None:
+        raise ValueError("world_size: is needed with rank where no group is given; there is no default group")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
+    if exchange is None:
+        if world_size != 1:
+            raise ValueError(
+                "group: expected a torch ProcessGroup (torch.distributed.group.WORLD for all ranks), or exchange; "
+                "there is no default group"
+            )
+        exchange = _alone
+    return FunctionLink(exchange, world_size, rank)
+
+
+def _alone(data: bytes) -> list[bytes]:
+    return [data]

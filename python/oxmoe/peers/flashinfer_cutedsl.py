@@ -1,0 +1,325 @@
+"""flashinfer's `CuteDslMoEWrapper`: a layer of NVFP4 experts from codes or bf16 tokens to their weighted sum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from oxmoe._oxmoe import ExpertWeights, workspace_bytes
+from oxmoe.functions import moe
+from oxmoe.operands import check_tensor
+from oxmoe.peers.kept import Cache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CuteDslMoEWrapper"]
+
+SWIGLU, RELU2 = 3, 6  # flashinfer's ActivationType, the same numbers in 0.6.11 and 0.7.2
+_BLOCK = 16
+# By flashinfer's names; every other one has no arithmetic here.
+_ACTIVATIONS: dict[str, tuple[Any, bool]] = {
+    "Swiglu": ("silu", True),
+    "GegluTanh": ("gelu_tanh", True),
+    "Relu2": ("relu2", False),
+}
+_NAMES = {SWIGLU: "Swiglu", RELU2: "Relu2"}
+_MODES = ("w4a4", "w4a16")
+_FP32_MAX = 3.4028234663852886e38
+
+
+def _of_activation(activation_type: Any) -> tuple[Any, bool]:
+    """NOTE: by name: flashinfer 0.6.11 and 0.7.2 number GegluTanh and its neighbours differently."""
+    name = getattr(activation_type, "name", None) or _NAMES.get(activation_type, activation_type)
+    if name not in _ACTIVATIONS:
+        raise NotImplementedError(
+            f"activation_type: no arithmetic for {name!r}; served are flashinfer's ActivationType.Swiglu (3), "
+            "ActivationType.Relu2 (6) and, as a member of the enumeration, ActivationType.GegluTanh"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _mode(quant_mode: str) -> str:
+    mode = {"nvfp4": "w4a4"}.get(str(quant_mode).lower(), str(quant_mode).lower())
+    if mode == "w4a8":
+        raise NotImplementedError(
+            "quant_mode 'w4a8' (MXFP8 tokens, MXFP4 weights): no arithmetic for it; served: 'w4a4', 'w4a16'"
+        )
+    if mode not in _MODES:
+        raise ValueError(f"quant_mode: expected 'w4a4' or 'w4a16', got {quant_mode!r}")
+    return mode
+
+
+class CuteDslMoEWrapper:
+    """flashinfer's class of this name (0.6.11 and 0.7.2) over ExpertWeights.nvfp4, on what those run on.
+
+    num_experts, top_k, hidden_size H, intermediate_size N: of the layer; this rank holds num_local_experts (default:
+    all) from local_expert_offset on, and the output is their part of the sum.
+
+    use_cuda_graph: the output and the workspace are this object's, made for max_num_tokens on `device`, so a call
+    allocates nothing, and the next call writes over the last one's output (as in flashinfer 0.6.11). More tokens then
+    are a ValueError. With max_num_tokens None (0.7.2 ignores the number), or without use_cuda_graph, torch's allocator
+    gives both, while a graph is captured from that graph's memory.
+
+    quant_mode "w4a4" ("nvfp4"): tokens come as NVFP4, and GEMM1's output is rounded to it with fc2_input_scale;
+    "w4a16": tokens of output_dtype, and no rounding. activation_type: Swiglu (with swiglu_alpha, swiglu_beta and
+    swiglu_limit, which are ExpertWeights' alpha, beta and limit), GegluTanh, or Relu2 (w1 then is [El, N, H / 2]). What
+    is computed in is output_dtype: bf16, on CPU also f16 or fp32.
+
+    tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never atomic.
+    Refused by name: sf_vec_size other than 16, situ_beta, situ_linear_beta, "w4a8", and of `run` per_token_scale and
+    tactic.
+
+    One object serves one stream at a time.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        use_cuda_graph: bool = False,
+        max_num_tokens: int | None = 4096,
+        num_local_experts: int | None = None,
+        local_expert_offset: int = 0,
+        tile_size: int = 128,
+        sf_vec_size: int = 16,
+        output_dtype: Any = None,
+        device: str = "cuda",
+        enable_pdl: bool = True,
+        activation_type: Any = SWIGLU,
+        swiglu_alpha: float = 1.0,
+        swiglu_beta: float = 0.0,
+        swiglu_limit: float = _FP32_MAX,
+        situ_beta: float | None = None,
+        situ_linear_beta: float | None = None,
+        use_fused_finalize: bool = True,
+        quant_mode: str = "w4a4",
+    ) -> None:
+        import torch
+
+        unserved = {
+            f"sf_vec_size {sf_vec_size}": sf_vec_size != _BLOCK,
+            "situ_beta": situ_beta is not None,
+            "situ_linear_beta": situ_linear_beta is not None,
+        }
+        if any(unserved.values()):
+            given = ", ".join(name for name, used in unserved.items() if used)
+            raise NotImplementedError(f"CuteDslMoEWrapper: no arithmetic for {given}; served: sf_vec_size 16, no SiTU")
+        self.quant_mode = _mode(quant_mode)
+        self._activation, self.gated = _of_activation(activation_type)
+        self.output_dtype = torch.bfloat16 if output_dtype is None else output_dtype
+        dtypes: dict[Any, Literal["bf16", "f16", "f32"]]
+        dtypes = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+        if self.output_dtype not in dtypes:
+            raise ValueError(f"output_dtype: expected {', '.join(map(str, dtypes))}, got {self.output_dtype}")
+        self._dtype = dtypes[self.output_dtype]
+        swiglu = (swiglu_alpha, swiglu_beta, swiglu_limit)
+        if self._activation != "silu" and swiglu != (1.0, 0.0, _FP32_MAX):
+            raise ValueError(f"swiglu_alpha, swiglu_beta, swiglu_limit: only with Swiglu, got {swiglu}")
+        local = num_experts if num_local_experts is None else num_local_experts
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k: expected 1 to num_experts {num_experts}, got {top_k}")
+        if local < 1 or not 0 <= local_expert_offset <= num_experts - local:
+            raise ValueError(
+                f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local} "
+                f"(num_local_experts {local}) are not among num_experts {num_experts}"
+            )
+        if max_num_tokens is not None and max_num_tokens < 1:
+            raise ValueError(f"max_num_tokens: expected 1 or more, got {max_num_tokens}")
+        self.num_experts, self.top_k = num_experts, top_k
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.use_cuda_graph, self.max_num_tokens = use_cuda_graph, max_num_tokens
+        self.num_local_experts, self.local_expert_offset = local, local_expert_offset
+        self.tile_size, self.sf_vec_size, self.device, self.enable_pdl = tile_size, sf_vec_size, device, enable_pdl
+        self.activation_type, self.use_fused_finalize = activation_type, use_fused_finalize
+        self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit = swiglu_alpha, swiglu_beta, swiglu_limit
+        self.situ_beta, self.situ_linear_beta = situ_beta, situ_linear_beta
+        self._cache = Cache()
+        self._workspace: Tensor | None = None
+        self._output: Tensor | None = None
+        if use_cuda_graph and max_num_tokens is not None:
+            with torch.inference_mode(False):
+                self._output = torch.empty((max_num_tokens, hidden_size), dtype=self.output_dtype, device=device)
+
+    def get_valid_tactics(self) -> list[Any]:
+        """None: plans are functions of the shape."""
+        return []
+
+    def prepare(
+        self,
+        w1_weight: Tensor,
+        w1_weight_sf: Tensor,
+        w1_alpha: Tensor,
+        fc2_input_scale: Tensor | None,
+        w2_weight: Tensor,
+        w2_weight_sf: Tensor,
+        w2_alpha: Tensor,
+    ) -> ExpertWeights:
+        """What `run` makes of these at its first call with them, for its `weights`."""
+        if (fc2_input_scale is None) != (self.quant_mode == "w4a16"):
+            raise ValueError(
+                f"fc2_input_scale: expected {'None' if self.quant_mode == 'w4a16' else 'one number'} with quant_mode "
+                f"{self.quant_mode!r}, got {None if fc2_input_scale is None else tuple(fc2_input_scale.shape)}"
+            )
+        if fc2_input_scale is not None and fc2_input_scale.numel() != 1:
+            raise ValueError(f"fc2_input_scale: expected one number, got shape {tuple(fc2_input_scale.shape)}")
+        rows = (2 if self.gated else 1) * self.intermediate_size
+        for name, tensor, shape in (
+            ("w1_weight", w1_weight, (self.num_local_experts, rows, self.hidden_size // 2)),
+            ("w2_weight", w2_weight, (self.num_local_experts, self.hidden_size, self.intermediate_size // 2)),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+        options: dict[str, Any] = {}
+        if self._activation == "silu":
+            limit = self.swiglu_limit if self.swiglu_limit < _FP32_MAX else None
+            options = {"alpha": self.swiglu_alpha, "beta": self.swiglu_beta, "limit": limit}
+        if fc2_input_scale is not None:
+            # Tokens come quantised: the number that would round them is not asked for.
+            options.update(input_global_scale=1.0, a2_global_scale=fc2_input_scale.reshape(-1).float())
+        return ExpertWeights.nvfp4(
+            w1_weight,
+            w2_weight,
+            w1_weight_sf,
+            w2_weight_sf,
+            w1_alpha,
+            w2_alpha,
+            scale_layout="swizzled",
+            layout="up_gate_64",
+            activation=self._activation,
+            gated=self.gated,
+            dtype=self._dtype,
+            **options,
+        )
+
+    def _kept(self, blocks: tuple[Tensor, ...], others: tuple[Tensor | None, ...]) -> ExpertWeights:
+        """The experts of these tensors; those of tensors before them are let go."""
+        w1, w1_sf, w2, w2_sf = blocks
+        w1_alpha, fc2, w2_alpha = others
+
+        def make() -> ExpertWeights:
+            self._cache.clear()
+            assert w1_alpha is not None and w2_alpha is not None
+            return self.prepare(w1, w1_sf, w1_alpha, fc2, w2, w2_sf, w2_alpha)
+
+        return self._cache.get(blocks, others, (), make)
+
+    def run(
+        self,
+        x: Tensor,
+        x_sf: Tensor | None,
+        token_selected_experts: Tensor,
+        token_final_scales: Tensor,
+        w1_weight: Tensor | None,
+        w1_weight_sf: Tensor | None,
+        w1_alpha: Tensor | None,
+        fc2_input_scale: Tensor | None,
+        w2_weight: Tensor | None,
+        w2_weight_sf: Tensor | None,
+        w2_alpha: Tensor | None,
+        tactic: Any = None,
+        *,
+        per_token_scale: Tensor | None = None,
+        weights: ExpertWeights | None = None,
+    ) -> Tensor:
+        """flashinfer's method: this rank's part of out [T, hidden_size] in output_dtype.
+
+        x uint8 [T, H / 2] with x_sf e4m3 (float8_e4m3fn or its bytes) of T H / 16 scales row by row, as
+        fp4_quantize(is_sf_swizzled_layout=False) gives them, or with "w4a16" [T, H] of output_dtype without x_sf.
+        token_selected_experts int32 or int64 [T, top_k], global ids, -1 for none; token_final_scales fp32 [T, top_k].
+
+        w1_weight uint8 [El, 2N, H / 2], 64 up and 64 gate rows in turn (interleave_w13_halves of [up; gate]), w2_weight
+        uint8 [El, H, N / 2]; their scales e4m3 as convert_sf_to_mma_layout makes them, or [El, M', G'] in tiles;
+        w1_alpha and w2_alpha fp32, one number or [El]; fc2_input_scale fp32 [1], with "w4a16" None. Checked and
+        described at the first call with these tensors, which a CUDA graph cannot capture, and kept until others come.
+        weights: what `prepare` made, in their place.
+        """
+        import torch
+
+        if tactic is not None:
+            raise NotImplementedError("tactic: kernels are planned by shape, there is none to choose; supported: None")
+        if per_token_scale is not None:
+            raise NotImplementedError(
+                "per_token_scale: no scale of its own for each token beside its blocks'; supported: None"
+            )
+        check_tensor("x", x, "T", "columns")
+        tokens = x.shape[0]
+        for name, tensor in (
+            ("token_selected_experts", token_selected_experts),
+            ("token_final_scales", token_final_scales),
+        ):
+            check_tensor(name, tensor)
+            if tuple(tensor.shape) != (tokens, self.top_k):
+                raise ValueError(f"{name}: expected shape ({tokens}, {self.top_k}), got {tuple(tensor.shape)}")
+        buffers = self._output is not None
+        if self._output is not None and tokens > len(self._output):
+            raise ValueError(
+                f"num_tokens ({tokens}) exceeds max_num_tokens ({self.max_num_tokens}), for which use_cuda_graph made "
+                "the buffers"
+            )
+        columns = self.hidden_size
+        if self.quant_mode == "w4a16":
+            if x_sf is not None:
+                raise ValueError("x_sf: expected None with quant_mode 'w4a16'")
+        elif x_sf is None:
+            raise ValueError("x_sf: needed with quant_mode 'w4a4'")
+        else:
+            check_tensor("x_sf", x_sf)
+            blocks_of_row = columns // _BLOCK
+            if x_sf.numel() != tokens * blocks_of_row:
+                raise ValueError(
+                    f"x_sf: expected {tokens * blocks_of_row} scales ({tokens} tokens x hidden_size {columns} / 16), "
+                    f"got shape {tuple(x_sf.shape)}"
+                )
+            x_sf = x_sf.reshape(tokens, blocks_of_row)
+            columns //= 2
+        if tuple(x.shape) != (tokens, columns):
+            raise ValueError(f"x: expected shape ({tokens}, {columns}), got {tuple(x.shape)}")
+        if weights is None:
+            blocks = {"w1_weight": w1_weight, "w1_weight_sf": w1_weight_sf, "w2_weight": w2_weight}
+            blocks["w2_weight_sf"] = w2_weight_sf
+            needed = {**blocks, "w1_alpha": w1_alpha, "w2_alpha": w2_alpha}
+            missing = [name for name, tensor in needed.items() if tensor is None]
+            if missing:
+                raise ValueError(f"{', '.join(missing)}: needed where weights is None")
+            for name, operand in needed.items():
+                check_tensor(name, operand)
+            if fc2_input_scale is not None:
+                check_tensor("fc2_input_scale", fc2_input_scale)
+            given = tuple(tensor for tensor in blocks.values() if tensor is not None)
+            weights = self._kept(given, (w1_alpha, fc2_input_scale, w2_alpha))
+        if weights.num_experts != self.num_local_experts:
+            raise ValueError(
+                f"weights: expected {self.num_local_experts} experts (num_local_experts), got {weights.num_experts}"
+            )
+        ids = token_selected_experts
+        ep: dict[str, Any] = {}
+        offset, local = self.local_expert_offset, self.num_local_experts
+        if offset % local == 0:
+            ep = {"ep_size": max(offset // local + 1, -(-self.num_experts // local)), "ep_rank": offset // local}
+        else:
+            held = (ids >= offset) & (ids < offset + local)
+            # What is no expert at all stays as it is, so that `moe` sees it.
+            ids = torch.where(held, ids - offset, ids.masked_fill((ids >= 0) & (ids < self.num_experts), -1))
+        out = None
+        if self._output is not None:
+            out = self._output[:tokens]
+            if out.device != x.device:
+                raise ValueError(f"x: is on {x.device}, but the buffers of use_cuda_graph are on {out.device}")
+        workspace = self._room(weights, x) if buffers else None
+        return moe(x, weights, token_final_scales, ids, x_scale=x_sf, out=out, workspace=workspace, **ep)
+
+    def _room(self, weights: ExpertWeights, x: Tensor) -> Tensor:
+        import torch
+
+        assert self.max_num_tokens is not None
+        size = workspace_bytes(weights, self.max_num_tokens, self.top_k)
+        if self._workspace is None or len(self._workspace) < size:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "workspace: made at the first call, which a CUDA graph cannot capture; call once before"
+                )
+            with torch.inference_mode(False):
+                self._workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        return self._workspace

@@ -1,0 +1,263 @@
+"""What flashinfer's `cutlass_fused_moe` tells of its weights: their format, activation and scales, in oxmoe's terms.
+
+Source: flashinfer/fused_moe/core.py, csrc/fused_moe/cutlass_backend and tests/moe/test_trtllm_cutlass_fused_moe.py of
+0.6.11 and 0.7.2. Rows of fc1 are [up; gate] in every format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import quantize
+from oxmoe._oxmoe import ExpertWeights
+from oxmoe.peers.kept import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SWIGLU = 3  # flashinfer's ActivationType.Swiglu
+SERVED = (
+    "bf16, f16 and fp32 weights; float8_e4m3fn weights with one scale (4 quant_scales), with "
+    "use_deepseek_fp8_block_scale, or with use_mxfp8_act_scaling; MXFP4 weights with use_w4_group_scaling and 16-bit "
+    "input; NVFP4 weights (6 quant_scales)"
+)
+# flashinfer's ActivationType: (activation, gated, where the limit bounds the gate, limit where none is given).
+ACTIVATIONS: dict[str, tuple[str, bool, str, float | None]] = {
+    "Swiglu": ("silu", True, "before", None),
+    "SwigluBias": ("silu", True, "before", None),
+    "SwigluStep": ("silu", True, "after", 7.0),
+    "Geglu": ("gelu", True, "before", None),
+    "GegluTanh": ("gelu_tanh", True, "before", None),
+    "Silu": ("silu", False, "before", None),
+    "Gelu": ("gelu", False, "before", None),
+    "Relu2": ("relu2", False, "before", None),
+}
+_PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+# Formats whose weights kernels read as they lie: they are described at each call. The others are prepared once.
+AS_THEY_LIE = frozenset((*_PLAIN.values(), "fp8_block", "fp8_tensor"))
+_SCALES = {
+    "mxfp4": "the scales of fc1 and fc2",
+    "fp8_block": "the scales of fc1 and fc2",
+    "fp8_tensor": "fc1's dequantisation, fc2's quantisation and dequantisation, and the input's dequantisation scale",
+    "mxfp8": "the scales of fc1, one number an expert, those of fc2, and one number an expert",
+    "nvfp4": "fc1's activation scale, block scales and dequantisation scale, and fc2's",
+}
+_COUNTS = {"mxfp4": (2,), "fp8_block": (2,), "fp8_tensor": (4,), "mxfp8": (4,), "nvfp4": (6,)}
+
+
+def name_of(dtype: Any) -> str:
+    """torch.bfloat16 to "bfloat16"."""
+    return str(dtype).rpartition(".")[2]
+
+
+def activation_of(activation_type: Any) -> str:
+    """NOTE: by name: flashinfer 0.6.11 and 0.7.2 number all types but Swiglu differently."""
+    name = getattr(activation_type, "name", "Swiglu" if activation_type == SWIGLU else activation_type)
+    if name not in ACTIVATIONS:
+        raise NotImplementedError(
+            f"activation_type: no kernel for {name!r}; served are flashinfer's ActivationType.Swiglu (3) and "
+            f"{', '.join(other for other in ACTIVATIONS if other != 'Swiglu')}"
+        )
+    return str(name)
+
+
+def format_of(
+    fc1_expert_weights: Tensor,
+    quant_scales: Sequence[Tensor] | None,
+    *,
+    use_deepseek_fp8_block_scale: bool,
+    use_w4_group_scaling: bool,
+    use_mxfp8_act_scaling: bool,
+) -> str:
+    """The name of the weights' format; NotImplementedError or ValueError where flags, dtype and scales do not fit."""
+    dtype, scales = name_of(fc1_expert_weights.dtype), len(quant_scales or ())
+    flags = {
+        "use_deepseek_fp8_block_scale": use_deepseek_fp8_block_scale,
+        "use_w4_group_scaling": use_w4_group_scaling,
+        "use_mxfp8_act_scaling": use_mxfp8_act_scaling,
+    }
+    given = [name for name, is_set in flags.items() if is_set]
+    if dtype in _PLAIN:
+        format, needed = _PLAIN[dtype], []
+    elif dtype == "float8_e4m3fn":
+        format, needed = next(
+            (
+                (format, [flag])
+                for format, flag in (
+                    ("fp8_block", "use_deepseek_fp8_block_scale"),
+                    ("mxfp8", "use_mxfp8_act_scaling"),
+                )
+                if flags[flag]
+            ),
+            ("fp8_tensor", []),
+        )
+    elif dtype in ("uint8", "int8", "int64", "int32") and use_w4_group_scaling:
+        format, needed = "mxfp4", ["use_w4_group_scaling"]
+    elif dtype in ("uint8", "int8", "int64", "int32") and scales == 6:
+        format, needed = "nvfp4", []
+    else:
+        given_scales = f"{scales} quant_scales" if scales else "no quant_scales"
+        raise NotImplementedError(
+            f"cutlass_fused_moe: no kernel for fc1_expert_weights of {dtype} with {given_scales}; served are {SERVED}"
+        )
+    if given != needed:
+        expected = f"{', '.join(needed)} alone" if needed else "none of these flags"
+        raise NotImplementedError(
+            f"cutlass_fused_moe: no kernel for {', '.join(given)} with fc1_expert_weights of {dtype} ({format}), which "
+            f"take {expected}; served are {SERVED}"
+        )
+    if scales not in _COUNTS.get(format, (0,)):
+        expected = _SCALES.get(format, "none")
+        raise ValueError(f"quant_scales: expected {expected}, got {scales} tensors")
+    return format
+
+
+@dataclass(frozen=True)
+class Activations:
+    """fc1's activation and its numbers, and the biases of this rank."""
+
+    name: str
+    fc1_expert_biases: Tensor | None
+    fc2_expert_biases: Tensor | None
+    swiglu_alpha: Tensor | None
+    swiglu_beta: Tensor | None
+    swiglu_limit: Tensor | None
+
+    def options(self, tp_rank: int, *, once: bool) -> dict[str, Any]:
+        """Options of ExpertWeights. once: they are made at load, where numbers may be read from the device."""
+        activation, gated, clamp, limit = ACTIVATIONS[self.name]
+        read: Any = number if once else lambda tensor: tensor
+        given = {"alpha": read(self.swiglu_alpha), "beta": read(self.swiglu_beta), "limit": read(self.swiglu_limit)}
+        if given["limit"] is None:
+            given["limit"] = limit
+        return {
+            "activation": activation,
+            "gated": gated,
+            **({"layout": "up_gate"} if gated else {}),
+            "clamp": clamp,
+            "b13": self.fc1_expert_biases,
+            "b2": self.fc2_expert_biases if tp_rank == 0 else None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+
+def described(
+    format: str, fc1: Tensor, fc2: Tensor, quant_scales: Sequence[Tensor], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of `moe_tensors` for weights that are read as they lie."""
+    arguments: dict[str, Any] = {"w13": fc1, "w2": fc2, **options}
+    if format == "fp8_block":
+        return arguments | {"format": format, "w13_scale": quant_scales[0], "w2_scale": quant_scales[1]}
+    if format == "fp8_tensor":
+        return arguments | {"format": format, **_one_scale(fc1.shape[0], quant_scales)}
+    return arguments
+
+
+def _one_scale(experts: int, quant_scales: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Scales of weights and of activations. flashinfer has fc1's and the input's as one product, and fc2's activation
+    scale as the number that activations are multiplied by."""
+    fc1, fc2_quant, fc2, of_input = (scale.float().reshape(-1) for scale in quant_scales)
+    for name, scale, counts in (
+        ("quant_scales[0]", fc1, (1, experts)),
+        ("quant_scales[2]", fc2, (1, experts)),
+        ("quant_scales[1]", fc2_quant, (1,)),
+        ("quant_scales[3]", of_input, (1,)),
+    ):
+        if scale.numel() not in counts:
+            expected = " or ".join(str(count) for count in dict.fromkeys(counts))
+            raise ValueError(f"{name}: expected {expected} numbers, got {scale.numel()}")
+    return {
+        "w13_scale": (fc1 / of_input).expand(experts).contiguous(),
+        "w2_scale": (fc2 * fc2_quant).expand(experts).contiguous(),
+        "a13_scale": of_input.contiguous(),
+        "a2_scale": fc2_quant.reciprocal(),
+    }
+
+
+def prepared(
+    format: str,
+    fc1: Tensor,
+    fc2: Tensor,
+    quant_scales: Sequence[Tensor],
+    options: dict[str, Any],
+    *,
+    dtype: str,
+    hidden_size: int | None,
+) -> ExpertWeights:
+    """ExpertWeights of packed formats, which hold copies, made on the weights' device."""
+    import torch
+
+    if format == "mxfp4":
+        pairs = zip((fc1, fc2), quant_scales, strict=True)
+        (w13, w13_scale), (w2, w2_scale) = (
+            quantize.deinterleave_sm90_mxfp4(codes.view(torch.uint8), scale.view(torch.uint8)) for codes, scale in pairs
+        )
+        return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, dtype=dtype, hidden_size=hidden_size, **options)  # type: ignore[arg-type]
+    if dtype != "bf16" and (format == "mxfp8" or fc1.is_cuda):
+        raise NotImplementedError(f"output_dtype: no {format} kernel for {dtype}; served is torch.bfloat16")
+    if format == "mxfp8":
+        codes = [weights if weights.is_cuda else weights.clone() for weights in (fc1, fc2)]
+        blocks = [
+            torch.stack([quantize.unswizzle_scales(of, weights.shape[1], weights.shape[2] // 32) for of in flat])
+            for weights, flat in zip(
+                codes, (scale.view(torch.uint8).flatten(1) for scale in (quant_scales[0], quant_scales[2])), strict=True
+            )
+        ]
+        return ExpertWeights.mxfp8(*codes, *blocks, hidden_size=hidden_size, **options)
+    of_input, fc1_blocks, fc1_dequant, of_hidden, fc2_blocks, fc2_dequant = quant_scales
+    codes = [weights.view(torch.uint8) for weights in (fc1, fc2)]
+    if not fc1.is_cuda:
+        codes = [weights.clone() for weights in codes]
+    blocks = [scale.view(torch.uint8).view(torch.float8_e4m3fn).clone() for scale in (fc1_blocks, fc2_blocks)]
+    return ExpertWeights.nvfp4(
+        *codes,
+        *blocks,
+        _one_or_experts(fc1_dequant),
+        _one_or_experts(fc2_dequant),
+        input_global_scale=_one_or_experts(of_input),
+        a2_global_scale=_one_or_experts(of_hidden),
+        scale_layout="swizzled",
+        dtype=dtype,  # type: ignore[arg-type]
+        **options,
+    )
+
+
+def _one_or_experts(scale: Tensor) -> Any:
+    """One number where there is one."""
+    return scale.float().reshape(-1).clone() if scale.numel() > 1 else scale.item()
+
+
+def quantised_input(
+    format: str, input: Tensor, input_sf: Tensor | None, quant_scales: Sequence[Tensor] | None, *, swizzled: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(x, x_scale) of `moe` for an input that may be quantised; NotImplementedError for a form that is not served."""
+    import torch
+
+    from oxmoe.formats.nvfp4 import unswizzle_blockscale
+
+    codes = name_of(input.dtype) in ("float8_e4m3fn", "uint8", "int8", "int64")
+    if format == "fp8_tensor" and codes and input_sf is None:
+        if quant_scales is None:
+            raise ValueError("quant_scales: the input's dequantisation scale is needed where input is float8_e4m3fn")
+        return input, quant_scales[3].float().reshape(1)
+    if format == "nvfp4" and codes:
+        if input_sf is None:
+            raise ValueError("input_sf: needed where input is NVFP4 codes")
+        input, rows = input.view(torch.uint8), input.shape[0]
+        scales = input_sf.view(torch.uint8).view(torch.float8_e4m3fn)
+        groups = input.shape[1] // 8
+        if swizzled:
+            padded = -(-rows // 128) * 128, -(-groups // 4) * 4
+            if scales.numel() != padded[0] * padded[1]:
+                raise ValueError(f"input_sf: expected {padded[0] * padded[1]} swizzled scales, got {scales.numel()}")
+            scales = unswizzle_blockscale(scales.view(padded), rows, groups)
+        return input, scales.reshape(rows, groups).contiguous()
+    if codes or input_sf is not None:
+        given = f"input of {name_of(input.dtype)}" + (" with input_sf" if input_sf is not None else "")
+        raise NotImplementedError(
+            f"cutlass_fused_moe: no kernel for {given} and {format} weights; served are 16-bit input, float8_e4m3fn "
+            "input of weights with one scale, and NVFP4 codes with input_sf of NVFP4 weights"
+        )
+    return input, None

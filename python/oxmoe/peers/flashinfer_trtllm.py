@@ -1,0 +1,486 @@
+"""flashinfer's `trtllm_fp8_block_scale_moe` and its pre-routed form, of 0.6.11 and 0.7.2, served by `moe`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import _oxmoe
+from oxmoe._oxmoe import ExpertWeights
+from oxmoe.functions import dequantize_mxfp8, moe, topk
+from oxmoe.operands import check_tensor
+from oxmoe.peers.flashinfer_trtllm_layouts import (
+    BLOCK_MAJOR_K,
+    DEEPSEEK_ROWS,
+    MAJOR_K,
+    MXFP8_ROWS,
+    major_k,
+    plain_biases,
+    plain_mxfp8,
+    unshuffled,
+)
+from oxmoe.peers.kept import Cache, number
+from oxmoe.peers.packed_topk import unpack_topk
+from oxmoe.tracing import tracing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# flashinfer's enumerations, as far as both versions number them alike.
+DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
+SWIGLU = 3  # ActivationType
+# NOTE: 9 is TopKSigmoid in 0.7.2 and Unspecified, which it refuses, in 0.6.11.
+_METHODS = (
+    "Default",
+    "Renormalize",
+    "DeepSeekV3",
+    "Llama4",
+    "RenormalizeNaive",
+    "TopK",
+    "SigmoidRenorm",
+    "MiniMax2",
+    "Sigmoid",
+    "TopKSigmoid",
+)
+_GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
+cache = Cache()
+
+
+def routing_options(
+    routing_method_type: Any,
+    *,
+    top_k: int,
+    routing_bias: Tensor | None = None,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    routed_scaling_factor: float | None = None,
+    norm_topk_prob: bool = True,
+) -> dict[str, Any]:
+    """flashinfer's RoutingMethodType and what belongs to it as options of `oxmoe.moe` with router_logits.
+
+    Default: softmax, top-k. Renormalize, RenormalizeNaive: softmax of the chosen logits. DeepSeekV3: sigmoid, top-k of
+    score + bias in the best groups, renormalised, times routed_scaling_factor. MiniMax2: the same without groups.
+    Llama4: the best one, its sigmoid. TopK: the logits themselves. SigmoidRenorm: sigmoid, top-k, with norm_topk_prob
+    renormalised. Sigmoid, TopKSigmoid: sigmoid, top-k. routing_bias, groups and factor count where they are named.
+    """
+    name = getattr(routing_method_type, "name", None)
+    if name is None and isinstance(routing_method_type, int) and 0 <= routing_method_type < len(_METHODS):
+        name = _METHODS[routing_method_type]
+    if name == "Default":
+        return {"top_k": top_k, "scoring_func": "softmax", "renormalize": False}
+    if name in ("Renormalize", "RenormalizeNaive"):
+        return {"top_k": top_k, "scoring_func": "softmax_topk", "renormalize": False}
+    if name == "TopK":
+        return {"top_k": top_k, "scoring_func": "identity", "renormalize": False}
+    options: dict[str, Any] = {"top_k": top_k, "scoring_func": "sigmoid", "renormalize": False}
+    if name in ("Sigmoid", "TopKSigmoid"):
+        return options
+    if name == "SigmoidRenorm":
+        return {**options, "renormalize": norm_topk_prob}
+    if name == "Llama4":
+        if top_k != 1:
+            raise ValueError(f"top_k: routing method Llama4 has 1, got {top_k}")
+        return options
+    if name not in ("DeepSeekV3", "MiniMax2"):
+        raise NotImplementedError(
+            f"routing_method_type: no kernel for {routing_method_type!r}; served are {', '.join(_METHODS)}"
+        )
+    options["renormalize"] = True
+    if routed_scaling_factor is not None:
+        options["routed_scaling_factor"] = routed_scaling_factor
+    if routing_bias is not None:
+        options["correction_bias"] = routing_bias.float()
+    if name == "DeepSeekV3" and (n_group or 0) > 1:
+        options.update(num_expert_group=n_group, topk_group=topk_group or 0)
+    return options
+
+
+def prepare_trtllm_fp8_block_scale_moe(
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    *,
+    use_shuffled_weight: bool = False,
+    weight_layout: int = MAJOR_K,
+    gemm1_alpha: Tensor | None = None,
+    gemm1_beta: Tensor | None = None,
+    gemm1_clamp_limit: Tensor | None = None,
+    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    gemm1_bias: Tensor | None = None,
+    gemm2_bias: Tensor | None = None,
+) -> ExpertWeights:
+    """ExpertWeights of what `trtllm_fp8_block_scale_moe` takes: made once, at load.
+
+    gemm1 float8_e4m3fn [El, 2I, H], rows [up; gate], and gemm2 [El, H, I], or with weight_layout BlockMajorK (2)
+    [El, H / 128, 2I, 128] and [El, I / 128, H, 128], with use_shuffled_weight their rows shuffled; biases [El, 2I] and
+    [El, H] in the same order. Shuffled or blocked weights are copied.
+
+    DeepSeekFp8: scales fp32 [El, 2I / 128, H / 128] and [El, H / 128, I / 128], never shuffled; a shuffle is
+    shuffle_matrix_a with epilogue_tile_m 64. MxFp8: scales uint8 (E8M0) [El, 2I, H / 32] and [El, H, I / 32]; with
+    use_shuffled_weight, which flashinfer demands there, rows of w13 alternate (reorder_rows_for_gated_act_gemm), then
+    shuffle_matrix_a with 128, and scales go through the same and block_scale_interleave. On CUDA MxFp8 weights are
+    packed: a copy.
+    """
+    (w13, w13_scale), (w2, w2_scale) = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
+    b13, b2 = gemm1_bias, gemm2_bias
+    layout, mxfp8 = int(weight_layout), int(fp8_quantization_type) == MXFP8
+    if layout not in (MAJOR_K, BLOCK_MAJOR_K):
+        raise NotImplementedError(f"weight_layout: no kernel for {layout}; served are MajorK (0) and BlockMajorK (2)")
+    if use_shuffled_weight and mxfp8:
+        w13, w13_scale = plain_mxfp8(w13, w13_scale, gated=True, weight_layout=layout)
+        w2, w2_scale = plain_mxfp8(w2, w2_scale, gated=False, weight_layout=layout)
+    elif use_shuffled_weight:
+        w13, w2 = (unshuffled(major_k(w, layout), DEEPSEEK_ROWS) for w in (w13, w2))
+    elif layout == BLOCK_MAJOR_K:
+        w13, w2 = (major_k(w, layout) for w in (w13, w2))
+    if use_shuffled_weight or layout == BLOCK_MAJOR_K:
+        of_shuffle = (MXFP8_ROWS if mxfp8 else DEEPSEEK_ROWS) if use_shuffled_weight else None
+        b13, b2 = plain_biases(b13, of_shuffle, gated=mxfp8), plain_biases(b2, of_shuffle)
+        if not (use_shuffled_weight and mxfp8):
+            w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
+    given = {"alpha": number(gemm1_alpha), "beta": number(gemm1_beta), "limit": number(gemm1_clamp_limit)}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    make = ExpertWeights.mxfp8 if mxfp8 else ExpertWeights.fp8_block
+    return make(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, layout="up_gate", **options)
+
+
+def _refuse(function: str, unserved: dict[str, bool]) -> None:
+    if any(unserved.values()):
+        given = ", ".join(name for name, used in unserved.items() if used)
+        raise NotImplementedError(
+            f"{function}: no kernel for {given}; served: fp8_quantization_type DeepSeekFp8 and MxFp8, activation_type "
+            "Swiglu, do_finalize"
+        )
+
+
+def _tokens(
+    hidden_states: Tensor, scale: Tensor | None, weights: ExpertWeights, quantization: int
+) -> tuple[Tensor, Tensor | None]:
+    """x and x_scale as `moe` takes them."""
+    tokens, hidden = hidden_states.shape
+    expected = "mxfp8" if quantization == MXFP8 else "fp8_block"
+    if weights.format != expected:
+        raise ValueError(f"weights: expected {expected} experts (fp8_quantization_type), got {weights.format}")
+    if scale is None:
+        return hidden_states, None
+    if quantization == MXFP8:
+        if scale.element_size() != 1 or scale.numel() * 32 != tokens * hidden:
+            raise ValueError(
+                f"hidden_states_scale: expected uint8 of shape [{tokens}, {hidden // 32}], got "
+                f"{str(scale.dtype).rpartition('.')[2]} {list(scale.shape)}"
+            )
+        import torch
+
+        # Exact: these numbers are rounded to MXFP8 once more and do not change.
+        flat = scale.reshape(-1).view(torch.uint8)
+        return dequantize_mxfp8(hidden_states, flat, torch.bfloat16, layout="linear"), None
+    if scale.dim() != 2 or scale.shape[1] != tokens:
+        raise ValueError(f"hidden_states_scale: expected shape [hidden / 128, {tokens}], got {list(scale.shape)}")
+    return hidden_states, scale.t()
+
+
+def _run(
+    function: str,
+    routing: dict[str, Any],
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemms: tuple[Tensor, Tensor, Tensor, Tensor],
+    num_experts: int,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    *,
+    use_shuffled_weight: bool,
+    weight_layout: Any,
+    fp8_quantization_type: Any,
+    activation_type: Any,
+    do_finalize: bool,
+    output: Tensor | None,
+    activation: tuple[Tensor | None, Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    valid_sizes: tuple[int | None, int | None] = (None, None),
+    unserved: dict[str, bool],
+    weights: ExpertWeights | None,
+) -> Tensor:
+    """The layer, its tokens routed as `routing` says: options of `moe`."""
+    check_tensor("hidden_states", hidden_states, "T", "H")
+    if weights is not None and not isinstance(weights, ExpertWeights):
+        raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
+    quantization = int(fp8_quantization_type)
+    sizes = hidden_states.shape[1], intermediate_size
+    _refuse(
+        function,
+        {
+            f"fp8_quantization_type {quantization}": quantization not in (DEEPSEEK_FP8, MXFP8),
+            f"activation_type {activation_type!r}": int(activation_type) != SWIGLU,
+            "do_finalize=False": not do_finalize,
+            "valid_hidden_size, valid_intermediate_size": any(
+                valid not in (None, size) for valid, size in zip(valid_sizes, sizes, strict=True)
+            ),
+            **unserved,
+        },
+    )
+    if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
+        raise ValueError(
+            f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "
+            f"(local_num_experts {local_num_experts}) are not among num_experts {num_experts}"
+        )
+    if num_experts % local_num_experts or local_expert_offset % local_num_experts:
+        raise NotImplementedError(
+            f"{function}: no kernel for local_expert_offset {local_expert_offset} and local_num_experts "
+            f"{local_num_experts} of {num_experts}; served are equal parts of the experts"
+        )
+    routing["ep_size"], routing["ep_rank"] = num_experts // local_num_experts, local_expert_offset // local_num_experts
+    if weights is not None:
+        _check_experts("weights", weights.num_experts, local_num_experts)
+        x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
+        return moe(x, weights, **routing, x_scale=x_scale, out=output)
+    for name, gemm in zip(_GEMMS, gemms, strict=True):
+        check_tensor(name, gemm)
+    if gemms[0].ndim:
+        _check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
+    of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
+    form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
+    call = _traced_layer if tracing() else layer
+    return call(hidden_states, hidden_states_scale, *gemms, **form, **of_experts, **routing, out=output)
+
+
+def _check_experts(operand: str, held: int, expected: int) -> None:
+    if held != expected:
+        raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
+
+
+def layer(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    *,
+    quantization: int,
+    shuffled: bool,
+    weight_layout: int,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    limit: Tensor | None = None,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    out: Tensor | None = None,
+    **routing: Any,
+) -> Tensor:
+    """The layer of flashinfer's tensors, past the operators; routing: options of `moe`."""
+    gemms = w13, w13_scale, w2, w2_scale
+    weights = _weights(gemms, quantization, shuffled, weight_layout, (alpha, beta, limit), (b13, b2))
+    x, x_scale = _tokens(x, x_scale, weights, quantization)
+    return _oxmoe.moe(x, weights, **routing, x_scale=x_scale, out=out)
+
+
+def _traced_layer(*operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+    import torch
+
+    packet = torch.ops.oxmoe.trtllm_fp8_layer
+    if out is None:
+        result: Tensor = packet.default(*operands, **options)
+        return result
+    packet.out(*operands, **options, out=out)
+    return out
+
+
+def _weights(
+    gemms: tuple[Tensor, Tensor, Tensor, Tensor],
+    quantization: int,
+    shuffled: bool,
+    layout: int,
+    activation: tuple[Tensor | None, Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None],
+) -> ExpertWeights:
+    plain = not shuffled and layout == MAJOR_K
+    if plain and (quantization != MXFP8 or not gemms[0].is_cuda):
+        # Described at every call: a cache would keep the caller's weights alive.
+        pairs = zip(("alpha", "beta", "limit"), activation, strict=True)
+        of_experts: dict[str, Any] = {name: value for name, value in pairs if value is not None}
+        w13, w13_scale, w2, w2_scale = gemms
+        make = ExpertWeights.mxfp8 if quantization == MXFP8 else ExpertWeights.fp8_block
+        return make(w13, w2, w13_scale, w2_scale, b13=biases[0], b2=biases[1], layout="up_gate", **of_experts)
+    names = "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_bias", "gemm2_bias"
+    others = *activation, *biases
+    options: dict[str, Any] = dict(zip(names, others, strict=True))
+    form = {"use_shuffled_weight": shuffled, "weight_layout": layout, "fp8_quantization_type": quantization}
+    return cache.get(
+        gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form, **options)
+    )
+
+
+def trtllm_fp8_block_scale_moe(
+    routing_logits: Tensor,
+    routing_bias: Tensor | None,
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: Any = 0,
+    use_shuffled_weight: bool = False,
+    weight_layout: Any = MAJOR_K,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    tune_max_num_tokens: int = 8192,
+    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    *,
+    num_fused_shared_experts: int | None = None,
+    activation_type: Any = SWIGLU,
+    norm_topk_prob: bool = True,
+    routing_replay_out: Tensor | None = None,
+    gemm1_alpha: Tensor | None = None,
+    gemm1_beta: Tensor | None = None,
+    gemm1_clamp_limit: Tensor | None = None,
+    output: Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    gemm1_bias: Tensor | None = None,
+    gemm2_bias: Tensor | None = None,
+    weights: ExpertWeights | None = None,
+) -> Tensor:
+    """flashinfer's call: bf16 [T, H]. What follows fp8_quantization_type is by keyword: 0.7.2 put a parameter there.
+
+    routing_logits fp32, bf16 or f16 [T, num_experts], routed as `routing_options` says; weights are not rounded to
+    bf16, as flashinfer's are. fp8_quantization_type: DeepSeekFp8 (1) or MxFp8 (2). hidden_states float8_e4m3fn [T, H]
+    with hidden_states_scale fp32 [H / 128, T], or of MxFp8 uint8 [T, H / 32], or bf16 without. Weights, scales and
+    biases as in `prepare_trtllm_fp8_block_scale_moe`; shuffled or blocked ones are undone and MxFp8 ones on CUDA packed
+    at the first call and kept while they live (`oxmoe.peers.flashinfer_trtllm.cache`): a second copy. weights: what
+    that function made (then the four tensors and what belongs to them are not looked at), which also spares describing
+    them at every call. gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 [El], as ExpertWeights' alpha, beta and limit.
+
+    Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
+    the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. enable_pdl and tune_max_num_tokens
+    have no meaning here.
+    """
+    routing = routing_options(
+        routing_method_type,
+        top_k=top_k,
+        routing_bias=routing_bias,
+        n_group=n_group,
+        topk_group=topk_group,
+        routed_scaling_factor=routed_scaling_factor,
+        norm_topk_prob=norm_topk_prob,
+    )
+    if routing_replay_out is None:
+        routing["router_logits"] = routing_logits
+    else:
+        scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
+        chosen, ids = topk(routing_logits, routing.pop("top_k"), **routing)
+        check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
+        if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
+            raise ValueError(
+                f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
+                f"{tuple(routing_replay_out.shape)}"
+            )
+        routing_replay_out[: ids.shape[0]].copy_(ids)
+        routing = {"topk_weights": chosen, "topk_ids": ids, **scale}
+    return _run(
+        "trtllm_fp8_block_scale_moe",
+        routing,
+        hidden_states,
+        hidden_states_scale,
+        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+        num_experts,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        use_shuffled_weight=use_shuffled_weight,
+        weight_layout=weight_layout,
+        fp8_quantization_type=fp8_quantization_type,
+        activation_type=activation_type,
+        do_finalize=do_finalize,
+        output=output,
+        activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+        biases=(gemm1_bias, gemm2_bias),
+        valid_sizes=(valid_hidden_size, valid_intermediate_size),
+        unserved={"num_fused_shared_experts": bool(num_fused_shared_experts)},
+        weights=weights,
+    )
+
+
+def trtllm_fp8_block_scale_routed_moe(
+    topk_ids: Tensor | tuple[Tensor, Tensor],
+    routing_bias: Tensor | None,
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: Any = 0,
+    use_shuffled_weight: bool = False,
+    weight_layout: Any = MAJOR_K,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    *,
+    gemm1_lora_delta: Tensor | None = None,
+    output: Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    activation_type: Any = SWIGLU,
+    gemm1_alpha: Tensor | None = None,
+    gemm1_beta: Tensor | None = None,
+    gemm1_clamp_limit: Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    weights: ExpertWeights | None = None,
+) -> Tensor:
+    """flashinfer's call with experts that were chosen before: bf16 [T, H]. What follows enable_pdl is by keyword.
+
+    topk_ids int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair: ids int32 and weights bf16 or fp32 [T, top_k];
+    global ids, -1 for none. The weights count as they are: routing_bias, n_group, topk_group, routed_scaling_factor and
+    routing_method_type have no meaning. The rest is as for `trtllm_fp8_block_scale_moe`.
+    """
+    if isinstance(topk_ids, (tuple, list)):
+        if len(topk_ids) != 2:
+            raise ValueError(f"topk_ids: expected ids and weights, got {len(topk_ids)} tensors")
+        ids, chosen = topk_ids
+        check_tensor("topk_ids[0]", ids)
+        check_tensor("topk_ids[1]", chosen)
+        chosen = chosen.float()
+    else:
+        chosen, ids = unpack_topk(topk_ids)
+    if ids.dim() != 2 or ids.shape[1] != top_k:
+        raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
+    return _run(
+        "trtllm_fp8_block_scale_routed_moe",
+        {"topk_weights": chosen, "topk_ids": ids},
+        hidden_states,
+        hidden_states_scale,
+        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+        num_experts,
+        intermediate_size,
+        local_expert_offset,
+        local_num_experts,
+        use_shuffled_weight=use_shuffled_weight,
+        weight_layout=weight_layout,
+        fp8_quantization_type=fp8_quantization_type,
+        activation_type=activation_type,
+        do_finalize=do_finalize,
+        output=output,
+        activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+        valid_sizes=(valid_hidden_size, valid_intermediate_size),
+        unserved={"gemm1_lora_delta": gemm1_lora_delta is not None},
+        weights=weights,
+    )

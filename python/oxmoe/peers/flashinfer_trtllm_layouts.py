@@ -1,0 +1,76 @@
+"""The forms that flashinfer's trtllm-gen kernels hold weights in, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAJOR_K, BLOCK_MAJOR_K = 0, 2  # flashinfer's WeightLayout
+BLOCK_K = 128  # columns of a block of BlockMajorK
+# Rows that a shuffle stays in, by shuffle_matrix_a's epilogue_tile_m: 64 of DeepSeek's fp8, 128 of MXFP8.
+DEEPSEEK_ROWS, MXFP8_ROWS = 16, 32
+_LANES = 8
+
+
+def major_k(weights: Tensor, weight_layout: int) -> Tensor:
+    """w [E, R, K] of w in this layout: itself, or of BlockMajorK's [E, K / 128, R, 128] a copy."""
+    if weight_layout != BLOCK_MAJOR_K:
+        return weights
+    if weights.dim() != 4 or weights.shape[3] != BLOCK_K:
+        raise ValueError(
+            f"weights: expected shape [E, K / {BLOCK_K}, rows, {BLOCK_K}] with weight_layout BlockMajorK, "
+            f"got {list(weights.shape)}"
+        )
+    experts, blocks, rows, _ = weights.shape
+    return weights.transpose(1, 2).reshape(experts, rows, blocks * BLOCK_K)
+
+
+def unshuffled(weights: Tensor, of_shuffle: int) -> Tensor:
+    """w [E, R, ...] of what flashinfer's shuffle_matrix_a made of each expert's rows: a copy.
+
+    The rows of each block of of_shuffle lie in eights: place 8 j + i has row (of_shuffle / 8) i + j.
+    """
+    rows = weights.shape[1]
+    if rows % of_shuffle:
+        raise ValueError(f"weights: use_shuffled_weight needs a multiple of {of_shuffle} rows, got {rows}")
+    return weights.unflatten(1, (-1, of_shuffle // _LANES, _LANES)).transpose(2, 3).flatten(1, 3).contiguous()
+
+
+def halves(weights: Tensor) -> Tensor:
+    """w [E, R, ...] of what flashinfer's reorder_rows_for_gated_act_gemm made of each expert's rows: a copy. There rows
+    of the two halves alternate."""
+    return weights.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: int) -> tuple[Tensor, Tensor]:
+    """Copies of weights [E, R, K] and scales [E, R, K / 32] of what the MXFP8 kernels of trtllm-gen take: rows of both
+    shuffled, those of w13 (gated) alternating before that, and scales of each expert in tiles of 128 rows by 4
+    (block_scale_interleave; shape [E, R, K / 32], or any with as many bytes an expert)."""
+    from oxmoe.formats.nvfp4 import unswizzle_blockscale
+
+    weights = major_k(weights, weight_layout)
+    if weights.dim() != 3:
+        raise ValueError(f"weights: expected 3 dimensions [E, rows, K], got shape {list(weights.shape)}")
+    experts, rows, columns = weights.shape
+    blocks = columns // 32
+    padded = -(-rows // 128) * 128, -(-blocks // 4) * 4
+    if scales.numel() != experts * padded[0] * padded[1]:
+        raise ValueError(
+            f"weights_scale: use_shuffled_weight needs scales of {experts} experts in tiles of 128 x 4, "
+            f"{padded[0]} x {padded[1]} each, got shape {list(scales.shape)}"
+        )
+    scales = unswizzle_blockscale(scales.reshape(experts, *padded), rows, blocks)
+    weights, scales = (unshuffled(part, MXFP8_ROWS) for part in (weights, scales))
+    return (halves(weights), halves(scales)) if gated else (weights, scales)
+
+
+def plain_biases(bias: Tensor | None, of_shuffle: int | None, *, gated: bool = False) -> Tensor | None:
+    """A copy of a bias [E, R] whose rows lie as those of its weights; None of None."""
+    if bias is None:
+        return None
+    if of_shuffle is None:
+        return bias.clone()
+    bias = unshuffled(bias, of_shuffle)
+    return halves(bias) if gated else bias

@@ -1,0 +1,1 @@
+"""The commands of `python -m oxmoe`: a module for each, and what they share."""

@@ -1,0 +1,318 @@
+"""Times one MoE layer, router logits to combined output, ours and every peer in one process in turn.
+
+On a GPU: one CUDA graph a backend that runs several layers with different weights, so none finds its weights in L2; the
+graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On CPU: median wall clock.
+Every backend is checked against oxmoe.reference in each cell before it is timed. A row also has the shortest and the
+longest time, the commit, the driver and the GPU's clocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import oxmoe
+from oxmoe.tools.bench import allreduce, allreduce_peers, distance, layers, machine, masked, overhead, report
+from oxmoe.tools.bench.backend import Backend, Oxmoe
+from oxmoe.tools.bench.layers import FORMATS
+from oxmoe.tools.bench.peers import PEERS
+from oxmoe.tools.bench.timing import Protocol, times_us
+from oxmoe.tools.command import MOST_TOKENS, UsageError, a_name, known, listed, real, require_writable, whole
+
+GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
+GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
+
+
+# Flags of the protocol, which a CPU run has no use for: no graphs, and about a second by the wall clock.
+PROTOCOL: dict[str, Any] = {"layers": 3, "rounds": 3, "replays": 7, "sustain": 0.0}
+
+# What each kind of run reads. A flag that it does not read is refused.
+RUNS: dict[str, tuple[str, ...]] = {
+    "table": (),
+    "allreduce": ("tokens", "peers", "json"),
+    "overhead": ("device", "json"),
+    "distance": ("shapes", "format", "tokens", "device"),
+    "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", *PROTOCOL),
+    "layout routed": ("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "plot", *PROTOCOL),
+}
+
+_names = listed(a_name)
+_counts = listed(whole(1, MOST_TOKENS))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=_names, help=f"comma-separated, of: {', '.join(layers.SHAPES)}")
+    parser.add_argument("--tokens", type=_counts, help="comma-separated token counts")
+    parser.add_argument(
+        "--pattern",
+        type=_names,
+        help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: hot gives half of the tokens one expert in common, "
+        "one gives every slot the same expert, grouped has DeepSeek-V3's router (default: uniform)",
+    )
+    parser.add_argument("--format", type=_names, help=f"comma-separated, of: {', '.join(FORMATS)} (default: bf16)")
+    parser.add_argument("--peers", type=_names, help=f"comma-separated, of: {', '.join(PEERS)}, none; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--layers", type=whole(1, 64), help="layers in one CUDA graph, each with its own weights (default: 3)"
+    )
+    parser.add_argument("--rounds", type=whole(1, 1000), help="turns that each backend gets in a cell (default: 3)")
+    parser.add_argument("--replays", type=whole(1, 1000), help="timed replays in each round (default: 7)")
+    parser.add_argument(
+        "--sustain",
+        type=real(0, 3600),
+        metavar="SECONDS",
+        help="replay for so long before each round: prefill then runs at the power limit, as under load (default: 0)",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("routed", "masked"),
+        help="masked: moe_masked on rows in expert order, nothing else; layers: " + ", ".join(masked.LAYERS) + "; "
+        "peers: " + ", ".join(masked.PEERS) + "; --tokens: of each rank; one more format: fp8_block-bf16 "
+        "(default: routed)",
+    )
+    parser.add_argument(
+        "--fill",
+        type=listed(real(0, 100)),
+        help=f"with --layout masked: comma-separated shares of m = {masked.FILL_ROOM}, in percent",
+    )
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
+    parser.add_argument(
+        "--distance", action="store_true", help="print how far results are from fp32 arithmetic, and time nothing"
+    )
+    parser.add_argument("--overhead", action="store_true", help="time the Python call alone, and nothing else")
+    parser.add_argument(
+        "--allreduce",
+        type=whole(2, 8),
+        metavar="GPUS",
+        help="time allreduce_fusion between so many GPUs, and nothing else; peers: " + ", ".join(allreduce_peers.PEERS),
+    )
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
+    parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
+
+
+def _kind(args: argparse.Namespace) -> str:
+    """Which of RUNS is asked for; UsageError where several are, or where a flag is given that it does not read."""
+    given = [
+        flag for flag, value in vars(args).items() if flag != "command" and value is not None and value is not False
+    ]
+    kinds = [kind for kind in RUNS if kind in given]
+    if len(kinds) > 1:
+        raise UsageError(f"--{kinds[0]} and --{kinds[1]} are runs of their own: give one of them")
+    kind = kinds[0] if kinds else f"layout {args.layout or 'routed'}"
+    unread = [f"--{flag}" for flag in given if flag != kind and flag not in RUNS[kind]]
+    if unread:
+        raise UsageError(f"--{kind} does not read {', '.join(unread)}")
+    return kind
+
+
+def _protocol(args: argparse.Namespace, device: str) -> Protocol:
+    given = {flag: getattr(args, flag) for flag in PROTOCOL if getattr(args, flag) is not None}
+    if device == "cuda":
+        return Protocol(*(PROTOCOL | given).values())
+    if given:
+        raise UsageError(f"a run on the CPU does not read {', '.join(f'--{flag}' for flag in given)}")
+    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
+    return Protocol(1, 1, 0, 0.0)
+
+
+def _device(args: argparse.Namespace) -> str:
+    here = torch.cuda.is_available()
+    if args.device == "cuda" and not here:
+        raise UsageError("--device cuda: torch sees no CUDA GPU here")
+    return args.device or ("cuda" if here else "cpu")
+
+
+def _peers(args: argparse.Namespace, choices: Any) -> list[str]:
+    return [] if args.peers == ["none"] else known("peer", args.peers or list(choices), choices)
+
+
+def _progress(text: str) -> None:
+    """The line under the table, overwritten; nothing where output is not a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Backend | str:
+    """The peer with these weights, or why it does not start."""
+    try:
+        return PEERS[name](shape, weights)
+    except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
+        return f"does not start: {type(error).__name__}: {error}"
+
+
+class _Bench:
+    """One run: what is the same for all of its cells."""
+
+    def __init__(self, device: str, protocol: Protocol, output: report.Report):
+        self.device, self.protocol, self.output = device, protocol, output
+        self.right = True
+
+    def shape(self, name: str, format_name: str, patterns: list[str], tokens: list[int], peers: list[str]) -> None:
+        """All cells of one shape."""
+        shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
+        _progress(f"{name} {format_name}: making weights")
+        weights = layers.make_weights(
+            shape,
+            dtype,
+            self.device,
+            count,
+            mxfp4=format_name.startswith("mxfp4"),
+            fp8_block=format_name == "fp8_block",
+            mxfp8=format_name == "mxfp8",
+            nvfp4=format_name if format_name.startswith("nvfp4") else None,
+            fp8_tensor=layers.activations(format_name),
+            activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
+        )
+        backends: list[Backend] = [Oxmoe(shape, weights)]
+        for peer in peers:
+            if format_name not in PEERS[peer].formats:
+                self.output.skip(peer, f"has no {format_name} weights")
+                continue
+            _progress(f"{name} {format_name}: starting {peer}")
+            started = _start(peer, shape, weights)
+            if isinstance(started, str):
+                self.output.skip(peer, started)
+            else:
+                backends.append(started)
+        for pattern in patterns:
+            for number in tokens:
+                inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
+                floor = layers.floor_us(shape, inputs, self.device, format_name, weight_bits)
+                cell = report.Cell("moe", name, format_name, pattern, number, floor)
+                self._cell(cell, backends, weights, inputs)
+
+    def _cell(
+        self, cell: report.Cell, backends: list[Backend], weights: list[layers.Weights], inputs: list[layers.Inputs]
+    ) -> None:
+        where = f"{cell.shape} {cell.format} {cell.pattern} M={cell.tokens}"
+        calls: dict[str, Sequence[Callable[[], Tensor]]] = {}
+        # One layer; with few tokens all, since a single row's share of moved elements is luck.
+        checked = 1 if cell.tokens >= 8 else len(inputs)
+        pairs = zip(weights[:checked], inputs, strict=False)
+        truth = torch.cat([layers.expected(backends[0].shape, weight, item) for weight, item in pairs])
+        for backend in backends:
+            _progress(f"{where}: checking {backend.name}")
+            try:
+                calls[backend.name] = backend.calls(inputs)
+                some = enumerate(calls[backend.name][:checked])
+                result = torch.cat([backend.result(index, call()) for index, call in some])
+            except Exception as error:
+                if isinstance(backend, Oxmoe):
+                    raise
+                calls.pop(backend.name, None)
+                self.output.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
+                continue
+            if isinstance(backend, Oxmoe):
+                wrong = layers.error(result, truth, cell.format)
+                if wrong is not None:
+                    self.right = False
+                    self.output.wrong(cell, wrong)
+                    return
+            elif backend.same_layer():
+                wrong = layers.peer_error(result, truth, backend.most_error)
+                if wrong is not None:
+                    del calls[backend.name]
+                    self.output.skip(f"{backend.name} at {where}", wrong)
+        _progress(f"{where}: timing")
+        cell.times, failed = times_us(calls, self.device, self.protocol, ours=Oxmoe.name)
+        for name, reason in failed.items():
+            self.output.skip(f"{name} at {where}", f"failed: {reason}")
+        cell.details = {backend.name: backend.detail for backend in backends if backend.detail is not None}
+        _progress("")
+        self.output.add(cell)
+
+
+def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
+    names = known("layer", args.shapes or list(masked.DEFAULT_LAYERS), masked.LAYERS)
+    formats = known("format", args.format or ["bf16"], masked.FORMATS)
+    peers = _peers(args, masked.PEERS)
+    neither = args.fill is None and args.tokens is None
+    fill = list(masked.DEFAULT_FILL) if neither else args.fill or []
+    tokens = list(masked.DEFAULT_TOKENS) if neither else args.tokens or []
+    cases = [
+        *((f"{share:g} % of m", functools.partial(masked.share, percent=share)) for share in fill),
+        *((f"{count} tokens a rank", functools.partial(masked.sent, tokens=count)) for count in tokens),
+    ]
+    of_formats = {name: FORMATS[name.removesuffix("-bf16")] for name in formats}
+    require_writable("--json", args.json)
+    right = masked.run(names, of_formats, cases, peers, device, protocol, machine.environment(device), args.json)
+    return 0 if right else 1
+
+
+def _overhead(args: argparse.Namespace, device: str) -> int:
+    require_writable("--json", args.json)
+    environment, rows = machine.environment(device), overhead.measure(device)
+    report.print_overhead(rows)
+    report.append_json(args.json, [{**row, **environment} for row in rows])
+    return 0
+
+
+def _allreduce(args: argparse.Namespace) -> int:
+    peers = _peers(args, allreduce_peers.PEERS)
+    require_writable("--json", args.json)
+    environment = machine.environment("cuda" if torch.cuda.is_available() else "cpu")
+    return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
+
+
+def _formats(args: argparse.Namespace, device: str) -> list[str]:
+    formats = known("format", args.format or ["bf16"], FORMATS)
+    for name, served in oxmoe.device_info()["formats"].items():
+        if name in formats and device not in served:
+            raise UsageError(f"format {name} runs on {', '.join(served)}, not on {device}")
+    return formats
+
+
+def _routed(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
+    formats = _formats(args, device)
+    shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
+    tokens = args.tokens or list(GPU_TOKENS if device == "cuda" else CPU_TOKENS)
+    patterns = known("pattern", args.pattern or ["uniform"], layers.PATTERNS)
+    peers = _peers(args, PEERS)
+    if args.plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib (pip install matplotlib)")
+    require_writable("--plot", args.plot)
+    require_writable("--json", args.json)
+
+    reasons = {peer: PEERS[peer].missing(device) for peer in peers}
+    peers = [peer for peer in peers if reasons[peer] is None]
+    output = report.Report(peers, {**vars(protocol), **machine.environment(device)}, args.json)
+    for peer, reason in reasons.items():
+        if reason is not None:
+            output.skip(peer, reason)
+    bench = _Bench(device, protocol, output)
+    for format_name in formats:
+        for shape_name in shapes:
+            bench.shape(shape_name, format_name, patterns, tokens, peers)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    if args.plot:
+        report.plot(output.cells, args.plot)
+    return 0 if bench.right else 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Everything that can be wrong with the arguments is said before anything is measured."""
+    kind = _kind(args)
+    if kind == "table":
+        print(report.markdown(report.read_json(args.table)))
+        return 0
+    if kind == "allreduce":
+        return _allreduce(args)
+    device = _device(args)
+    if kind == "overhead":
+        return _overhead(args, device)
+    if kind == "distance":
+        formats = _formats(args, device)
+        shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
+        distance.run(shapes, formats, args.tokens or [64], device)
+        return 0
+    run = _masked if kind == "layout masked" else _routed
+    return run(args, device, _protocol(args, device))

@@ -1,0 +1,392 @@
+"""Times moe_masked, the layer on DeepEP's low-latency layout, beside DeepGEMM's masked GEMMs.
+
+One rank's share of a layer: x [El, m, H] with the first masked_m[e] rows of each expert valid. Rows come from a share
+of m (--fill) or from tokens that every rank sends (--tokens), each to top_k experts drawn at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import oxmoe
+from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
+from oxmoe.tools.bench import deep_gemm, layers, report
+from oxmoe.tools.bench.backend import Oxmoe
+from oxmoe.tools.bench.timing import Protocol, fields, times_us
+
+# Formats of weights as the other benches name them, tokens in bf16, but for fp8_block: those in e4m3, as DeepEP sends
+# them for it. fp8_block-bf16 takes bf16 ones.
+FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
+PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4")
+FORMATS = ("bf16", "f16", *PACKED, "fp8_block", "fp8_block-bf16", *FP8_TENSOR)
+ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
+FILL_ROOM = 1024  # m of a share
+CHECKED = 8192  # rows of a call, about
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's part of a layer with ranks x experts experts."""
+
+    experts: int
+    ranks: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def shape(self) -> layers.Shape:
+        return layers.Shape(self.experts, 1, self.hidden, self.intermediate)
+
+
+LAYERS = {
+    "dsv3-ep8": Layer(32, 8, 8, 7168, 2048),
+    "dsv3-ep2": Layer(128, 2, 8, 7168, 2048),
+    "qwen3-30b-ep2": Layer(64, 2, 8, 2048, 768),
+}
+DEFAULT_LAYERS = ("dsv3-ep8", "dsv3-ep2")
+DEFAULT_FILL, DEFAULT_TOKENS = (1.0, 10.0, 100.0), (16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one call gets."""
+
+    x: Tensor  # [El, m, H]; rows beyond the mask are noise too
+    counts: Tensor  # int32 [El]
+    expected: int  # rows that an expert is expected to have
+
+
+Drawn = tuple[int, list[int]]  # m and the rows of each expert
+Case = tuple[str, Callable[[Layer, torch.Generator], Drawn]]
+
+
+def share(layer: Layer, _rng: torch.Generator, percent: float) -> Drawn:
+    """A share of m, the same for every expert, one row at least."""
+    return FILL_ROOM, [max(1, int(FILL_ROOM * percent / 100))] * layer.experts
+
+
+def sent(layer: Layer, rng: torch.Generator, tokens: int) -> Drawn:
+    """What arrives when every rank sends so many tokens."""
+    chosen = torch.rand(layer.ranks * tokens, layer.ranks * layer.experts, generator=rng).topk(layer.top_k).indices
+    counts = torch.bincount(chosen.flatten(), minlength=layer.ranks * layer.experts)[: layer.experts]
+    return layer.ranks * max(tokens, ROOM), counts.tolist()
+
+
+def make_rows(layer: Layer, room: int, counts: Sequence[int], expected: int, dtype: torch.dtype, device: str) -> Rows:
+    x = torch.randn((layer.experts, room, layer.hidden), dtype=dtype, device=device)
+    return Rows(x, torch.tensor(counts, dtype=torch.int32, device=device), expected)
+
+
+def floor_us(layer: Layer, counts: Sequence[int], format_name: str, weight_bits: float, device: str) -> float | None:
+    """Weights of experts with rows, x and out once, or the flops; on the one GPU whose ceilings were measured."""
+    if device != "cuda" or "H200" not in torch.cuda.get_device_name():
+        return None
+    of_expert, rows = 3 * layer.hidden * layer.intermediate, sum(counts)
+    active = sum(count > 0 for count in counts)
+    row_bytes = layer.hidden * (3 if format_name == "fp8_block" else 4)
+    moved = active * of_expert * weight_bits / 8 + rows * row_bytes
+    fp8 = format_name.startswith("fp8_") or format_name == "mxfp4-a8"
+    flops = FP8_MATRIX_FLOPS_PER_SECOND if fp8 else MATRIX_FLOPS_PER_SECOND
+    return max(moved / MEMORY_BYTES_PER_SECOND, 2 * rows * of_expert / flops) * 1e6
+
+
+class Backend:
+    """A way to run the layer on rows in expert order."""
+
+    name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ("fp8_block",)
+    excludes: ClassVar[str | None] = None  # what ours contains and this one does not
+
+    def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
+        self.layer, self.weights, self.format = layer, weights, format_name
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        """Why it cannot run here, None if it can."""
+        return deep_gemm.missing(device)
+
+    def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
+        """A call that can be captured and gives out [El, m, H]."""
+        raise NotImplementedError
+
+
+class Ours(Backend):
+    name = Oxmoe.name
+    formats = FORMATS
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return None
+
+    def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
+        super().__init__(layer, weights, format_name)
+        self.experts = Oxmoe(layer.shape, weights).experts
+        self.room: Tensor | None = None
+
+    def workspace(self, experts: oxmoe.ExpertWeights, rows: int, device: torch.device) -> Tensor:
+        """The layers share one."""
+        size = oxmoe.masked_workspace_bytes(experts, rows)
+        if self.room is None or self.room.numel() < size + 256:
+            self.room = torch.empty(size + 256, dtype=torch.uint8, device=device)
+        start = -self.room.data_ptr() % 256
+        return self.room[start : start + size]
+
+    def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
+        experts, x, scale = self.experts[index], rows.x, None
+        if self.format == "fp8_block":
+            x, scale = deep_gemm.quantised(rows.x)
+        out = torch.empty_like(rows.x)
+        workspace = self.workspace(experts, rows.x.shape[0] * rows.x.shape[1], out.device)
+
+        def run() -> Tensor:
+            return oxmoe.moe_masked(
+                x, experts, rows.counts, x_scale=scale, expected_m=rows.expected, out=out, workspace=workspace
+            )
+
+        return run
+
+
+class DeepGemmMasked(Backend):
+    """DeepGEMM's masked GEMM twice; GEMM2's input is made before the clock runs."""
+
+    name = "deep-gemm"
+    excludes = "activation, quantisation"
+
+    def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
+        super().__init__(layer, weights, format_name)
+        self.gemm = deep_gemm.gemm("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
+
+    def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
+        weights, (experts, room, _) = self.weights[index], rows.x.shape
+        w13, w2 = ((w.codes, w.scales) for w in (weights.w13, weights.w2))
+        tokens, out = deep_gemm.quantised(rows.x), torch.empty_like(rows.x)
+        sums = out.new_zeros((experts, room, 2 * self.layer.intermediate))
+        self.gemm(tokens, w13, sums, rows.counts, rows.expected)
+        hidden = deep_gemm.quantised(layers.activated(sums.float(), self.layer.shape).to(sums.dtype))
+
+        def run() -> Tensor:
+            self.gemm(tokens, w13, sums, rows.counts, rows.expected)
+            self.gemm(hidden, w2, out, rows.counts, rows.expected)
+            return out
+
+        return run
+
+
+class SglangDeepGemm(DeepGemmMasked):
+    """The same with SGLang's masked activation and quantiser (Triton) between the GEMMs: the whole layer."""
+
+    name = "sglang-deep-gemm"
+    excludes = None
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        from importlib.util import find_spec
+
+        return deep_gemm.missing(device) or (None if find_spec("sglang") else "sglang is not installed")
+
+    def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
+        super().__init__(layer, weights, format_name)
+        from sglang.srt.layers.moe.ep_moe.kernels import silu_and_mul_masked_post_quant_fwd
+
+        self.activate = silu_and_mul_masked_post_quant_fwd
+
+    def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
+        weights, (experts, room, _) = self.weights[index], rows.x.shape
+        w13, w2 = ((w.codes, w.scales) for w in (weights.w13, weights.w2))
+        tokens, out = deep_gemm.quantised(rows.x), torch.empty_like(rows.x)
+        sums = out.new_empty((experts, room, 2 * self.layer.intermediate))
+        codes = sums.new_zeros((experts, room, self.layer.intermediate), dtype=torch.float8_e4m3fn)
+        scales = deep_gemm.column_major(
+            torch.zeros((experts, room, self.layer.intermediate // deep_gemm.GROUP), device=out.device)
+        )
+
+        def run() -> Tensor:
+            self.gemm(tokens, w13, sums, rows.counts, rows.expected)
+            self.activate(sums, codes, scales, deep_gemm.GROUP, rows.counts)
+            self.gemm((codes, scales), w2, out, rows.counts, rows.expected)
+            return out
+
+        return run
+
+
+PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (DeepGemmMasked, SglangDeepGemm)}
+
+
+def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
+    """(expert, place) of valid rows; unless `every` is asked for, of many every third, fifth and so on."""
+    valid = torch.arange(rows.x.shape[1], device=rows.x.device)[None, :] < rows.counts[:, None]
+    experts, places = valid.nonzero(as_tuple=True)
+    step = 1 if every else -(-len(experts) // CHECKED) | 1
+    return experts[::step], places[::step]
+
+
+def expected(layer: Layer, weights: layers.Weights, rows: Tensor, experts: Tensor) -> Tensor:
+    """The reference's rows."""
+    ids = experts[:, None].to(torch.int32)
+    inputs = layers.Inputs(rows, torch.empty(0), (torch.ones(ids.shape, device=ids.device), ids))
+    return layers.expected(layer.shape, weights, inputs)
+
+
+def _line(cells: Sequence[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+class _Bench:
+    def __init__(self, device: str, protocol: Protocol, peers: Sequence[str], environment: dict[str, Any], path: Any):
+        self.device, self.protocol, self.environment, self.json_path = device, protocol, environment, path
+        self.right = True
+        self.said: set[str] = set()
+        reasons = {peer: PEERS[peer].missing(device) for peer in peers}
+        for peer, reason in reasons.items():
+            if reason is not None:
+                self.skip(peer, reason)
+        self.peers = [peer for peer, reason in reasons.items() if reason is None]
+
+    def skip(self, what: str, reason: str) -> None:
+        if what + reason not in self.said:
+            self.said.add(what + reason)
+            print(f"skipped {what}: {reason}", flush=True)
+
+    def head(self) -> None:
+        without = {peer: PEERS[peer].excludes for peer in self.peers}
+        names = [f"{peer} (no {what})" if what else peer for peer, what in without.items()]
+        heads = ["layer", "format", "rows from", "m", "rows", "oxmoe", "floor", "x floor", *names, "best peer / oxmoe"]
+        _line(heads)
+        _line(["---"] * len(heads))
+
+    def layer(self, name: str, format_name: str, dtype: torch.dtype, bits: float, cases: list[Case]) -> None:
+        layer = LAYERS[name]
+        weights = layers.make_weights(
+            layer.shape,
+            dtype,
+            self.device,
+            self.protocol.layers,
+            mxfp4=format_name.startswith("mxfp4"),
+            fp8_block=format_name.startswith("fp8_block"),
+            fp8_tensor=layers.activations(format_name),
+            mxfp8=format_name == "mxfp8",
+            nvfp4=format_name if format_name.startswith("nvfp4") else None,
+            activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
+        )
+        backends: list[Backend] = [Ours(layer, weights, format_name)]
+        for peer in self.peers:
+            if format_name not in PEERS[peer].formats:
+                self.skip(peer, f"has no {format_name} weights")
+                continue
+            try:
+                backends.append(PEERS[peer](layer, weights, format_name))
+            except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
+                self.skip(peer, f"does not start: {type(error).__name__}: {error}")
+        for case, draw in cases:
+            # The same rows in every run and for every format: times of two builds can be compared.
+            rng = torch.Generator().manual_seed(0)
+            drawn = [draw(layer, rng) for _ in weights]
+            mean = max(1, -(-sum(sum(counts) for _, counts in drawn) // (len(drawn) * layer.experts)))
+            given = [make_rows(layer, room, counts, mean, dtype, self.device) for room, counts in drawn]
+            floors = [floor_us(layer, counts, format_name, bits, self.device) for _, counts in drawn]
+            floor = None if floors[0] is None else sum(us or 0.0 for us in floors) / len(floors)
+            self.cell(name, format_name, case, backends, weights, given, floor)
+
+    def cell(
+        self,
+        name: str,
+        format_name: str,
+        case: str,
+        backends: list[Backend],
+        weights: list[layers.Weights],
+        given: list[Rows],
+        floor: float | None,
+    ) -> None:
+        # One scale for all rows is that of all rows.
+        where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8_tensor")
+        truth = expected(LAYERS[name], weights[0], given[0].x[places], places[0])
+        calls: dict[str, list[Callable[[], Tensor]]] = {}
+        for backend in backends:
+            try:
+                made = [backend.call(index, rows) for index, rows in enumerate(given)]
+                result = made[0]()[places]
+            except Exception as error:
+                if isinstance(backend, Ours) and not isinstance(error, NotImplementedError):
+                    raise
+                self.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
+                if isinstance(backend, Ours):
+                    return
+                continue
+            if isinstance(backend, Ours):
+                wrong = layers.error(result, truth, format_name.removesuffix("-bf16"))
+                if wrong is not None:
+                    self.right = False
+                    print(f"WRONG {where}, not timed: {wrong}", flush=True)
+                    return
+            else:
+                wrong = layers.peer_error(result, truth, deep_gemm.MOST_ERROR)
+                if wrong is not None:
+                    self.skip(f"{backend.name} at {where}", wrong)
+                    continue
+            calls[backend.name] = made
+        times, failed = times_us(calls, self.device, self.protocol, ours=Ours.name)
+        for peer, reason in failed.items():
+            self.skip(f"{peer} at {where}", f"failed: {reason}")
+        self.report(name, format_name, case, given, floor, times)
+
+    def report(
+        self, name: str, format_name: str, case: str, given: list[Rows], floor: float | None, times: dict[str, float]
+    ) -> None:
+        ours, room = times[Ours.name], given[0].x.shape[1]
+        rows = sum(int(item.counts.sum()) for item in given) / len(given)
+        best = min((us for peer, us in times.items() if peer != Ours.name), default=None)
+        _line(
+            [
+                *(name, format_name, case, str(room), f"{rows:.0f}", f"**{ours:.1f}**"),
+                "" if floor is None else f"{floor:.1f}",
+                "" if floor is None else f"{ours / floor:.2f}",
+                *("" if peer not in times else f"{times[peer]:.1f}" for peer in self.peers),
+                "" if best is None else f"{best / ours:.2f}",
+            ]
+        )
+        common = {
+            "op": "moe_masked",
+            "shape": name,
+            **vars(LAYERS[name]),
+            "format": format_name,
+            "case": case,
+            "m": room,
+            "rows": rows,
+            "floor_us": floor,
+        }
+        lines = []
+        for backend, us in times.items():
+            excludes = PEERS[backend].excludes if backend in PEERS else None
+            extra = {} if excludes is None else {"excludes": excludes}
+            lines.append(
+                {**common, "backend": backend, **fields(us), **extra, **vars(self.protocol), **self.environment}
+            )
+        report.append_json(self.json_path, lines)
+
+
+def run(
+    names: Sequence[str],
+    formats: dict[str, tuple[torch.dtype, float]],
+    cases: list[Case],
+    peers: Sequence[str],
+    device: str,
+    protocol: Protocol,
+    environment: dict[str, Any],
+    json_path: str | None,
+) -> bool:
+    """Prints a Markdown table; whether all of our results were right. formats: dtype of tokens and bits of a weight."""
+    print(", ".join(f"{key} {value}" for key, value in environment.items() if key != "command" and value))
+    bench = _Bench(device, protocol, peers, environment, json_path)
+    bench.head()
+    for format_name, (dtype, bits) in formats.items():
+        for name in names:
+            bench.layer(name, format_name, dtype, bits, cases)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    return bench.right

@@ -1,0 +1,285 @@
+"""Judges a model's layers, kind by kind: what oxmoe takes, what it refuses and what to type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import oxmoe
+from oxmoe.hopper import untried
+from oxmoe.peers.sglang import expert_options
+from oxmoe.sglang import formats
+from oxmoe.tools.check import quantization, releases
+from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, Unreadable, shown
+from oxmoe.tools.check.families import FAMILIES, Family
+from oxmoe.tools.check.quantization import Format
+
+HOPPER = "sm_90"
+_MOST_LAYERS = 4096
+_PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to it
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the model is to run."""
+
+    sglang: str
+    tp: int
+    ep: int
+    gpu: str
+
+    def __str__(self) -> str:
+        return f"SGLang {self.sglang}, --tp-size {self.tp}, --ep-size {self.ep}, {self.gpu}"
+
+
+@dataclass
+class Kind:
+    """Layers of one kind and format. served: None where oxmoe has nothing to do with them."""
+
+    kind: str  # "dense", "moe", "shared" or "draft"
+    count: int
+    served: bool | None = None
+    taken_by: str = "SGLang"
+    format: str = ""
+    layers: list[int] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    bytes_per_rank: int = 0
+    times: list[dict[str, float]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """The answer. served is True where every MoE layer of the model itself is."""
+
+    server: Server
+    architecture: str = ""
+    served: bool = False
+    kinds: list[Kind] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {**values.pop("server"), **values, "setting": "moe"}
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The experts of a model's MoE layers."""
+
+    number: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+def judge(checkpoint: Checkpoint, server: Server, tokens: Sequence[int]) -> Report:
+    """Unreadable for a config that says nothing; what is not served or not known is in the report."""
+    report = Report(server)
+    try:
+        _judge(checkpoint, report, tokens)
+    except Refused as refused:
+        report.refused.append(str(refused))
+    wrong = [reason for kind in report.kinds if kind.kind == "moe" for reason in kind.refused]
+    report.refused += [reason for reason in dict.fromkeys(wrong) if reason not in report.refused]
+    report.served = not report.refused
+    return report
+
+
+def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> None:
+    config, server = checkpoint.config, report.server
+    releases.check(server.sglang)
+    named = config.listed("architectures", str)
+    if not named:
+        raise Unreadable(f"{config.where}: architectures is missing, which names SGLang's class of the model")
+    report.architecture = named[0]
+    family = FAMILIES.get(named[0])
+    if family is None:
+        raise Refused(f"architecture {shown(named[0])} is not known: whether its MoE layers are served is not, either")
+    text = config.within("text_config", "language_config", "llm_config") or config
+    layers = text.whole(*family.layers, least=1)
+    if layers > _MOST_LAYERS:
+        raise Unreadable(f"{text.where}: {family.layers[0]}: expected up to {_MOST_LAYERS}, got {layers}")
+    sparse = [layer for layer, has_experts in enumerate(family.sparse(text, layers)) if has_experts]
+    if len(sparse) < layers:
+        report.kinds.append(Kind("dense", layers - len(sparse), notes=["oxmoe takes over MoE layers alone"]))
+    if not sparse:
+        raise Refused("the model has no MoE layers: there is nothing for oxmoe to take over")
+    experts = _Experts(
+        text.whole(*family.experts, least=1),
+        text.whole(*family.top_k, least=1),
+        text.whole(*family.hidden, least=1),
+        text.whole(*family.intermediate, least=1),
+    )
+    dtype = text.text("dtype", "torch_dtype") or config.text("dtype", "torch_dtype")
+    formats_of = quantization.of_layers(
+        checkpoint,
+        text,
+        report.architecture,
+        family,
+        nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
+        f16=dtype == "float16",
+    )
+    groups: dict[tuple[Format, str], list[int]] = {}
+    activations: dict[str, dict[str, Any]] = {}
+    for layer in sparse:
+        activation = family.activation(text, layer)
+        activations[repr(activation)] = activation
+        groups.setdefault((formats_of(layer), repr(activation)), []).append(layer)
+    for (format, key), numbers in groups.items():
+        kind = Kind("moe", len(numbers), layers=numbers, format=str(format))
+        report.kinds.append(kind)
+        _experts(kind, format, experts, activations[key], family, server, tokens)
+        _compare(kind, format, checkpoint)
+    _others(report, text, family, layers, checkpoint, formats_of)
+    _flags(report, {format for format, _ in groups}, dtype)
+
+
+def _share(experts: _Experts, server: Server) -> tuple[int, int]:
+    """Experts of a rank, and its columns of each. Refused where SGLang cannot deal them out."""
+    if server.tp % server.ep:
+        raise Refused(f"--ep-size {server.ep} does not divide --tp-size {server.tp}")
+    ranks = server.tp // server.ep
+    if experts.number % server.ep:
+        raise Refused(f"--ep-size {server.ep} does not divide {experts.number} experts")
+    if experts.intermediate % ranks:
+        raise Refused(f"{ranks} ranks that share an expert do not divide its intermediate size {experts.intermediate}")
+    return experts.number // server.ep, experts.intermediate // ranks
+
+
+def _experts(
+    kind: Kind,
+    format: Format,
+    experts: _Experts,
+    activation: dict[str, Any],
+    family: Family,
+    server: Server,
+    tokens: Sequence[int],
+) -> None:
+    """Judges MoE layers of one format and activation by the rules of SGLang's adapters."""
+    kind.served, kind.taken_by = False, "moe=oxmoe"
+    kind.sizes = {"experts": experts.number, "top_k": experts.top_k}
+    kind.sizes |= {"hidden": experts.hidden, "intermediate": experts.intermediate}
+    try:
+        options = expert_options(**activation)
+        local, columns = _share(experts, server)
+        kind.sizes |= {"experts_per_rank": local, "intermediate_per_rank": columns}
+        _check_format(format, options, server)
+        if format is quantization.MXFP4:
+            columns = -(-columns // _PACKED) * _PACKED
+        formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+        rows = 3 if options["gated"] else 2
+        kind.bytes_per_rank = round(kind.count * local * rows * experts.hidden * columns * format.bits / 8)
+        kind.times = [_time(experts, local, columns, format, options["gated"], count, server) for count in tokens]
+    except NotImplementedError as error:
+        kind.refused.append(str(error).removeprefix("oxmoe: ") + _better(format, experts, server))
+    except (Refused, ValueError) as error:
+        kind.refused.append(str(error))
+    kind.served = not kind.refused
+    if family.on_input:
+        kind.notes.append("router weights multiply the input: not behind an all-to-all")
+
+
+def _check_format(format: Format, options: dict[str, Any], server: Server) -> None:
+    capability = int(server.gpu.removeprefix("sm_"))
+    if format is quantization.MXFP8 and capability < 90:
+        raise Refused(f"MXFP8 layers of SGLang are served from sm_90 on, not on {server.gpu}")
+    if format is quantization.MXFP4 and "alpha" not in options:
+        raise Refused("an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)")
+    if format.name in ("fp8_block", "fp8_tensor") and options["layout"] == "interleaved":
+        raise Refused(f"oxmoe has no kernels for {format.label} with alternating rows of gate and up")
+
+
+def _better(format: Format, experts: _Experts, server: Server) -> str:
+    """The least --ep-size with which a rank's share has a kernel."""
+    for ep in range(server.ep + 1, server.tp + 1):
+        try:
+            _, columns = _share(experts, Server(server.sglang, server.tp, ep, server.gpu))
+            formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+        except (Refused, NotImplementedError):
+            continue
+        return f". With --ep-size {ep} the sizes are served"
+    return ""
+
+
+def _time(
+    experts: _Experts, local: int, columns: int, format: Format, gated: bool, tokens: int, server: Server
+) -> dict[str, float]:
+    """The roofline of one layer on one rank, with its mean share of what tokens choose."""
+    top_k = min(experts.top_k, local)
+    share = max(1, round(tokens * experts.top_k / (server.ep * top_k)))
+    plan = oxmoe.explain(
+        local, top_k, experts.hidden, columns, share, format=format.planned, gated=gated, arch=server.gpu
+    )
+    found = re.search(r"^floor: ([\d.]+) us of memory traffic, ([\d.]+) us of arithmetic$", plan, re.MULTILINE)
+    if found is None:
+        raise Refused(f"oxmoe.explain gives no roofline for {server.gpu}")
+    memory, arithmetic = map(float, found.groups())
+    return {"tokens": tokens, "us": max(memory, arithmetic), "memory_us": memory, "arithmetic_us": arithmetic}
+
+
+def _compare(kind: Kind, format: Format, checkpoint: Checkpoint) -> None:
+    """With the tensors that are there: a format that they do not have is not known."""
+    for layer in kind.layers:
+        dtypes = checkpoint.dtypes.get(layer, set())
+        if dtypes - format.stored:
+            kind.refused.append(
+                f"layer {layer}: by the config its experts are {format}, but their tensors are "
+                f"{', '.join(sorted(dtypes))}: the format is not known"
+            )
+            kind.served = False
+            return
+
+
+def _others(
+    report: Report, text: Fields, family: Family, layers: int, checkpoint: Checkpoint, formats_of: quantization.Formats
+) -> None:
+    """Shared experts and draft layers, which do not decide whether the model is served."""
+    if family.shared and text.whole(*family.shared, default=0):
+        moe = sum(kind.count for kind in report.kinds if kind.kind == "moe")
+        note = "SGLang's linear layers, or one more expert of the MoE layer where SGLang fuses them"
+        report.kinds.append(Kind("shared", moe, sizes={family.shared[0]: text.whole(*family.shared)}, notes=[note]))
+    drafts = text.whole(*family.drafts, default=0)
+    if not drafts:
+        return
+    first = next(kind for kind in report.kinds if kind.kind == "moe")
+    kind = Kind("draft", drafts, layers=list(range(layers, layers + min(drafts, _MOST_LAYERS))))
+    kind.notes.append("used with --speculative-algorithm alone; they do not count for the answer")
+    kind.notes.append(
+        "if the start says that such a layer does not run on oxmoe: --speculative-moe-runner-backend deep_gemm"
+    )
+    report.kinds.append(kind)
+    format = formats_of(layers)
+    stored = set().union(*(checkpoint.dtypes.get(layer, set()) for layer in kind.layers))
+    if stored - format.stored:
+        kind.notes.append(f"their tensors are {', '.join(sorted(stored))}: the format is not known")
+    elif str(format) == first.format:
+        kind.format, kind.sizes, kind.taken_by = first.format, dict(first.sizes), first.taken_by
+        kind.served, kind.refused = first.served, list(first.refused)
+    else:
+        kind.format = str(format)
+        kind.notes.append("the checkpoint leaves them in another format than the MoE layers: not judged")
+
+
+def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
+    """What to type besides OXMOE_SGLANG=moe."""
+    server = report.server
+    if server.tp > 1:
+        report.flags.append(f"--tp-size {server.tp}")
+    if server.ep > 1:
+        report.flags.append(f"--ep-size {server.ep}")
+    plain = found <= {quantization.BF16, quantization.F16}
+    if dtype != "bfloat16" and not (plain and dtype == "float16"):
+        report.flags.append("--dtype bfloat16")
+        report.notes.append(f"dtype is {shown(dtype)} in the config: oxmoe's experts need bf16, or f16 unquantised")
+    if plain:
+        report.flags.append("--quantization oxmoe")
+    if quantization.MXFP4 in found and server.ep > 1 and not releases.layer_decides(server.sglang):
+        report.flags.append("--moe-runner-backend triton")
+    if remark := untried(server.gpu):
+        report.notes.append(remark)

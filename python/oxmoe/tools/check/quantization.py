@@ -1,0 +1,217 @@
+"""A checkpoint's quantization_config: the format of each layer's experts, or why oxmoe does not take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from oxmoe.sglang import formats
+from oxmoe.tools.check import skipping
+from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, shown
+from oxmoe.tools.check.families import Family, prefixes
+
+
+@dataclass(frozen=True)
+class Format:
+    """Of a layer's experts."""
+
+    name: str  # as `formats` has it
+    label: str  # in words
+    planned: str  # as `oxmoe.explain` takes it
+    bits: float  # of a weight with its scales
+    stored: frozenset[str]  # dtypes of its weights in safetensors
+
+    def __str__(self) -> str:
+        return self.label
+
+
+def _format(name: str, label: str, bits: float, stored: str, planned: str | None = None) -> Format:
+    return Format(name, label, planned or name, bits, frozenset(stored.split()))
+
+
+BF16 = _format("bf16", "bf16", 16, "BF16 F16 F32")
+F16 = _format("f16", "f16", 16, "BF16 F16 F32")
+FP8_BLOCK = _format("fp8_block", "fp8, 128 x 128 blocks", 8 + 32 / 128**2, "F8_E4M3")
+MXFP8 = _format("mxfp8", "MXFP8", 8 + 8 / 32, "F8_E4M3")
+MXFP4 = _format("mxfp4", "MXFP4", 4 + 8 / 32, "U8")
+NVFP4 = _format("nvfp4", "NVFP4 of compressed-tensors, bf16 activations", 4 + 8 / 16, "U8")
+_ONE_SCALE = "fp8, a scale a matrix, {} activations"
+_CHANNEL = "fp8, a scale a channel, {} activations"
+
+# Format of one layer, by the names that SGLang may have for its experts.
+Formats = Callable[[int], Format]
+
+_FP4 = "the experts of this fp8 checkpoint are MXFP4 (DeepSeek-V4's form), for which oxmoe has no layer in SGLang"
+_MODELOPT = (
+    "ModelOpt's checkpoints are not served: SGLang's own methods claim them before it asks oxmoe (NVFP4 of "
+    "compressed-tensors is served)"
+)
+_INT4 = "oxmoe has no kernels for int4 weights"
+_METHODS = {
+    "awq": _INT4,
+    "awq_marlin": _INT4,
+    "gptq": _INT4,
+    "gptq_marlin": _INT4,
+    "auto-round": _INT4,
+    "w4afp8": _INT4,
+    "moe_wna16": _INT4,
+    "bitsandbytes": "oxmoe has no kernels for bitsandbytes' weights",
+    "quark": "oxmoe has no kernels for Quark's checkpoints in SGLang",
+}
+# Architectures whose SGLang configuration lifts a quantization_config out of text_config.
+_LIFTS = ("KimiK25ForConditionalGeneration",)
+
+
+def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | None:
+    """The quantization_config that SGLang will find; None for weights that are not quantised."""
+    given = checkpoint.config.within("quantization_config")
+    nested = text.within("quantization_config") if text is not checkpoint.config else None
+    if given is None and nested is not None:
+        if architecture not in _LIFTS:
+            raise Refused("quantization_config lies in the text model's config: whether SGLang reads it is not known")
+        given = nested
+    if given is None:
+        given = checkpoint.config.within("compression_config")
+    if given is None and checkpoint.quant_file is not None:
+        given = checkpoint.quant_file.within("quantization") or checkpoint.quant_file
+        algorithm = given.text("quant_algo")
+        if algorithm is None:
+            raise Refused("hf_quant_config.json: without quant_algo its format is not known")
+        raise Refused(f"hf_quant_config.json: quant_algo {algorithm}: {_MODELOPT}")
+    return given
+
+
+def of_layers(
+    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, nvfp4: bool, f16: bool
+) -> Formats:
+    """The format of each layer's experts. nvfp4: whether release and GPU have that of compressed-tensors; f16: whether
+    unquantised layers are."""
+    config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
+    if config is None:
+        return lambda layer: plain
+    method = config.text("quant_method")
+    if method is None or method.startswith("modelopt"):
+        algorithm = config.text("quant_algo")
+        if method is None and algorithm is None:
+            raise Refused("quantization_config has no quant_method: its format is not known")
+        if algorithm == "MXFP8":
+            raise Refused("MXFP8 as ModelOpt writes it: whether SGLang hands it to oxmoe is not known")
+        raise Refused(f"quant_method {method}, quant_algo {algorithm}: {_MODELOPT}")
+    if method == "mxfp4":
+        return lambda layer: MXFP4
+    if method in ("fp8", "mxfp8"):
+        return _fp8(checkpoint, config, architecture, family)
+    if method in formats.COMPRESSED:
+        return _compressed(config, family, nvfp4=nvfp4)
+    raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
+
+
+def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> Formats:
+    blocks, scheme = config.get("weight_block_size"), config.text("activation_scheme")
+    if not formats.served_fp8(config.values):
+        raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
+    mxfp8 = config.text("quant_method") == "mxfp8"
+    if scheme not in ("dynamic", "static") or (scheme == "static" and (mxfp8 or blocks is not None)):
+        raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
+    if (config.text("moe_quant_algo") or "").upper() == "NVFP4":
+        raise Refused(f"moe_quant_algo NVFP4: {_MODELOPT}")
+    _refuse_fp4(checkpoint, config, architecture, family)
+    ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
+    label = _ONE_SCALE.format(scheme)
+    one_scale = _format(
+        "fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if scheme == "static" else "fp8_tensor-token"
+    )
+    quantised = MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
+
+    def of_layer(layer: int) -> Format:
+        return BF16 if any(skipping.fp8_skips(name, ignored) for name in prefixes(family, layer)) else quantised
+
+    return of_layer
+
+
+def _refuse_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> None:
+    """As SGLang tells them: by the config, and for DeepSeek-V4 by the tensors, else as its default is."""
+    told = config.text("routed_experts_quant_method")
+    stored = (config.text("store_dtype") or "").lower()
+    if told == "mxfp4" or (architecture.startswith("MiMoV2") and stored == "mxfp4"):
+        raise Refused(_FP4)
+    if family.fp4_by_default and told is None:
+        dtypes = set().union(*checkpoint.dtypes.values())
+        if not dtypes:
+            raise Refused(f"{_FP4}, unless safetensors with fp8 experts lie beside the config: name their folder")
+        if dtypes != {"F8_E4M3"}:
+            raise Refused(f"{_FP4}: their tensors are {', '.join(sorted(dtypes))}")
+
+
+def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
+    groups: dict[str, Fields] = {}
+    all_groups = config.within("config_groups")
+    for name in all_groups.values if all_groups is not None else ():
+        group = all_groups.within(name) if all_groups is not None else None
+        for target in (group.listed("targets", str) if group is not None else None) or ():
+            assert group is not None
+            groups[target] = group
+    if not formats.compressed_served(config.values, nvfp4=nvfp4):
+        what = "; ".join(dict.fromkeys(_weights(group) for group in groups.values())) or "no config_groups"
+        also = "" if nvfp4 else " (NVFP4 from SGLang 0.5.22 on, on sm_90)"
+        raise Refused(
+            f"compressed-tensors with {what}: served are layers of fp8 with a scale a tensor, a channel or a "
+            f"[128, 128] block, and of NVFP4{also}"
+        )
+    ignored = config.listed("ignore", str) or []
+    _check_patterns([*ignored, *groups])
+
+    def of_layer(layer: int) -> Format:
+        for prefix in prefixes(family, layer):
+            names = [f"{prefix}.0.{part}_proj" for part in ("gate", "up", "down")]
+            skipped = [skipping.compressed_skips(name, ignored) for name in names]
+            if all(skipped):
+                return BF16
+            if any(skipped):
+                raise Refused(f"layer {layer}: gate, up and down projections of experts have different formats")
+        targets = {skipping.compressed_target(name, groups) for name in names}
+        if len(targets) > 1 or None in targets:
+            raise Refused(f"layer {layer}: no config_group, or more than one, is for its experts")
+        return _of_group(groups[str(targets.pop())])
+
+    return of_layer
+
+
+def _check_patterns(entries: list[str]) -> None:
+    for entry in entries:
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except re.error as error:
+                raise Refused(f"{shown(entry)} is no regular expression: {error}") from error
+
+
+def _weights(group: Fields) -> str:
+    weights = group.within("weights")
+    if weights is None:
+        return "layers without weights"
+    return " ".join(
+        f"{name} {shown(weights.values[name])}"
+        for name in ("type", "num_bits", "strategy", "group_size", "block_structure")
+        if weights.values.get(name) is not None
+    )
+
+
+def _of_group(group: Fields) -> Format:
+    weights, inputs = group.within("weights"), group.within("input_activations")
+    if formats.compressed_kind(weights and weights.values) == "nvfp4":
+        return NVFP4
+    assert weights is not None
+    symmetric = weights.get("symmetric") is not False and not weights.get("dynamic")
+    static = inputs is not None and not inputs.get("dynamic")
+    if inputs is None or inputs.text("type") != "float" or not symmetric:
+        raise Refused(f"oxmoe has no kernels for compressed-tensors' {_weights(group)} with these activations")
+    if static and (inputs.text("strategy") != "tensor" or inputs.get("symmetric") is False):
+        raise Refused("oxmoe has no kernels for compressed-tensors' fp8 with given scales but one a tensor")
+    if weights.text("strategy") == "block":
+        return FP8_BLOCK
+    label = (_CHANNEL if weights.text("strategy") == "channel" else _ONE_SCALE).format(
+        "static" if static else "dynamic"
+    )
+    return _format("fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if static else "fp8_tensor-token")

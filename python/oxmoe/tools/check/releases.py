@@ -1,0 +1,35 @@
+"""What SGLang's releases differ in, for `python -m oxmoe check`."""
+
+from __future__ import annotations
+
+from oxmoe.sglang import capabilities
+from oxmoe.tools.check.checkpoint import Refused
+
+
+def check(version: str) -> None:
+    """Refused for a release that oxmoe does not serve, or of which it is not known."""
+    try:
+        old, new = capabilities.is_old(version), capabilities.is_new(version)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if old:
+        raise Refused(f"SGLang {version} is not served; served are {capabilities.RANGE}")
+    if new:
+        raise Refused(
+            f"SGLang {version} is newer than {capabilities.LAST}: whether it has what oxmoe takes over is not known "
+            "here; its start says so, and python -m oxmoe doctor beside it"
+        )
+
+
+def _since(version: str, first: str) -> bool:
+    return capabilities.order(version) >= capabilities.order(first)
+
+
+def has_nvfp4(version: str) -> bool:
+    """Whether there are NVFP4 layers of compressed-tensors below Blackwell."""
+    return _since(version, "0.5.22")
+
+
+def layer_decides(version: str) -> bool:
+    """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
+    return _since(version, "0.5.23")

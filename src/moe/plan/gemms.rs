@@ -1,0 +1,53 @@
+//! The launches of both GEMMs of a layer. The sets of kernels are a table; the first that serves a layer on a device runs it. That is a property
+//! of the weights, never of the batch: a row's bits must not depend on the batch around it.
+
+use super::kernels::{Gemms, KernelSet};
+use super::{fp8_sm90, packed_sm90, portable, rounding, sm90, Overlap};
+use crate::desc::LayerDesc;
+use crate::device::Device;
+use crate::kernel::Launch;
+
+static SETS: [KernelSet; 4] = [packed_sm90::KERNELS, fp8_sm90::KERNELS, sm90::KERNELS, portable::KERNELS];
+
+/// The set that runs a layer. The last serves all.
+pub fn set_of(device: &Device, layer: &LayerDesc) -> &'static KernelSet {
+    let serving = SETS.iter().find(|set| (set.serves)(device, layer));
+    serving.unwrap_or(&SETS[SETS.len() - 1])
+}
+
+/// The launches of both GEMMs and of what rounds their rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmsPlan {
+    pub tile_tokens: i32,
+    /// Of GEMM2's own schedule, where it has one.
+    pub down_tile_tokens: Option<i32>,
+    /// What rounds x before GEMM1, and GEMM1's output where GEMM1 does not do it itself, in up to two launches each.
+    pub quantize: [[Option<Launch>; 2]; 2],
+    pub up: Launch,
+    /// None: `up` has both GEMMs.
+    pub down: Option<Launch>,
+    /// Where GEMM2 begins where GEMM1 ends.
+    pub overlap: Option<Overlap>,
+}
+
+impl GemmsPlan {
+    pub fn new(set: &KernelSet, gemms: &Gemms<'_>) -> GemmsPlan {
+        let tile_tokens = (set.tile_tokens)(gemms);
+        let inside = (set.rounds_inside)(gemms, tile_tokens);
+        let (up, down) = (set.launches)(gemms, tile_tokens);
+        GemmsPlan {
+            tile_tokens,
+            down_tile_tokens: (set.down_tile_tokens)(gemms, tile_tokens),
+            quantize: rounding::launches(gemms, tile_tokens, inside),
+            up,
+            down,
+            overlap: (set.overlap)(gemms, tile_tokens, up),
+        }
+    }
+
+    /// All launches in their order.
+    pub fn launches(&self) -> impl Iterator<Item = Launch> {
+        let [x, hidden] = self.quantize;
+        x.into_iter().chain([Some(self.up)]).chain(hidden).chain([self.down]).flatten()
+    }
+}

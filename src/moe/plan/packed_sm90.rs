@@ -1,0 +1,264 @@
+//! Packed weights on Hopper: which layers the kernels serve, and the choice of their tiles, from measurements on H200 (both GEMMs of cold
+//! layers, random routing). A format is a row of tiles.
+
+use super::kernels::{Gemms, KernelSet};
+use super::{sm90, tiles, Experts, GemmDesc, MoeDesc};
+use crate::desc::LayerDesc;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernel::Launch;
+use crate::quant::Format;
+use crate::variants::packed::{
+    stages_beside, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE, MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
+};
+use crate::variants::Variant;
+
+pub const KERNELS: KernelSet = KernelSet {
+    serves,
+    tile_tokens: |gemms| tile_tokens(&gemms.likely[0]),
+    launches,
+    // GEMM1's epilogue rounds what it writes, but to e4m3, whose scale is a whole row's.
+    rounds_inside: |gemms, _| gemms.up.format != Format::Mxfp4A8,
+    one_launch: layer,
+    variants,
+    ..KernelSet::NONE
+};
+
+/// The tiles of a format.
+struct Tiles {
+    /// By tokens.
+    tiles: &'static [Variant],
+    /// Tiles for K of whole stages of four blocks.
+    fours: &'static [Variant],
+    /// As in `tiles::narrowest`.
+    few_units: u32,
+    /// The schedule's tile for a mean number of an expert's slots, where K is whole stages of four blocks and where not.
+    of_mean: fn(f64, bool) -> i32,
+}
+
+const MXFP4: Tiles = Tiles { tiles: &MXFP4_TILES, fours: &MXFP4_FOURS, few_units: MXFP4_FEW_UNITS, of_mean: four_bits };
+const MXFP4_E4M3: Tiles = Tiles { tiles: &MXFP4_E4M3_TILES, fours: &[], of_mean: e4m3, ..MXFP4 };
+const MXFP8: Tiles = Tiles { tiles: &MXFP8_TILES, fours: &[], few_units: MXFP8_FEW_UNITS, of_mean: mxfp8 };
+/// There is one tile of each width. Borders are those of packed MXFP4. us of 64 experts of qwen3-30b-a3b on rows in order: mean 8 59 at 16, 63
+/// at 48; 16 68 at 32, 64 at 48.
+const NVFP4: Tiles = Tiles { tiles: &NVFP4_TILES, fours: &NVFP4_FOURS, few_units: 0, of_mean: four_bits };
+
+/// The tiles of a packed format.
+fn tiles_of(format: Format) -> &'static Tiles {
+    match format {
+        Format::Mxfp4A8 => &MXFP4_E4M3,
+        Format::Mxfp8 => &MXFP8,
+        _ if format.is_nvfp4() => &NVFP4,
+        _ => &MXFP4,
+    }
+}
+
+/// Whether the kernels take a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
+fn takes(device: &Device, rows: i64, k: i64, out_columns: i64) -> bool {
+    device.is_hopper() && k % 8 == 0 && rows % 16 == 0 && out_columns % 8 == 0
+}
+
+/// Whether the kernels take the layer. Sizes of MXFP8 and NVFP4 are multiples of 32 and 16, so that GPUs alone decide.
+fn serves(device: &Device, layer: &LayerDesc) -> bool {
+    // Rows of packed MXFP4 down weights are padded to a multiple of 32; only the output's columns count.
+    let down_rows = if layer.format.is_mxfp4() { 32 } else { layer.hidden };
+    layer.format.is_packed()
+        && takes(device, layer.up_rows(), layer.hidden, layer.intermediate)
+        && takes(device, down_rows, layer.intermediate, layer.hidden)
+}
+
+/// The error for e4m3 activations where these kernels are not.
+pub fn require_e4m3(device: &Device, layer: &LayerDesc) -> Result<()> {
+    if serves(device, layer) {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!(
+        "activation_dtype float8_e4m3fn for mxfp4 experts with hidden {}, intermediate {} on {}; supported: sm_90 with a \
+hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: every GPU from sm_80)",
+        layer.hidden, layer.intermediate, device.arch
+    )))
+}
+
+/// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us a layer, 128 and 64 rows:
+///   gpt-oss-120b (E128 k4)     M 1 (0.7 units)  30.0, 24.8;   M 4 (2.7)  63.4, 60.6;   M 8 (5.5)  116.3, 111.1;   M 16 (11)  175.2, 175.7
+///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
+const MXFP4_FEW_UNITS: u32 = 6;
+
+/// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us of GEMM1 and of GEMM2, 128 and 64 rows:
+///   qwen3-30b-a3b, M = 1 (0.4 and 0.5 units)  12.0 + 5.7, 11.1 + 5.8;   M = 16 (3.7 and 5)  65.1 + 34.2, 64.8 + 34.2
+///   dsv3-tp8, M = 16 (1.5 and 21)  95.4 + 48.3, 101.8 + 51.5
+const MXFP8_FEW_UNITS: u32 = 1;
+
+/// The tile of 4-bit weights and bf16 activations: nearly every expert
+/// must fit in one tile, so that weights are decoded once. us by tile (docs/kernels/grouped_gemm_mxfp4_sm90.md has more; borders between the
+/// means are chosen):
+///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64
+///   gpt-oss-20b    M 1024 (128)  446 at 128, 412 at 192
+/// and of 32 experts of dsv3 on rows in order: mean 8 218 at 16, 233 at 48; 10 245, 234; 36 298 at 48, 308 at 64; 48 317 at 64, 321 at 80; 56 340, 329;
+/// 70 390 at 80, 430 at 128; 84 521, 454. With both GEMMs in one launch (2026-11-24, medians of six in turn) at 48 and 64: dsv3 24 250, 244;
+/// 32 272, 264; 36 283, 271; NVFP4 24 257, 257; 32 288, 279; qwen3-30b-a3b, 64 experts, 12 57.9, 59.6; 24 61.0, 61.9; 128 experts, 24 115.7, 116.3;
+/// 32 117.7, 118.0.
+fn four_bits(mean: f64, fours: bool) -> i32 {
+    match mean {
+        mean if mean <= if fours { 10.0 } else { 11.0 } => 16,
+        mean if mean <= 24.0 && fours => 48,
+        mean if mean <= 20.0 => 32,
+        mean if mean <= 52.0 => 64,
+        mean if mean <= 74.0 => 80,
+        mean if mean <= if fours { 112.0 } else { 96.0 } => 128,
+        _ => 192,
+    }
+}
+
+/// The tile of MXFP4 weights and e4m3 activations. us of a layer, both quantisations included, by tile:
+///   gpt-oss-120b   M 256  418 at 16, 444 at 32;   M 512  471 at 32, 467 at 64;   M 1024  530 at 64, 562 at 128
+///                  M 2048 785 at 64, 683 at 128;  M 4096 1223 at 128, 1021 at 192
+fn e4m3(mean: f64, _: bool) -> i32 {
+    match mean {
+        mean if mean <= 11.0 => 16,
+        mean if mean <= 44.0 => 64,
+        mean if mean <= 96.0 => 128,
+        _ => 192,
+    }
+}
+
+/// The tile of MXFP8 weights: nearly every expert must fit in one, so that weights are read and decoded once. us by tile
+/// (the borders between the means are chosen, those of 48 and 80 as packed MXFP4's):
+///   qwen3-30b-a3b  M 256 (mean 16)  173 at 16, 160 at 32, 169 at 64;   M 1024 (64)  254 at 64, 254 at 128, 308 at 192
+///                  M 4096 (256)  669 at 128, 671 at 192
+///   gpt-oss-20b    M 256 (32)  272 at 32, 235 at 64, 268 at 128;   M 512 (64)  339 at 64, 322 at 128, 391 at 192
+///                  M 1024 (128)  542 at 128, 446 at 192;   M 4096 (512)  1710 at 128, 1404 at 192
+///   dsv3-tp8       M 256 (8)  347 at 16, 365 at 32;   M 1024 (32)  515 at 32, 416 at 64, 496 at 128;   M 4096 (128)  1041 at 128, 914 at 192
+fn mxfp8(mean: f64, _: bool) -> i32 {
+    match mean {
+        mean if mean <= 11.0 => 16,
+        mean if mean <= 20.0 => 32,
+        mean if mean <= 36.0 => 48,
+        mean if mean <= 52.0 => 64,
+        mean if mean <= 74.0 => 80,
+        mean if mean <= 96.0 => 128,
+        _ => 192,
+    }
+}
+
+/// The schedule's tile for both GEMMs of a layer. `gemm`: GEMM1.
+fn tile_tokens(gemm: &GemmDesc) -> i32 {
+    let mean = gemm.slots as f64 / gemm.experts.max(1) as f64;
+    (tiles_of(gemm.format).of_mean)(mean, tiles::takes_fours(gemm))
+}
+
+/// GEMM1 and, where its launch has not both, GEMM2. A launch between them quantises e4m3 activations.
+fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
+    let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
+        let Tiles { tiles, fours, few_units, .. } = tiles_of(of.format);
+        let tile = tiles::narrowest_by_k((tiles, fours), *few_units, of, tile_tokens, gemms.device);
+        tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device)
+    };
+    let (up, down) = (&gemms.up, &gemms.down);
+    match up.format {
+        Format::Mxfp4A8 => (launch(up, &[up]), Some(launch(down, &[down]))),
+        _ => (launch(up, &[up, down]), None),
+    }
+}
+
+/// The layer in one launch, with the routing inside, for so many tokens, where the tokens leave each warp a deep enough ring. us a layer,
+/// separate launches and one:
+///   gpt-oss-120b (E128 k4)   M 1  30.3, 23.8;   M 2  47.1, 41.0;   M 4  67.0, 68.3;   M 8  117.0, 112.2
+/// The last two with all of an SM's shared memory, which they need.
+const LAYER_TOKENS: i64 = 2;
+const LEAST_STAGES: i64 = 3;
+
+fn layer(desc: &MoeDesc, gemms: &Gemms<'_>) -> Option<Experts> {
+    let Gemms { up, down, device, .. } = gemms;
+    // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
+    let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
+    let fits = desc.layer.format == Format::Mxfp4
+        && sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS, false)
+        && desc.tokens <= LAYER_TOKENS
+        && stages_beside(&MXFP4_LAYER_TILE, bytes(up), bytes(down)) >= LEAST_STAGES;
+    let variant = MXFP4_LAYER_TILE.gated(up.gated);
+    fits.then(|| {
+        Experts::Routed(Launch {
+            variant,
+            // NOTE: one an SM, though two fit: the other place is the next launch's.
+            grid: device.multiprocessors,
+            block: variant.threads(),
+            cluster: 1,
+            shared_bytes: variant.shared_bytes().unwrap_or(0),
+        })
+    })
+}
+
+/// Every kernel that a layer's calls may take.
+fn variants(layer: &LayerDesc) -> Vec<Variant> {
+    let Tiles { tiles, fours, .. } = tiles_of(layer.format);
+    let mut all: Vec<Variant> = tiles.iter().chain(*fours).map(|tile| tile.gated(layer.gated)).collect();
+    match layer.format {
+        Format::Mxfp4 => all.push(MXFP4_LAYER_TILE.gated(layer.gated)),
+        // GEMM2 has a launch of its own.
+        Format::Mxfp4A8 => all.extend(tiles.iter().map(|tile| tile.gated(false))),
+        _ => {}
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::routing::Logits;
+    use super::super::{Experts, MoePlan};
+    use super::*;
+    use crate::device::Arch;
+    use crate::params::Dtype;
+    use crate::variants::Element;
+
+    const FORMATS: [Format; 4] = [Format::Mxfp4, Format::Mxfp4A8, Format::Mxfp8, Format::Nvfp4];
+
+    /// GEMM1's kernel for a mean of so many slots an expert.
+    fn chosen(format: Format, k: i64, slots: i64, experts: i64) -> Variant {
+        let device = Device::typical(Arch::SM90);
+        let gemm = GemmDesc { element: Element::Bf16, format, gated: true, slots, experts, rows: 5760, k };
+        let gemms = Gemms::alone(&gemm, &device);
+        let (launch, _) = launches(&gemms, tile_tokens(&gemm));
+        assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
+        launch.variant
+    }
+
+    #[test]
+    fn stages_of_four_blocks_where_k_is_whole_ones() {
+        for (format, fours) in [(Format::Mxfp4, MXFP4_FOURS), (Format::Nvfp4, NVFP4_FOURS)] {
+            let (fours, chosen) = (fours.map(|t| t.gated(true)), |k, mean: i64| chosen(format, k, 32 * mean, 32));
+            assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
+            assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
+            assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
+        }
+    }
+
+    #[test]
+    fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
+        for format in FORMATS {
+            let tokens = [1, 16, 64, 256, 512, 1024, 1500, 2048, 2500, 4096];
+            let mut all = tokens.map(|tokens| chosen(format, 2880, tokens * 4, 128)).to_vec();
+            all.dedup();
+            assert_eq!(all, tiles_of(format).tiles.iter().map(|t| t.gated(true)).collect::<Vec<_>>(), "{format:?}");
+        }
+    }
+
+    #[test]
+    fn one_launch_for_a_token_or_two_that_leave_room() {
+        let device = Device::typical(Arch::SM90);
+        let one = |tokens, experts, hidden, intermediate| {
+            let dtype = Dtype::Bf16;
+            let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype, format: Format::Mxfp4 };
+            let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
+            let desc = MoeDesc { layer, tokens, top_k: 4, logits, routes_inside: true, plain_x: true };
+            let plan = |desc| matches!(MoePlan::new(&desc, &device).unwrap().experts, Experts::Routed(_));
+            assert!(!plan(MoeDesc { routes_inside: false, ..desc }) && !plan(MoeDesc { logits: None, ..desc }));
+            plan(desc)
+        };
+        assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [true, true, false, false]);
+        assert_eq!([128, 129].map(|experts| one(1, experts, 2880, 2880)), [true, false]);
+        // GEMM2's tokens count twice.
+        assert_eq!([5760, 8640].map(|wide| one(1, 8, 2880, wide)), [true, false]);
+        assert_eq!([11520, 20160].map(|wide| one(1, 8, wide, 2880)), [true, false]);
+    }
+}

@@ -1,0 +1,151 @@
+//! The launches that round activations: x before GEMM1, and GEMM1's output before GEMM2. In front of gathered rows they take rows of tokens
+//! or places; with rows in the experts' order they take the rows of a schedule.
+
+use super::kernels::{Gemms, Rows};
+use super::{fp8_sm90, max_tiles};
+use crate::device::Device;
+use crate::kernel::Launch;
+use crate::params::Fp8Scaling;
+use crate::quant::fp8::GROUP;
+use crate::quant::{fp8_ops, Format};
+use crate::variants::{Family, Variant};
+
+/// The launches for x and for GEMM1's output. `inside`: GEMM1 rounds its output itself.
+pub fn launches(gemms: &Gemms<'_>, tile_tokens: i32, inside: bool) -> [[Option<Launch>; 2]; 2] {
+    let (up, down) = (&gemms.up, &gemms.down);
+    let [of_x, of_hidden] = match gemms.rows {
+        Rows::Gathered { tokens, .. } => {
+            let x = match up.format.is_fp8() && fp8_sm90::in_order(tile_tokens) {
+                true => [None, Some(fp8_ops::to_slots(tokens, up.k))],
+                false => of_rows(up.format, (tokens, up.slots), up.k, gemms.device),
+            };
+            [x, of_rows(up.format, (up.slots, up.slots), down.k, gemms.device)]
+        }
+        Rows::InOrder { quantizes_x, .. } => {
+            let tiles = max_tiles(up.slots, up.experts, tile_tokens).into();
+            let room = Room { tiles, tile_tokens: tile_tokens.into(), slots: up.slots, device: gemms.device };
+            // NVFP4's x that came as codes is expanded by the launch that rounds others.
+            let rounds_x = quantizes_x || up.format.is_nvfp4();
+            [if rounds_x { room.launches(up.format, up.k) } else { [None; 2] }, room.launches(up.format, down.k)]
+        }
+    };
+    [of_x, if inside { [None; 2] } else { of_hidden }]
+}
+
+/// The launches that round `rows` rows, or with NVFP4 up to `slots`.
+fn of_rows(format: Format, (rows, slots): (i64, i64), columns: i64, device: &Device) -> [Option<Launch>; 2] {
+    match format {
+        _ if format.is_fp8() => fp8_ops::plan(fp8_sm90::scaling(format), rows, columns),
+        Format::Mxfp4A8 => [None, Some(rows_to_e4m3(rows, device))],
+        Format::Mxfp8 => [None, Some(round_mxfp8(rows * columns, device))],
+        Format::Nvfp4A4 => [None, Some(round_nvfp4(slots * columns, device))],
+        _ => [None; 2],
+    }
+}
+
+/// e4m3 with one scale a row. A CTA takes row after row; a multiprocessor has room for 16.
+fn rows_to_e4m3(rows: i64, device: &Device) -> Launch {
+    let variant = Variant::of(Family::QuantizeRowsE4m3);
+    let grid = (rows as u32).min(16 * device.multiprocessors);
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// MXFP8 of so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
+fn round_mxfp8(elements: i64, device: &Device) -> Launch {
+    let variant = Variant::of(Family::RoundRowsMxfp8);
+    let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
+    let grid = ctas.min(u64::from(8 * device.multiprocessors)) as u32;
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// NVFP4 of up to so many elements, as above.
+fn round_nvfp4(elements: i64, device: &Device) -> Launch {
+    let variant = round_rows_nvfp4(device);
+    let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
+    let grid = ctas.clamp(1, u64::from(variant.ctas_per_multiprocessor() * device.multiprocessors)) as u32;
+    Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+}
+
+/// The kernel that rounds rows to NVFP4.
+fn round_rows_nvfp4(device: &Device) -> Variant {
+    Variant::of(if device.is_hopper() { Family::RoundRowsNvfp4 } else { Family::RoundRowsNvfp4Portable })
+}
+
+/// The kernel that rounds a schedule's rows to MXFP8.
+fn round_tiles_mxfp8(device: &Device) -> Variant {
+    Variant::of(if device.is_hopper() { Family::RoundTilesMxfp8 } else { Family::RoundTilesMxfp8Portable })
+}
+
+/// Threads of the kernels that quantise several rows at a time, and the vectors of 8 numbers that each takes at a time of
+/// csrc/quant/round_tiles_mxfp8.cuh and of the peak in quantize_fp8_rows.cuh.
+const CTA_THREADS: i64 = 256;
+const ROUND_VECTORS: i64 = 2;
+const PEAK_VECTORS: i64 = 4;
+
+/// What a schedule may name, at most.
+struct Room<'a> {
+    tiles: i64,
+    tile_tokens: i64,
+    slots: i64,
+    device: &'a Device,
+}
+
+impl Room<'_> {
+    /// The launches that round rows of so many columns, none for formats whose activations stay as they are.
+    fn launches(&self, format: Format, columns: i64) -> [Option<Launch>; 2] {
+        let vectors = self.tile_tokens * columns / 8;
+        let fp8 = |family, parts, each| Some(self.launch(Variant::of(family), parts, each));
+        let groups = || fp8(Family::QuantizeFp8Tiles, vectors * 8 / GROUP as i64, 64);
+        match format {
+            Format::Mxfp8 => {
+                [None, Some(self.launch(round_tiles_mxfp8(self.device), vectors, ROUND_VECTORS * CTA_THREADS))]
+            }
+            Format::Mxfp4A8 => [None, Some(self.launch(Variant::of(Family::QuantizeTilesE4m3), self.tile_tokens, 1))],
+            Format::Nvfp4A4 => [None, Some(round_nvfp4(self.slots * columns, self.device))],
+            _ if !format.is_fp8() => [None; 2],
+            _ => match fp8_sm90::scaling(format) {
+                Fp8Scaling::Rows => {
+                    let rows = CTA_THREADS / i64::from(fp8_ops::row_threads(columns as i32));
+                    [None, fp8(Family::QuantizeFp8TileRows, self.tile_tokens, rows)]
+                }
+                Fp8Scaling::Peak => [fp8(Family::QuantizeFp8TilePeak, vectors, PEAK_VECTORS * CTA_THREADS), groups()],
+                _ => [None, groups()],
+            },
+        }
+    }
+
+    /// CTAs that take `each` of a tile's `parts` at a time and go on where there are more than the GPU holds.
+    fn launch(&self, variant: Variant, parts: i64, each: i64) -> Launch {
+        let most = self.device.multiprocessors * variant.ctas_per_multiprocessor();
+        let units = self.tiles * parts.max(each) / each;
+        let grid = units.clamp(1, most.into()) as u32;
+        Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    }
+}
+
+/// Every kernel that rounds activations of a format on this device: they are loaded with the weights.
+pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
+    let families = |families: &[Family]| families.iter().copied().map(Variant::of).collect();
+    let fp8 = [
+        Family::QuantizeFp8,
+        Family::QuantizeFp8Tiles,
+        Family::QuantizeFp8Rows,
+        Family::QuantizeFp8Peak,
+        Family::ExpandScales,
+    ];
+    match format {
+        Format::Mxfp4A8 => families(&[Family::QuantizeRowsE4m3, Family::QuantizeTilesE4m3]),
+        Format::Mxfp8 => vec![Variant::of(Family::RoundRowsMxfp8), round_tiles_mxfp8(device)],
+        Format::Nvfp4A4 => vec![round_rows_nvfp4(device)],
+        _ if format.is_fp8() => {
+            let of_format = match format {
+                Format::Fp8Tensor => &[Family::QuantizeFp8TilePeak][..],
+                Format::Fp8TensorToken => &[Family::QuantizeFp8TileRows],
+                _ => &[],
+            };
+            let to_slots = if device.is_hopper() { &[Family::QuantizeFp8Slots][..] } else { &[] };
+            families(&[&fp8, of_format, to_slots].concat())
+        }
+        _ => Vec::new(),
+    }
+}

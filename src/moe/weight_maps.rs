@@ -1,0 +1,77 @@
+//! Tensor maps of a layer's weights, which the Hopper kernels read them through. They are encoded when weights are loaded.
+
+use super::plan::{fp8_sm90, sm90};
+use crate::desc::LayerDesc;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::params::{Dtype, W13Layout};
+use crate::tma::{self, TensorMap};
+use crate::variants::{fp8, Family, Variant};
+
+/// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
+/// Empty where a portable kernel serves.
+#[derive(Clone, Debug, Default)]
+pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
+
+impl WeightMaps {
+    pub fn get(&self, op: &str, row_tiles: u32, consumers: u32) -> Result<&TensorMap> {
+        self.0.iter().find(|m| m.0 == (row_tiles, consumers)).map(|m| &m.1).ok_or_else(|| {
+            Error::Cuda(format!(
+                "{op}: the plan wants tiles of {consumers} x {row_tiles} x 64 rows and no such tensor map was encoded"
+            ))
+        })
+    }
+}
+
+/// Encodes views of weights w [experts, rows, k], given as (address, rows, k), whose boxes are wgmma A tiles: slices of 16 rows, each two halves of 8.
+///
+/// Gated: a slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts of
+/// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
+pub fn encode(
+    device: &Device,
+    desc: &LayerDesc,
+    (data, rows, k): (*const u8, i64, i64),
+    gated: bool,
+    layout: W13Layout,
+) -> Result<WeightMaps> {
+    let portable = desc.format.spec().block != 1 || !sm90::serves(device, desc.dtype, gated, rows as u32, k as u32);
+    let (experts, rows, k) = (desc.experts as u64, rows as u64, k as u64);
+    if fp8_sm90::serves(device, desc) {
+        return encode_fp8(data, (experts, rows, k), gated);
+    }
+    if portable {
+        return Ok(WeightMaps::default());
+    }
+    let split = gated && layout != W13Layout::Interleaved;
+    let map = |(row_tiles, consumers): (u32, u32)| -> Result<_> {
+        let slices = 4 * row_tiles * consumers;
+        // Distances in rows: between the rows of a half, between the halves of a slice, between slices; of pairs of row tiles: between
+        // the rows of a half, the tiles of a pair, the halves, the strips of 32 rows, which count on from expert to expert.
+        let dims = match (row_tiles, gated) {
+            (2, _) if split => [(8, 2, 8), (2, 1, 1), (2, rows / 2, 2), ((2 * experts - 1) * rows / 32, 16, 4)],
+            (2, _) => [(8, 4, 8), (2, 2, 1), (2, 1, 2), (experts * rows / 32, 32, 4)],
+            (_, false) => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
+            (_, true) if split => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
+            (_, true) => [(8, 2, 8), (2, 1, 2), (rows / 16, 16, slices), (experts, rows, 1)],
+        };
+        Ok(((row_tiles, consumers), tma::encode_16bit(data, desc.dtype == Dtype::Bf16, k, &dims)?))
+    };
+    sm90::tile_shapes(rows as u32).into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
+}
+
+/// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
+/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
+fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
+    let map = |tile: &Variant| -> Result<_> {
+        let slices = 4 * tile.consumers;
+        let dims = match gated {
+            _ if tile.family == Family::GroupedGemmFp8WideSm90 => {
+                [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)]
+            }
+            true => [(8, 1, 8), (2, rows / 2, 2), (rows / 16, 8, slices), (experts, rows, 1)],
+            false => [(8, 1, 8), (2, 8, 2), (rows / 16, 16, slices), (experts, rows, 1)],
+        };
+        Ok((tile.map_shape(), tma::encode_16bit(data, true, k / 2, &dims)?))
+    };
+    fp8::TILES.iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
+}

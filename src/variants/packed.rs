@@ -1,0 +1,204 @@
+//! Kernels of packed weights on Hopper: weights are decoded in registers, as A of wgmma or, with bf16 activations and up to 32 tokens, of
+//! mma.sync. A stage has `blocks` blocks of 64 K.
+
+use super::*;
+
+pub const MXFP4: Row = Row {
+    arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES, BLOCKS],
+    parameters: PAIR_PARAMS,
+    unit_by: &[Argument::Gated],
+    hopper: true,
+    threads: |v| 128 * (1 + v.consumers),
+    shared: Shared::Fixed(|v| shared_bytes(v, 2048)),
+    ctas: |v| ctas(v, 2048),
+    traits: &[Trait::BothGemms, Trait::Counts],
+    ..Row::new(
+        Family::GroupedGemmMxfp4Sm90,
+        "grouped_gemm_mxfp4_sm90",
+        "GroupedGemmMxfp4Sm90",
+        "moe/grouped_gemm_mxfp4_sm90.cuh",
+    )
+};
+
+/// MXFP4 weights and e4m3 activations.
+pub const MXFP4_E4M3: Row = Row {
+    family: Family::GroupedGemmMxfp4E4m3Sm90,
+    name: "grouped_gemm_mxfp4_e4m3_sm90",
+    device_type: "GroupedGemmMxfp4E4m3Sm90",
+    header: "moe/grouped_gemm_mxfp4_e4m3_sm90.cuh",
+    parameters: GEMM_PARAMS,
+    shared: Shared::Fixed(e4m3_shared_bytes),
+    ctas: |v| ctas_of(v, e4m3_shared_bytes(v)),
+    traits: &[],
+    ..MXFP4
+};
+
+/// A block of codes has twice MXFP4's bytes.
+pub const MXFP8: Row = Row {
+    family: Family::GroupedGemmMxfp8Sm90,
+    name: "grouped_gemm_mxfp8_sm90",
+    device_type: "GroupedGemmMxfp8Sm90",
+    header: "moe/grouped_gemm_mxfp8_sm90.cuh",
+    shared: Shared::Fixed(|v| shared_bytes(v, 4096)),
+    ctas: |v| ctas(v, 4096),
+    traits: &[Trait::BothGemms],
+    ..MXFP4
+};
+
+/// A block has twice MXFP4's bytes of scales.
+pub const NVFP4: Row = Row {
+    family: Family::GroupedGemmNvfp4Sm90,
+    name: "grouped_gemm_nvfp4_sm90",
+    device_type: "GroupedGemmNvfp4Sm90",
+    header: "moe/grouped_gemm_nvfp4_sm90.cuh",
+    shared: Shared::Fixed(|v| shared_bytes(v, 2048 + 128)),
+    ctas: |v| ctas(v, 2048 + 128),
+    ..MXFP4
+};
+
+/// A layer of a token or two with packed MXFP4 weights in one launch, routing inside: `warps` of slices of 16 rows, each with a ring of up to
+/// `stages` of `blocks` K blocks, and four helpers.
+pub const MXFP4_LAYER: Row = Row {
+    arguments: &[
+        Argument::Gated,
+        Argument::Number(|v| v.warps, ""),
+        Argument::Number(|v| v.blocks, ""),
+        Argument::Number(|v| v.stages, ""),
+    ],
+    parameters: &[("RoutedLayerParams", "p")],
+    unit_by: &[Argument::Gated],
+    hopper: true,
+    threads: |v| 32 * (v.warps + 4),
+    shared: Shared::Fixed(|_| LAYER_SHARED_BYTES),
+    ctas: |_| 2,
+    traits: &[Trait::OneLaunch, Trait::Counts],
+    ..Row::new(
+        Family::RoutedLayerMxfp4Sm90,
+        "routed_layer_mxfp4_sm90",
+        "RoutedLayerMxfp4Sm90",
+        "moe/routed_layer_mxfp4_sm90.cuh",
+    )
+};
+
+const fn tile(family: Family, tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    Variant { tokens, consumers, stages, blocks, ..Variant::of(family) }
+}
+
+const fn mxfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    tile(Family::GroupedGemmMxfp4Sm90, tokens, consumers, stages, blocks)
+}
+
+/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
+pub const MXFP4_TILES: [Variant; 7] = [
+    mxfp4(16, 1, 3, 5),
+    mxfp4(16, 2, 3, 5),
+    mxfp4(32, 3, 3, 5),
+    mxfp4(64, 3, 4, 3),
+    mxfp4(80, 3, 4, 3),
+    mxfp4(128, 3, 4, 2),
+    mxfp4(192, 3, 5, 1),
+];
+
+/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+pub const MXFP4_FOURS: [Variant; 3] = [mxfp4(48, 4, 3, 4), mxfp4(64, 4, 3, 4), mxfp4(80, 3, 3, 4)];
+
+const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    tile(Family::GroupedGemmMxfp4E4m3Sm90, tokens, consumers, stages, blocks)
+}
+
+/// The tiles for e4m3 activations, where a stage has an even number of blocks.
+pub const MXFP4_E4M3_TILES: [Variant; 5] =
+    [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
+
+const fn mxfp8(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    tile(Family::GroupedGemmMxfp8Sm90, tokens, consumers, stages, blocks)
+}
+
+/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
+pub const MXFP8_TILES: [Variant; 8] = [
+    mxfp8(16, 1, 3, 3),
+    mxfp8(16, 2, 2, 4),
+    mxfp8(32, 3, 3, 4),
+    mxfp8(48, 4, 4, 2),
+    mxfp8(64, 3, 3, 3),
+    mxfp8(80, 3, 4, 2),
+    mxfp8(128, 3, 3, 2),
+    mxfp8(192, 3, 5, 1),
+];
+
+const fn nvfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    tile(Family::GroupedGemmNvfp4Sm90, tokens, consumers, stages, blocks)
+}
+
+/// By tokens; each serves every narrower tile at its own width too.
+pub const NVFP4_TILES: [Variant; 6] = [
+    nvfp4(16, 2, 3, 5),
+    nvfp4(32, 2, 2, 5),
+    nvfp4(64, 3, 4, 3),
+    nvfp4(80, 3, 4, 3),
+    nvfp4(128, 3, 4, 2),
+    nvfp4(192, 3, 5, 1),
+];
+
+/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+pub const NVFP4_FOURS: [Variant; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
+
+pub const MXFP4_LAYER_TILE: Variant =
+    Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::of(Family::RoutedLayerMxfp4Sm90) };
+
+/// All shared memory of a layer in one launch: half of what an SM has, so that the next launch's CTAs come before this one's go.
+const LAYER_SHARED_BYTES: u32 = 113 * 1024;
+
+/// Stages that tokens of so many bytes, for GEMM1 and for a tile of GEMM2, leave to each warp of a layer in one launch.
+#[allow(dead_code)] // the build script does not plan
+pub fn stages_beside(tile: &Variant, up: i64, down: i64) -> i64 {
+    // `Shared`: tables, a barrier for each stage and five, aligned to 128.
+    let shared = i64::from((720 + 8 * (tile.warps * tile.stages + 5)).next_multiple_of(128));
+    let left = i64::from(LAYER_SHARED_BYTES) - shared - up - 2 * down;
+    (left / i64::from(tile.warps * tile.blocks * (512 + 32))).min(tile.stages.into())
+}
+
+/// Every kernel here.
+pub fn all() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for gated in [true, false] {
+        let tiles = MXFP4_TILES.iter().chain(&MXFP4_FOURS).chain(&MXFP4_E4M3_TILES).chain([&MXFP4_LAYER_TILE]);
+        all.extend(tiles.map(|tile| tile.gated(gated)));
+    }
+    all.extend(both_forms(&MXFP8_TILES));
+    all.extend(both_forms(&NVFP4_TILES));
+    all.extend(both_forms(&NVFP4_FOURS));
+    all
+}
+
+/// Bytes of `PackedPipelineSm90::Shared` with so many bytes of codes (and of scales beyond MXFP4's 128) a block: stages, staged outputs (two
+/// chunks a consumer), row offsets and work units (two of each), barriers.
+fn shared_bytes(v: &Variant, codes: u32) -> u32 {
+    let stage = (v.blocks * (v.tokens * 128 + v.consumers * (codes + 128))).next_multiple_of(1024);
+    // The kernels have GEMM2's epilogue, too, so gated ones stage as others do.
+    (v.stages * stage + behind_stages(v, 128, v.tokens.min(32), 32)).next_multiple_of(1024)
+}
+
+/// The same with e4m3 activations, and before the stages the scales of three units' tokens.
+fn e4m3_shared_bytes(v: &Variant) -> u32 {
+    let stage = (v.blocks * (v.tokens * 64 + v.consumers * (2048 + 128))).next_multiple_of(1024);
+    let (bytes, full) = if v.gated { (64, v.tokens.min(64)) } else { (128, v.tokens.min(32)) };
+    let scales = (3 * v.tokens * 4).next_multiple_of(1024);
+    (scales + v.stages * stage + behind_stages(v, bytes, full, 16)).next_multiple_of(1024)
+}
+
+/// Bytes behind the stages: chunks of `bytes` for each of `full` tokens, row offsets, work units of `unit` bytes, barriers.
+fn behind_stages(v: &Variant, bytes: u32, full: u32, unit: u32) -> u32 {
+    let chunk = bytes * if v.tokens.is_multiple_of(full) && v.consumers < 4 { full } else { 16 };
+    2 * v.consumers * chunk + 2 * v.tokens * 4 + 2 * unit + 8 * (2 * v.stages + 7)
+}
+
+fn ctas(v: &Variant, codes: u32) -> u32 {
+    ctas_of(v, shared_bytes(v, codes))
+}
+
+/// CTAs on one SM by shared memory and 65536 registers.
+fn ctas_of(v: &Variant, shared_bytes: u32) -> u32 {
+    let by_registers = if v.tokens <= 32 { 768 / v.threads() } else { 1 };
+    ctas_by_shared(shared_bytes).min(by_registers)
+}

@@ -1,0 +1,353 @@
+"""What README and docs say is there: links, files, names, messages, limits, and examples that run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import types
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oxmoe
+from oxmoe import __main__
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
+DOCS = ROOT / "docs"
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")] + sorted(DOCS.rglob("*.md"))
+SOURCES = [
+    path
+    for folder in ("python", "src", "benches", "tests", "csrc")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".pyi", ".rs", ".sh", ".cuh")
+] + [ROOT / "build.rs"]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings where GitHub and mkdocs agree on them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.M):
+        text = unicodedata.normalize("NFKD", heading.replace("`", "")).encode("ascii", "ignore").decode()
+        words = re.sub(r"[^\w\s-]", "", text).strip().lower()
+        if (built := re.sub(r"[-\s]+", "-", words)) == words.replace(" ", "-"):
+            found.add(built)
+    return found
+
+
+@every_page
+def test_links(page: Path) -> None:
+    missing = []
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.is_file() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_of_docs_stay_there(page: Path) -> None:
+    """The built site has nothing but docs."""
+    outside = [target for target in links(page) if not (page.parent / target).resolve().is_relative_to(DOCS.resolve())]
+    assert not outside, outside
+
+
+@every_page
+def test_result_files(page: Path) -> None:
+    names = re.findall(r"\bh\d00_\w+(?:-\d\d)+\w*\.jsonl", page.read_text(encoding="utf-8"))
+    missing = [name for name in names if not (ROOT / "benches" / "results" / name).exists()]
+    assert not missing, missing
+
+
+def test_pages_that_sources_name() -> None:
+    """Comments, docstrings, errors and pages name a page by its path."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*SOURCES, *PAGES]
+        for name in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
+        if not (ROOT / name).is_file()
+    ]
+    assert not missing, missing
+
+
+def place(name: str) -> Path:
+    """A file that pages name: a path, or the bare name of a test's file."""
+    found = [ROOT / name] if "/" in name else [*(ROOT / "tests").rglob(name), ROOT / name]
+    return next((path for path in found if path.is_file()), ROOT / name)
+
+
+@every_page
+def test_files_that_are_named(page: Path) -> None:
+    """Paths from the repository's root, and tests by their bare names."""
+    folders = r"\b((?:python/oxmoe|src|tests|benches)/[\w./-]*\.(?:py|pyi|rs|cuh|c|sh|txt))\b"
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(folders, text) + re.findall(r"`(test_\w+\.py)`", text)
+    missing = [name for name in named if not place(name).is_file()]
+    assert not missing, missing
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^ +- [^:\n]+: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_nobody_is_told_to_install_from_pypi() -> None:
+    """There is no such package: a stranger could publish one."""
+    told = [
+        str(path.relative_to(ROOT))
+        for path in [*PAGES, *SOURCES]
+        if re.search(r"pip3? install (-\w+ )*oxmoe", path.read_text(encoding="utf-8"))
+    ]
+    assert not told, told
+
+
+# Examples
+
+
+def examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+WITH_EXAMPLES = [page for page in PAGES if examples(page)]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of a page follow each other, as a reader types them, on the CPU."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, Any] = {}
+    for block in examples(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_there_are_examples() -> None:
+    assert DOCS / "start.md" in WITH_EXAMPLES
+
+
+def commands() -> list[str]:
+    """Arguments of `python -m oxmoe` in pages' text, but for those with a place for the reader's own."""
+    found = {
+        " ".join(arguments.split())
+        for page in PAGES
+        for arguments in re.findall(r"`(?:\w+=\w+ )*python -m oxmoe ([^`]+)`", page.read_text(encoding="utf-8"))
+    }
+    return sorted(text for text in found if "..." not in text and " " in text)
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_are_understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their flags exist and take these values."""
+    pytest.importorskip("torch")
+    module = importlib.import_module(__main__.COMMANDS[arguments.split()[0]][0])
+    monkeypatch.setattr(module, "run", lambda args: 0)
+    assert __main__.main(arguments.split()) == 0
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 15
+
+
+def test_the_example_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-235B in fp8: what the page shows is what the command prints."""
+    config = {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"},
+        **{"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{
+            "torch_dtype": "bfloat16",
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            },
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block = (DOCS / "check.md").read_text(encoding="utf-8").split("```\n")[1]
+    shown, status = block.split("$ python -m oxmoe ")[1:], []
+    for text in shown:
+        command, *lines = text.replace("/models/Qwen3-235B-A22B-FP8", str(tmp_path)).splitlines()
+        status.append(__main__.main([*command.split(), "--sglang", "0.5.23"]))
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.strip() != "..."] == printed[: len(lines) - 1]
+    assert status == [1, 0]
+
+
+# Names
+
+
+def shown() -> list[str]:
+    """What the API reference shows."""
+    return re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.M)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pytest.importorskip("torch")
+    expected = {name for name in oxmoe.__all__ if name not in ("__version__", "quantize", "ExptData")}
+    expected |= {f"quantize.{name}" for name in oxmoe.quantize.__all__}
+    expected |= {f"nvfp4.{name}" for name in oxmoe.nvfp4.__all__}
+    names = [name.removeprefix("oxmoe.").removeprefix("_oxmoe.") for name in shown()]
+    assert len(names) == len(set(names))
+    assert expected <= set(names), expected - set(names)
+
+
+@pytest.mark.parametrize("path", shown())
+def test_names_of_the_reference_exist(path: str) -> None:
+    pytest.importorskip("torch")
+    module, *rest = path.split(".")
+    found: Any = importlib.import_module(module)
+    for part in rest:
+        found = getattr(found, part)
+    assert found.__doc__
+
+
+@pytest.fixture
+def docstrings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The extension of the API reference, which is griffe's only as far as its base class."""
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
+    spec = importlib.util.spec_from_file_location("oxmoe_docstrings", DOCS / "docstrings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_arguments_of_docstrings_become_a_list(docstrings: Any) -> None:
+    text = "Adds.\n\nNote: not an argument.\nx: [T, H],\n    or none.\na, b: numbers.\n\nx: again."
+    assert docstrings.as_markdown(text, {"x", "a", "b"}) == (
+        "Adds.\n\nNote: not an argument.\n\n- **x**: [T, H],\n    or none.\n- **a, b**: numbers.\n\n\n- **x**: again."
+    )
+
+
+def test_brackets_of_docstrings_are_no_links(docstrings: Any) -> None:
+    assert docstrings.without_links("[B / 4][4] of `x[0][1]`") == r"\[B / 4]\[4] of `x[0][1]`"
+
+
+# Environment variables
+
+# build.rs hands these to the compiler; nobody sets them.
+OF_THE_BUILD = {"OXMOE_BUILT_FROM", "OXMOE_COMPILED_ARCHS", "OXMOE_NVCC_VERSION"}
+
+
+def rows(page: Path) -> Iterator[list[str]]:
+    """The cells of a page's tables, without heads."""
+    head = True
+    for line in prose(page).splitlines():
+        if not line.startswith("|"):
+            head = True
+        elif re.fullmatch(r"[|\s:-]+", line):
+            head = False
+        elif not head:
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_every_environment_variable_is_listed() -> None:
+    places = [*SOURCES, ROOT / "Makefile", ROOT / ".ci" / "run"]
+    found = {name for path in places for name in re.findall(r"\bOXMOE_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
+    listed = {name for cells in rows(DOCS / "environment.md") for name in re.findall(r"`(OXMOE_[A-Z_]+)`", cells[0])}
+    assert found - OF_THE_BUILD == listed
+
+
+def test_environment_variables_are_read_where_the_page_says() -> None:
+    checked = 0
+    for cells in rows(DOCS / "environment.md"):
+        if len(cells) < 4:
+            continue
+        names, files = re.findall(r"`([A-Z_0-9]+)`", cells[0]), re.findall(r"`([\w/]+\.\w+)`", cells[2])
+        for file in files:
+            text = place(file).read_text(encoding="utf-8")
+            assert all(name in text for name in names), (file, names)
+            checked += 1
+    assert checked > 10
+
+
+# Messages
+
+
+def messages() -> list[str]:
+    return [
+        found[1]
+        for cells in rows(DOCS / "troubleshooting.md")
+        if (found := re.match(r"`([^`]+)`(?: \(doctor\))?$", cells[0])) is not None
+    ]
+
+
+def plain(path: Path) -> str:
+    """A source with literals of several lines in one piece, and without the quotes' escapes."""
+    text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+    return re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
+
+
+MESSAGES = [plain(path) for path in SOURCES if path.relative_to(ROOT).parts[0] in ("python", "src", "build.rs")]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_those_of_the_sources(message: str) -> None:
+    """Its parts, between what differs from case to case, stand in one source."""
+    parts = [part.strip(" .,") for part in re.split(r"\.\.\.|[;:] ", message)]
+    parts = [part for part in parts if re.search(r"\w", part)]
+    assert sum(map(len, parts)) >= 8, "too little to be found by"
+    assert any(all(part in text for part in parts) for text in MESSAGES), parts
+
+
+def test_there_are_messages() -> None:
+    assert len(messages()) == sum(1 for cells in rows(DOCS / "troubleshooting.md")) > 40
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [((512, 8), (513, 8)), ((128, 32), (128, 33))],
+    ids=["experts", "top-k"],
+)
+def test_limits_of_routing(sizes: tuple[int, int], refused: tuple[int, int]) -> None:
+    text = (DOCS / "limits.md").read_text(encoding="utf-8")
+    assert "| experts with router logits | 1 to 512 |" in text and "| top-k | 1 to 32," in text
+    oxmoe.explain(*sizes, 256, 256, 1, arch="sm_90")
+    with pytest.raises((ValueError, NotImplementedError), match=str(refused[1]) if refused[1] > 32 else "513"):
+        oxmoe.explain(*refused, 256, 256, 1, arch="sm_90")
+
+
+def multiples() -> dict[str, int]:
+    """The format's name and the multiple that limits.md gives."""
+    found = {}
+    for cells in rows(DOCS / "limits.md"):
+        number = re.match(r"multiples of (\d+)", cells[1]) if len(cells) > 3 else None
+        if number is not None:
+            names = re.findall(r"`(\w+)`", cells[0])
+            found.update({"mxfp4-a8" if "e4m3" in cells[0] else name: int(number[1]) for name in names})
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "cpu"])
+@pytest.mark.parametrize("format", sorted(multiples()))
+def test_multiples(format: str, arch: str) -> None:
+    multiple = multiples()[format]
+    oxmoe.explain(8, 2, 3 * multiple, 5 * multiple, 1, format=format, arch=arch)
+    for hidden, intermediate in ((multiple // 2, multiple), (multiple, multiple // 2)):
+        with pytest.raises((ValueError, NotImplementedError), match=f"multiples? of {multiple}"):
+            oxmoe.explain(8, 2, hidden, intermediate, 1, format=format, arch=arch)
+
+
+def test_there_are_multiples() -> None:
+    assert set(multiples()) == {"fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "mxfp4-a8", "nvfp4"}

@@ -1,0 +1,117 @@
+"""The numbers of docs/performance.md and README are those of benches/results, recomputed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
+PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Heads of the page's columns, by the backends of the result files.
+BACKENDS = {
+    "oxmoe": ("oxmoe",),
+    "SGLang Triton": ("sglang-triton",),
+    "triton_kernels": ("triton_kernels",),
+    "flashinfer, without routing": ("flashinfer-fp8",),
+    "DeepGEMM: its GEMMs alone": ("deep-gemm",),
+    "flashinfer": ("flashinfer",),
+    "SGLang custom": ("SGLang custom + sgl_kernel norm",),
+    "NCCL": ("NCCL + sgl_kernel norm",),
+    "symmetric memory, best of two": ("torch symm one-shot + sgl_kernel norm", "torch symm two-shot + sgl_kernel norm"),
+}
+# Sections whose tables have a row for each cell, the file of each, and what a row is found by.
+LAYERS = {
+    "fp8 with 128 x 128 block scales": "h200_fp8_block_2026-11-24_peers.jsonl",
+    "bf16": "h200_bf16_peers_2026-11-21.jsonl",
+    "MXFP4 weights, bf16 activations": "h200_mxfp4_peers_2026-11-21.jsonl",
+}
+ALLREDUCE = {"All-reduce + residual + RMSNorm": "h200_allreduce_2026-11-22.jsonl"}
+Times = dict[tuple[Any, ...], dict[str, dict[str, Any]]]
+
+
+def times(file: str) -> Times:
+    """Rows by cell and backend. A later run of a cell counts alone, as in the report."""
+    cells: Times = {}
+    for line in (ROOT / "benches" / "results" / file).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["op"] == "moe" and row["format"] in ("bf16", "fp8-block", "fp8_block", "mxfp4"):
+            key: tuple[Any, ...] = (row["shape"], row["tokens"])
+        elif row["op"] == "allreduce":
+            key = (f"{row['tokens']} x {row['hidden']}",)
+        else:
+            continue
+        cells.setdefault(key, {})[row["backend"]] = row
+    return cells
+
+
+def table(section: str) -> Iterator[dict[str, str]]:
+    """The rows of a section's first table, by the heads of its columns."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return (dict(zip(heads, row, strict=True)) for row in rows)
+
+
+def number(cell: str) -> float:
+    return float(cell.strip("*"))
+
+
+def rows() -> list[Any]:
+    found = []
+    for section, file in {**LAYERS, **ALLREDUCE}.items():
+        assert f"`{file}`" in PAGE
+        cells = times(file)
+        for row in table(section):
+            key = (row["layer"].split(" (")[0], int(row["M"])) if "layer" in row else (row["tokens x hidden"],)
+            found.append(pytest.param(row, cells[key], id=" ".join(map(str, key))))
+    return found
+
+
+@pytest.mark.parametrize(("row", "cell"), rows())
+def test_rows_are_those_of_the_results(row: dict[str, str], cell: dict[str, dict[str, Any]]) -> None:
+    shown = {}
+    for head, names in BACKENDS.items():
+        if row.get(head):
+            best = min(cell[name]["us"] for name in names)
+            shown[head] = best
+            digits = len(row[head].strip("*").partition(".")[2])
+            assert number(row[head]) == round(best, digits), head
+    assert len(shown) == sum(1 for head in BACKENDS if row.get(head)) >= 2
+    bold = [head for head in BACKENDS if row.get(head, "").startswith("**")]
+    assert bold == [min(shown, key=lambda head: shown[head])]
+    if "floor" in row:
+        floor = cell["oxmoe"]["floor_us"]
+        assert (row["floor"], row["x floor"]) == (f"{floor:.1f}", f"{shown['oxmoe'] / floor:.2f}")
+    ratio = next(head for head in row if head.endswith("/ oxmoe"))
+    against = {"SGLang": "SGLang Triton", "triton_kernels": "triton_kernels"}.get(ratio.removesuffix(" / oxmoe"))
+    # The best peer of an all-reduce may be one of flashinfer's two kernels, which the page's column does not choose.
+    peers = [row["us"] for name, row in cell.items() if not name.startswith("oxmoe")]
+    best = shown[against] if against else min(peers)
+    assert row[ratio] == f"{best / shown['oxmoe']:.2f}"
+
+
+_TIME = r"\**([\d.]+)\**"
+README_ROW = re.compile(rf"^\| ([^|]*?) *\| (\d*) *\| {_TIME} \| ([^|]+) \| {_TIME} \| ([\d.]+) \|$", re.M)
+
+
+def test_numbers_of_the_readme_are_of_the_page() -> None:
+    """Ten rows: our time and the peer's stand in one row of the page, and the ratio is theirs."""
+    found = README_ROW.findall(README)
+    assert len(found) == 10
+    for layer, tokens, ours, peer, theirs, ratio in found:
+        where = [line for line in PAGE.splitlines() if re.search(rf"\| \**{ours}\** \|", line)]
+        where = [line for line in where if re.search(rf"\| \**{theirs}\** \|", line)]
+        where = [line for line in where if (f"| {tokens} |" if tokens else layer.split(", ")[-1]) in line]
+        assert len(where) == 1, (layer, tokens, peer)
+        assert f"{float(theirs) / float(ours):.2f}" == ratio
+        assert f"| **{min(ours, theirs, key=float)}** |" in where[0]
+
+
+def test_readme_is_one_screen() -> None:
+    assert README.count("\n") <= 65

@@ -1,0 +1,219 @@
+"""What `python -m oxmoe check` says is what SGLang's layer classes do with oxmoe's quantization."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cases import Shape
+from check_configs import INT4, MODELOPT, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
+from oxmoe import __main__
+from oxmoe.sglang import capabilities
+from oxmoe.tools.check import skipping
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from sglang.srt.layers.quantization.compressed_tensors.utils import find_matched_target, should_ignore_layer
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+
+from sglang_server import VERSION, FusedMoE, installed, server
+from test_sglang_compressed import BLOCKS, CHANNEL, FP8_STATIC, STATIC, TENSOR, W4A4, W4A16, checkpoint, empty_layer
+from test_sglang_fp8 import CHECKPOINT
+
+only_newest = pytest.mark.skipif(VERSION != capabilities.LAST, reason="names and ranks are the newest release's")
+BLOCKS_OF_64 = {**CHECKPOINT, "weight_block_size": [64, 64]}
+W8A16 = checkpoint({"num_bits": 8, "strategy": "channel"}, None)
+QUANTISED: dict[str, Config | None] = {
+    "bf16": None,
+    "fp8 blocks": CHECKPOINT,
+    "fp8 blocks, static": {**CHECKPOINT, "activation_scheme": "static"},
+    "fp8 without a scheme": {"quant_method": "fp8"},
+    "fp8 blocks of 64": BLOCKS_OF_64,
+    "fp8 one scale": ONE_SCALE,
+    "fp8 static": FP8_STATIC,
+    "MXFP8": MXFP8,
+    "channel": CHANNEL,
+    "tensor": TENSOR,
+    "tensor, static": STATIC,
+    "compressed blocks": BLOCKS,
+    "W8A16": W8A16,
+    "W4A16": W4A16,
+    "W4A4": W4A4,
+    "int4": INT4,
+    "awq": {"quant_method": "awq"},
+    "ModelOpt": MODELOPT,
+    "MXFP4 without alpha": MXFP4,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    installed()
+
+
+def checked(folder: Path, config: Config, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    capsys.readouterr()
+    status = __main__.main(["check", str(path), "--sglang", VERSION, "--json", *arguments])
+    report = json.loads(capsys.readouterr().out)
+    assert status == (0 if report["served"] else 1)
+    return report
+
+
+def fill(module: torch.nn.Module) -> None:
+    """Weights of zeros with scales of one, in place of a checkpoint."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data.fill_(1)
+        else:
+            parameter.data.view(torch.uint8).zero_()
+
+
+def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
+    """Loads SGLang's layer as a server would; why that cannot be, or None."""
+    try:
+        if quantised is not None:
+            ours = QUANTIZATION_METHODS["oxmoe"].override_quantization_method(copy.deepcopy(quantised), None)
+            if ours != "oxmoe":
+                return "SGLang's own method"
+            module = empty_layer(shape, quantised, "cpu", **options)
+        else:
+            module = FusedMoE(
+                num_experts=shape.experts,
+                hidden_size=shape.hidden,
+                intermediate_size=shape.intermediate,
+                layer_id=0,
+                top_k=shape.top_k,
+                params_dtype=torch.bfloat16,
+                quant_config=get_quantization_config("oxmoe")(),
+                **options,
+            )
+        if not getattr(module.quant_method, "oxmoe", False):
+            return f"{type(module.quant_method).__name__}"
+        fill(module)
+        module.quant_method.process_weights_after_loading(module)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def small(config: Config, shape: Shape, intermediate: str) -> Config:
+    sizes = {"num_experts_per_tok": shape.top_k, "hidden_size": shape.hidden, intermediate: shape.intermediate}
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    return {**config, **sizes, experts: shape.experts, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("intermediate", [256, 192, 96, 80])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_formats(name: str, intermediate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, intermediate)
+    report = checked(tmp_path, small(qwen3_30b(quantised), shape, "moe_intermediate_size"), capsys)
+    with server():
+        why = runs(shape, quantised)
+    assert report["served"] == (why is None), (why, report["refused"])
+
+
+@pytest.mark.parametrize("intermediate", [256, 192, 90])
+@pytest.mark.parametrize("name", ["MXFP4", "bf16", "fp8 blocks", "fp8 one scale", "MXFP8"])
+def test_gpt_oss(name: str, intermediate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised = {**QUANTISED, "MXFP4": MXFP4}[name]
+    shape = Shape("check", 8, 2, 256, intermediate, bias=True)
+    report = checked(tmp_path, small(gpt_oss(quantised=quantised), shape, "intermediate_size"), capsys)
+    with server():
+        why = runs(shape, quantised, with_bias=True, gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+    assert report["flags"] == (["--quantization oxmoe"] if quantised is None else [])
+    assert report["served"] == (why is None), (why, report["refused"])
+
+
+@only_newest
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16"])
+def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, 384)
+    config = small(qwen3_30b(quantised), shape, "moe_intermediate_size")
+    report = checked(tmp_path, config, capsys, "--tp", str(tp), "--ep", str(ep))
+    with server(moe_tp_size=tp // ep, moe_ep_size=ep, tp_size=tp, attn_tp_size=tp):
+        why = runs(shape, quantised)
+    assert report["served"] == (why is None), (why, report["refused"])
+
+
+@pytest.mark.parametrize("name", ["fp8 one scale", "fp8 static", "channel", "tensor", "tensor, static"])
+def test_sizes_are_refused_before_a_checkpoint_is_read(name: str) -> None:
+    """While SGLang builds the layer, which says what to do."""
+    message = "must be multiples of 128, got intermediate_size of a rank 192; start with --ep-size"
+    quantised = QUANTISED[name]
+    assert quantised is not None
+    with server(), pytest.raises(NotImplementedError, match=message):
+        empty_layer(Shape("check", 8, 2, 256, 192), quantised, "cpu")
+
+
+NAMES = [f"model.layers.{layer}.mlp.experts" for layer in (1, 7, 17)]
+IGNORED = [
+    [],
+    ["lm_head"],
+    ["model.layers.7"],
+    ["layers.7."],
+    ["mlp"],
+    ["mlp.gate", "model.layers.7.mlp.gate"],
+    ["model.layers.7.mlp.experts.0.gate_proj"],
+    ["model.layers.1.mlp.shared_experts"],
+    ["experts"],
+    ["model.layers.17.mlp.experts"],
+]
+
+
+@only_newest
+@pytest.mark.parametrize("ignored", IGNORED, ids=str)
+def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
+    config = Fp8Config.from_config({**CHECKPOINT, "modules_to_not_convert": list(ignored)})
+    for name in NAMES:
+        assert skipping.fp8_skips(name, ignored) == is_layer_skipped(name, config.ignored_layers)
+
+
+@only_newest
+@pytest.mark.parametrize(
+    "ignored",
+    [*IGNORED, ["re:.*7.*"], ["re:mlp"], ["re:.*gate_proj$"], ["experts.0.up_proj"], ["0.up_proj"], ["proj"]],
+    ids=str,
+)
+def test_layers_that_compressed_tensors_leave(ignored: list[str]) -> None:
+    for name in NAMES:
+        for part in ("gate", "up", "down"):
+            full = f"{name}.0.{part}_proj"
+            assert skipping.compressed_skips(full, ignored) == should_ignore_layer(full, ignored)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["Linear"],
+        ["FusedMoE"],
+        ["re:.*self_attn.*", "Linear"],
+        ["Linear", "re:.*experts.*"],
+        ["re:.*experts.*", "Linear"],
+        ["re:.*self_attn.*"],
+        ["MoE", "Linear"],
+        ["model.layers.7.mlp.experts.0.gate_proj", "Linear"],
+    ],
+    ids=str,
+)
+def test_config_groups(targets: list[str]) -> None:
+    """The name that SGLang finds, after it has added FusedMoE where Linear is."""
+    added = [*targets, "FusedMoE", "DeepEPMoE"] if "Linear" in targets and "FusedMoE" not in targets else targets
+    layer: Any = type("FusedMoE", (SimpleNamespace,), {})()
+    for name in (f"{name}.0.gate_proj" for name in NAMES):
+        try:
+            theirs = find_matched_target(name, layer, added)
+        except ValueError:
+            theirs = None
+        theirs = "Linear" if theirs not in targets and theirs is not None else theirs
+        assert skipping.compressed_target(name, targets) == theirs

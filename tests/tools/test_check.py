@@ -1,0 +1,442 @@
+"""`python -m oxmoe check`: what it says of the models that people serve, and of input that says nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oxmoe
+from check_configs import (
+    CHANNEL,
+    FP8,
+    NVFP4,
+    REFUSED,
+    SERVED,
+    Config,
+    deepseek_v3,
+    deepseek_v4,
+    glm_air,
+    gpt_oss,
+    minimax_m3,
+    qwen3_30b,
+    qwen3_235b,
+    step,
+)
+from oxmoe import __main__
+from oxmoe.sglang import formats
+from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Unreadable
+from oxmoe.tools.check.layers import Server, judge
+
+RELEASE = ["--sglang", "0.5.23"]
+
+
+def written(path: Path, config: Any) -> str:
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(path)
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str], config: Config, *arguments: str) -> dict[str, Any]:
+    """The answer as JSON; exit status and text agree with it."""
+    path = written(folder / "config.json", config)
+    given = [path, *RELEASE, *arguments]
+    status = __main__.main(["check", *given, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == (0 if report["served"] else 1)
+    assert __main__.main(["check", *given]) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert ("NOT SERVED" in lines[0]) == bool(status)
+    assert [line for line in lines if line.startswith("  refused: ")] == [f"  refused: {r}" for r in report["refused"]]
+    return report
+
+
+def moe(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [kind for kind in report["kinds"] if kind["kind"] == "moe"]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, tp, format_name, layers, flags = SERVED[name]
+    report = check(tmp_path, capsys, config, "--tp", str(tp))
+    assert report["served"] and not report["refused"]
+    assert report["flags"] == [*([f"--tp-size {tp}"] if tp > 1 else []), *flags]
+    kinds = moe(report)
+    assert {kind["format"] for kind in kinds} == {format_name}
+    assert sum(kind["count"] for kind in kinds) == layers == len({n for kind in kinds for n in kind["layers"]})
+    for kind in kinds:
+        assert kind["served"] and kind["taken_by"] == "moe=oxmoe"
+        assert kind["sizes"]["intermediate_per_rank"] == kind["sizes"]["intermediate"] // tp
+        assert [row["tokens"] for row in kind["times"]] == [1, 64, 4096]
+        assert all(0 < row["us"] == max(row["memory_us"], row["arithmetic_us"]) for row in kind["times"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, tp, message = REFUSED[name]
+    report = check(tmp_path, capsys, config, "--tp", str(tp))
+    assert not report["served"] and not any(kind["served"] for kind in report["kinds"])
+    assert re.search(message, " ".join(report["refused"]))
+
+
+def test_expert_parallelism_makes_sizes_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(tmp_path, capsys, qwen3_235b(), "--tp", "8", "--ep", "2")
+    assert report["served"] and report["flags"] == ["--tp-size 8", "--ep-size 2"]
+    (kind,) = moe(report)
+    assert (kind["sizes"]["experts_per_rank"], kind["sizes"]["intermediate_per_rank"]) == (64, 384)
+    # Two of four bytes of gate, up and down, and a scale for 128 x 128 of them.
+    weights = 94 * 64 * 3 * 4096 * 384
+    assert kind["bytes_per_rank"] == round(weights * (1 + 4 / 128**2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "4", "--ep", "3"], "--ep-size 3 does not divide --tp-size 4"),
+        (["--tp", "256", "--ep", "256"], "--ep-size 256 does not divide 128 experts"),
+        (["--sglang", "0.4.0"], "SGLang 0.4.0 is not served"),
+        (["--sglang", "0.9.0"], "SGLang 0.9.0 is newer than"),
+        (["--sglang", "main"], "SGLang main is no version"),
+    ],
+)
+def test_servers_that_cannot_be(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "config.json", qwen3_30b())
+    assert __main__.main(["check", path, *RELEASE, *arguments]) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_more_ranks_than_experts_of_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank holds fewer experts than a token chooses."""
+    (kind,) = moe(check(tmp_path, capsys, qwen3_30b(), "--tp", "64", "--ep", "64"))
+    assert kind["sizes"]["experts_per_rank"] == 2 and kind["served"]
+
+
+def test_the_oldest_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its NVFP4 layers are for Blackwell, and its dispatcher follows --moe-runner-backend."""
+    old = ["--sglang", "0.5.12.post1"]
+    assert check(tmp_path, capsys, qwen3_30b(), *old)["flags"] == ["--quantization oxmoe"]
+    assert not check(tmp_path, capsys, qwen3_30b(NVFP4), *old)["served"]
+    ranks = ["--tp-size 2", "--ep-size 2"]
+    report = check(tmp_path, capsys, gpt_oss(), *old, "--tp", "2", "--ep", "2")
+    assert report["served"] and report["flags"] == [*ranks, "--moe-runner-backend triton"]
+    assert check(tmp_path, capsys, gpt_oss(), "--tp", "2", "--ep", "2")["flags"] == ranks
+
+
+@pytest.mark.parametrize(("version", "served"), [("0.5.21", False), ("0.5.22", True), ("0.5.22.post1", True)])
+def test_releases_between(version: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NVFP4 of compressed-tensors is for Blackwell alone before 0.5.22."""
+    assert check(tmp_path, capsys, qwen3_30b(NVFP4), "--sglang", version)["served"] is served
+
+
+def test_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(tmp_path, capsys, qwen3_30b(NVFP4), "--gpu", "sm_100")["served"]
+    assert not check(tmp_path, capsys, minimax_m3({"quant_method": "mxfp8", "activation_scheme": "dynamic"}),
+                     "--gpu", "sm_89")["served"]  # fmt: skip
+    report = check(tmp_path, capsys, qwen3_30b(FP8), "--gpu", "sm_80")
+    assert report["served"] and any("have not run there" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (qwen3_30b(FP8, torch_dtype="float16"), ["--dtype bfloat16"]),
+        (qwen3_30b(torch_dtype="float16"), ["--quantization oxmoe"]),
+        (qwen3_30b(torch_dtype="float32"), ["--dtype bfloat16", "--quantization oxmoe"]),
+        (qwen3_30b(torch_dtype=None), ["--dtype bfloat16", "--quantization oxmoe"]),
+        (qwen3_30b(torch_dtype=None, dtype="bfloat16"), ["--quantization oxmoe"]),
+    ],
+)
+def test_dtypes(config: Config, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(tmp_path, capsys, config)
+    assert report["served"] and report["flags"] == flags
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        (deepseek_v3({**FP8, "modules_to_not_convert": ["model.layers.7.mlp"]}), [7]),
+        (deepseek_v3({**FP8, "ignored_layers": ["layers.7", "lm_head"]}), [7]),
+        (deepseek_v3({**FP8, "modules_to_not_convert": ["model.layers.7.mlp.experts.0.gate_proj"]}), [7]),
+        (deepseek_v3({**FP8, "modules_to_not_convert": ["mlp.gate", "model.layers.7.mlp.shared_experts"]}), []),
+        (glm_air({**CHANNEL, "ignore": ["re:.*layers[.]7[.]mlp.*"]}), [7]),
+        (glm_air({**CHANNEL, "ignore": ["model.layers.7.mlp.experts.0"]}), []),
+    ],
+)
+def test_layers_that_are_left_as_they_are(
+    config: Config, plain: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the checkpoint's own list; such layers need no flag, as the checkpoint is quantised."""
+    report = check(tmp_path, capsys, config)
+    assert report["served"] and report["flags"] == []
+    by_format = {kind["format"]: kind["layers"] for kind in moe(report)}
+    assert by_format.get("bf16", []) == plain
+    assert len(by_format) == 1 + bool(plain)
+
+
+def test_one_expert_left_out_of_three_projections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = glm_air({**CHANNEL, "ignore": ["model.layers.7.mlp.experts.0.up_proj"]})
+    report = check(tmp_path, capsys, config)
+    assert report["refused"] == ["layer 7: gate, up and down projections of experts have different formats"]
+
+
+def test_drafts_and_shared_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(tmp_path, capsys, deepseek_v3(), "--tp", "8")
+    kinds = {kind["kind"]: kind for kind in report["kinds"]}
+    assert kinds["dense"]["count"] == 3 and kinds["dense"]["served"] is None
+    assert kinds["shared"]["sizes"] == {"n_shared_experts": 1} and kinds["shared"]["served"] is None
+    assert kinds["draft"]["layers"] == [61] and kinds["draft"]["served"] is True
+    assert any("--speculative-moe-runner-backend deep_gemm" in note for note in kinds["draft"]["notes"])
+    left = deepseek_v3({**FP8, "modules_to_not_convert": ["model.layers.61"]})
+    kinds = {kind["kind"]: kind for kind in check(tmp_path, capsys, left, "--tp", "8")["kinds"]}
+    assert kinds["draft"]["served"] is None and "not judged" in kinds["draft"]["notes"][-1]
+
+
+def shard(path: Path, tensors: dict[str, str], header: bytes | None = None) -> None:
+    """A safetensors file with these dtypes and, as for a check, nothing in it."""
+    text = (
+        header
+        or json.dumps(
+            {"__metadata__": {"format": "pt"}}
+            | {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in tensors.items()}
+        ).encode()
+    )
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def in_folder(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    __main__.main(["check", str(folder), *RELEASE, "--json", *arguments])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_with_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "config.json", qwen3_30b(FP8))
+    experts = "model.layers.3.mlp.experts.5"
+    shard(
+        tmp_path / "model-1.safetensors",
+        {
+            f"{experts}.gate_proj.weight": "F8_E4M3",
+            f"{experts}.gate_proj.weight_scale_inv": "F32",
+            "model.layers.3.mlp.shared_experts.up_proj.weight": "BF16",
+            "model.layers.3.self_attn.q_proj.weight": "BF16",
+        },
+    )
+    assert in_folder(tmp_path, capsys)["served"]
+    shard(tmp_path / "model-2.safetensors", {"model.layers.4.mlp.experts.0.up_proj.weight": "I32"})
+    report = in_folder(tmp_path, capsys)
+    assert not report["served"] and "layer 4: by the config" in report["refused"][0] and "I32" in report["refused"][0]
+
+
+@pytest.mark.parametrize(("dtype", "served"), [("F8_E4M3", True), ("I8", False), ("U8", False), ("F4", False)])
+def test_deepseek_v4_by_its_tensors(
+    dtype: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "config.json", deepseek_v4())
+    shard(tmp_path / "model.safetensors", {"layers.0.ffn.experts.0.w1.weight": dtype})
+    assert in_folder(tmp_path, capsys)["served"] is served
+
+
+def test_fused_experts_of_gpt_oss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "config.json", gpt_oss())
+    names = {"blocks": "U8", "scales": "U8", "bias": "BF16"}
+    tensors = {f"model.layers.0.mlp.experts.gate_up_proj_{part}": dtype for part, dtype in names.items()}
+    shard(tmp_path / "model.safetensors", tensors)
+    assert in_folder(tmp_path, capsys)["served"]
+    shard(tmp_path / "model.safetensors", {"model.layers.0.mlp.experts.gate_up_proj": "BF16"})
+    assert not in_folder(tmp_path, capsys)["served"]
+
+
+def test_modelopt_beside_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "config.json", qwen3_30b())
+    assert in_folder(tmp_path, capsys)["served"]
+    written(tmp_path / "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}})
+    assert "quant_algo NVFP4: ModelOpt's" in in_folder(tmp_path, capsys)["refused"][0]
+    written(tmp_path / "hf_quant_config.json", {"quantization": {}})
+    assert "is not known" in in_folder(tmp_path, capsys)["refused"][0]
+    # config.json's word goes before it, as in SGLang.
+    written(tmp_path / "config.json", qwen3_30b(FP8))
+    assert in_folder(tmp_path, capsys)["served"]
+
+
+def test_the_largest_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size that a config may have, but no kernel, is refused and no overflow."""
+    most = 1 << 24
+    for name in ("num_experts", "moe_intermediate_size", "hidden_size", "num_experts_per_tok"):
+        check(tmp_path, capsys, qwen3_30b() | {name: most})
+    everything = dict.fromkeys(("num_experts", "moe_intermediate_size", "hidden_size"), most)
+    assert not check(tmp_path, capsys, qwen3_30b() | everything)["served"]
+
+
+def without(name: str) -> Config:
+    return {key: value for key, value in qwen3_30b(FP8).items() if key != name}
+
+
+HUGE = 10**400
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "truncated": (json.dumps(qwen3_30b())[:70], "no JSON: "),
+    "empty": ("", "no JSON: "),
+    "a list": ("[1]", r"expected a JSON object, got \[1\]"),
+    "deep": ("[" * 200_000, "no JSON: "),
+    "a huge integer": ('{"architectures": ' + "1" * 5000 + "}", "no JSON: "),
+    "no architectures": (without("architectures"), "architectures is missing"),
+    "architectures of numbers": (qwen3_30b(FP8) | {"architectures": [3]}, "architectures: expected a list of str"),
+    "architectures as text": (qwen3_30b(FP8) | {"architectures": "Qwen3MoeForCausalLM"}, "expected a list of str"),
+    "no layers": (without("num_hidden_layers"), "num_hidden_layers is missing"),
+    "no experts": (without("num_experts"), "n_routed_experts or num_experts or num_local_experts is missing"),
+    "no top-k": (without("num_experts_per_tok"), "num_experts_per_tok is missing"),
+    "no hidden size": (without("hidden_size"), "hidden_size is missing"),
+    "experts as text": (qwen3_30b() | {"num_experts": "128"}, "expected a whole number .* got '128'"),
+    "experts as true": (qwen3_30b() | {"num_experts": True}, "expected a whole number .* got True"),
+    "no expert": (qwen3_30b() | {"num_experts": 0}, "from 1 to"),
+    "experts below none": (qwen3_30b() | {"num_experts": -1}, "from 1 to"),
+    "a fraction": (qwen3_30b() | {"hidden_size": 2048.5}, "expected a whole number"),
+    "a huge size": (qwen3_30b() | {"hidden_size": HUGE}, "expected a whole number"),
+    "limits as text": (step() | {"swiglu_limits": ["7"] * 48}, "swiglu_limits: expected a list of number"),
+    "huge layers": (qwen3_30b() | {"num_hidden_layers": 10**7}, "expected up to 4096"),
+    "quantisation as text": (qwen3_30b() | {"quantization_config": "fp8"}, "quantization_config: expected an object"),
+    "method as number": (qwen3_30b({"quant_method": 8}), "quant_method: expected text"),
+    "groups as list": (
+        qwen3_30b({"quant_method": "compressed-tensors", "config_groups": [1]}),
+        "config_groups: expected an object",
+    ),
+    "a group as text": (
+        qwen3_30b({"quant_method": "compressed-tensors", "config_groups": {"g": "x"}}),
+        "g: expected an object",
+    ),
+    "ignored as text": (qwen3_30b({**FP8, "ignored_layers": "lm_head"}), "ignored_layers: expected a list of str"),
+    "a limit as text": (gpt_oss() | {"swiglu_limit": "7"}, "swiglu_limit: expected a number"),
+    "a limit that is none": (gpt_oss() | {"swiglu_limit": float("nan")}, "swiglu_limit: expected a number"),
+    "too few layers listed": (minimax_m3() | {"text_config": {**minimax_m3()["text_config"], "moe_layer_freq": [1]}},
+                              "expected one for each of 60 layers, got 1 of them"),
+    "text_config as list": (minimax_m3() | {"text_config": []}, "text_config: expected an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on standard error, nothing on standard output, status 2."""
+    config, message = UNREADABLE[name]
+    text = config if isinstance(config, str) else json.dumps(config)
+    assert __main__.main(["check", written(tmp_path / "config.json", text)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and re.search(message, err)
+    assert len(err) < 600
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1 << 24,
+    10**30,
+    0.5,
+    float("inf"),
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    [None],
+    {},
+    {"x": 1},
+]
+
+
+def places(config: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value of a JSON object."""
+    items = config.items() if isinstance(config, dict) else enumerate(config[:3]) if isinstance(config, list) else ()
+    return [found for key, value in items for found in ((*prefix, key), *places(value, (*prefix, key)))]
+
+
+VARIED = ["DeepSeek-V3", "Qwen3.6-35B-A3B-FP8", "GLM-4.5-Air-FP8", "gpt-oss-20b", "MiniMax-M3", "Step-3.5-Flash"]
+VARIED += ["Nemotron-3-Nano", "ERNIE-4.5", "Laguna", "Llama-4-Scout", "LongCat-Flash-FP8", "Gemma-4-26B-A4B"]
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_any_value_in_any_place(name: str) -> None:
+    """One answer or one Unreadable, whatever a field holds."""
+    config, tp, *_ = SERVED[name]
+    for *way, last in places(config):
+        for junk in JUNK:
+            broken = copy.deepcopy(config)
+            owner = functools.reduce(lambda value, key: value[key], way, broken)
+            owner[last] = junk
+            try:
+                report = judge(Checkpoint(Fields(broken, "config.json")), Server("0.5.23", tp, 1, "sm_90"), [1])
+            except Unreadable as error:
+                assert str(error).startswith("config.json: ") and "\n" not in str(error)
+            else:
+                assert report.served or report.refused
+                json.dumps(report.json())
+
+
+@pytest.mark.parametrize("header", [b"", b"{", b'{"model.layers.0.mlp.experts.0.w1.weight": 3}', b'{"a": {}}'])
+def test_unreadable_safetensors(header: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "config.json", qwen3_30b())
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert __main__.main(["check", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "model.safetensors" in err
+
+
+def test_a_header_longer_than_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "config.json", qwen3_30b())
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    assert __main__.main(["check", str(tmp_path)]) == 2
+    assert "no safetensors file" in capsys.readouterr().err
+
+
+def test_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "none.json", tmp_path / "none" / "config.json"):
+        assert __main__.main(["check", str(path)]) == 2
+        assert "No such file" in capsys.readouterr().err
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    assert __main__.main(["check", str(tmp_path)]) == 2
+    assert "no JSON" in capsys.readouterr().err
+
+
+def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "config.json", qwen3_30b())
+    for wrong in (["--tp", "0"], ["--gpu", "sm_35"], ["--tokens", "x"], ["--ep", "-1"]):
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main(["check", path, *wrong])
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_it_needs_neither_torch_nor_sglang(tmp_path: Path) -> None:
+    path = written(tmp_path / "config.json", qwen3_30b())
+    program = f"""
+import sys
+sys.modules["torch"] = sys.modules["sglang"] = None
+from oxmoe import __main__
+assert __main__.main(["check", {path!r}, "--sglang", "0.5.23"]) == 0
+assert not any(name.startswith(("torch.", "sglang.")) for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor-token", "mxfp8", "mxfp4", "nvfp4"])
+def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
+    """The rule of `formats.check_sizes`, which refuses a layer early, is that of the kernels."""
+    name = format_name.removesuffix("-token")
+    for hidden, intermediate in [(512, 512 + more) for more in range(1, 129)] + [(512 + more, 512) for more in (8, 96)]:
+        try:
+            formats.check_sizes(name, hidden, intermediate, of=name)
+            early = None
+        except NotImplementedError as error:
+            early = str(error)
+        try:
+            oxmoe.explain(8, 2, hidden, intermediate, 4, format=format_name, arch="sm_90")
+            assert early is None
+        except ValueError:
+            assert early is not None and "multiples of" in early
