@@ -35,7 +35,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize docs mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -134,6 +134,12 @@ bench: install ## times against the roofline floor and the peers that are instal
 TOOL ?= memcheck
 sanitize: install ## GPU tests under compute-sanitizer; TOOL=memcheck, racecheck, initcheck or synccheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x
+
+BASE ?= HEAD
+NEW ?=
+KERNELS ?= *
+kernels-diff: venv ## machine code of all kernels, BASE against NEW: folders of fatbins or git revisions, NEW the working tree; KERNELS='quantize_*' for some
+	$(BIN)/python tests/support/kernels_diff.py --kernels '$(KERNELS)' $(BASE) $(NEW)
 
 $(DOCS)/.made: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)

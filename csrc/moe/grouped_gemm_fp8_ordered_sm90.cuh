@@ -16,11 +16,9 @@
 
 namespace oxmoe {
 template <bool Gated, int Stages>
-struct GroupedGemmFp8OrderedSm90 {
-    static constexpr int kTokens = 192, kConsumers = 3, kBlockRows = 128, kBlockBytes = 128 * 128, kPasses = Gated ? 2 : 1,
-                         kBoxRows = 64, kBoxBytes = kBoxRows * 128;
+struct GroupedGemmFp8OrderedSm90 : Fp8Block {
+    static constexpr int kTokens = 192, kConsumers = 3, kPasses = Gated ? 2 : 1, kBoxRows = 64, kBoxBytes = kBoxRows * 128;
     using Params = OrderedGemmParams;
-    using Wide = GroupedGemmFp8WideSm90<Gated, 4>;
     // Its schedule: units of kPasses blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, 128, 2, kPasses, Stages>;
     using Overlap = GemmOverlapSm90<Base>;
@@ -29,7 +27,6 @@ struct GroupedGemmFp8OrderedSm90 {
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kScaleThreads = 64;
-    static constexpr int kSums = kBlockRows / 2;  // of a lane
 
     struct alignas(128) Shared {
         struct {
@@ -78,11 +75,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1 + kScaleThreads);
             sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + kScaleThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + kScaleThreads + 128 * kConsumers);
         Overlap::init_barriers(shared, 128 * kConsumers);
         sm90::barrier_init_fence();
     }
@@ -103,18 +96,14 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             if (p.awaited) sm90::fence_async_proxy();
             const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
             // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, kPasses * k_blocks - Base::kFetchLead);
 #pragma unroll 1
             for (int pass = 0; pass < kPasses; ++pass) {
-                const int strip = block_of(p, work, pass) * Wide::kBlockStrips;
+                const int strip = block_of(p, work, pass) * kBlockStrips;
 #pragma unroll 1
                 for (int block = 0; block < k_blocks; ++block, ring.advance(), --steps) {
                     if (steps == 0) sm90::barrier_arrive(&shared.fetch_next);
@@ -144,11 +133,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         Overlap::wait(p.gemm);
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const float* tokens[kConsumers];
 #pragma unroll
             for (int i = 0; i < kConsumers; ++i) {
@@ -203,10 +188,7 @@ private:
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         for (;;) {
             WorkUnit work = shared.unit[units.slot];
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            make_uniform(work);
             if (work.expert < 0) break;
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             units.advance();
@@ -236,7 +218,7 @@ private:
             for (int half = 0; half < 2; ++half) {
                 const size_t scale_at =
                     size_t(place[half]) * params.out_scale_row + size_t(work.row_block) * params.out_scale_group;
-                Wide::store_group(p, place[half], work.row_block, threadIdx.x % 4 * Wide::kRun, half, sums, scale_at);
+                store_group(p, place[half], work.row_block, threadIdx.x % 4 * kRun, half, sums, scale_at);
             }
             Overlap::stored(p, shared, units.slot ^ 1);
         }
@@ -254,21 +236,14 @@ private:
             const uint32_t weights = sm90::shared_address(shared.stage[ring.slot].weights);
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
             sm90::wgmma_fence();
-            sm90::start_wgmma_e4m3_128(product, sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
-#pragma unroll
-            for (int i = 1; i < 4; ++i) {
-                sm90::WgmmaE4m3<kBlockRows>::multiply(product, sm90::descriptor_128b(tokens, i * 32),
-                                                      sm90::descriptor_128b(weights, i * 32), true);
-            }
-            sm90::wgmma_commit();
+            start(product, tokens, weights);
             const float low = sm90::load_shared_4(&shared.scale[ring.slot][row]),
                         high = sm90::load_shared_4(&shared.scale[ring.slot][row + 8]);
             sm90::wgmma_wait<0>();
             // NOTE: by every lane, as where scales are written: each has read its own. A __syncwarp and an arrival for the warp
             // would do, but behind a wait for wgmma it is no instruction, and racecheck would report the scales.
             sm90::barrier_arrive(&shared.empty[ring.slot]);
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
+            promote(sums, product, low, high);
         }
     }
 
@@ -276,15 +251,8 @@ private:
     // go, -1 without a token.
     static __device__ __forceinline__ void prepare(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
                                                    Sums& sums, int (&place)[2]) {
-        Wide::finish_rows(p, size_t(block) * kBlockRows + threadIdx.x % 4 * Wide::kRun, sums);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
-            if (!p.slot_weights || place[half] < 0) continue;
-            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
-#pragma unroll
-            for (int i = 0; i < Wide::kLaneColumns; ++i) sums[Wide::sum_index(i, half)] *= weight;
-        }
+        finish_rows(p, size_t(block) * kBlockRows + threadIdx.x % 4 * kRun, sums);
+        finish_tokens<1>(p, work, row, &sums, place);
     }
 
     // Gated: of the sums of the up rows, with those of the gate rows.
@@ -292,21 +260,7 @@ private:
                                                     Sums& sums) {
         const int thread = threadIdx.x % 128;
         if constexpr (Gated) {
-            const Activation own = activation_of(p, work.expert);
-            if (own.kind == ActivationKind::Swiglu) {
-                const SwigluFunction swiglu(own);
-                if (swiglu.has_limits()) {
-#pragma unroll
-                    for (int i = 0; i < kSums; ++i) sums[i] = swiglu(gates[i][thread], sums[i]);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < kSums; ++i) sums[i] = swiglu.unlimited(gates[i][thread], sums[i]);
-                }
-                return;
-            }
-            const ActivationFunction activation(own);
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = activation(gates[i][thread]) * sums[i];
+            activate_pairs(activation_of(p, work.expert), sums, [&](int i) { return gates[i][thread]; }, sums);
         } else if (p.activation.kind != ActivationKind::Identity) {
             const ActivationFunction activation(p.activation);
 #pragma unroll

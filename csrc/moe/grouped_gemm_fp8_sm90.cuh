@@ -16,8 +16,7 @@
 #include <cstdint>
 #include <cuda.h>
 
-#include "../common/fp8.cuh"
-#include "../common/wgmma_fp8.cuh"
+#include "fp8_block_sm90.cuh"
 #include "gemm_overlap_sm90.cuh"
 #include "grouped_gemm_sm90.cuh"
 
@@ -99,11 +98,7 @@ private:
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.row_block * passes(p), last = first + passes(p) - 1;
 #pragma unroll 1
             for (int row_block = first; row_block <= last; ++row_block) {
@@ -133,10 +128,7 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
             uint32_t source[kCopies];
 #pragma unroll
@@ -176,15 +168,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_uniform_unit(shared, units, work); units.advance()) {
             const int unit = work.row_block;
             // NOTE: until all consumers have read what they share of the unit before.
             if (quantises(p)) sm90::named_barrier(kMeeting, 128 * Consumers);
@@ -273,26 +257,16 @@ private:
                 outputs[i] = sm90::load_shared_16(from + staged(min(n, MaxTokens - 1), quarter + 4 * i));
                 const uint32_t pairs[4] = {outputs[i].x, outputs[i].y, outputs[i].z, outputs[i].w};
 #pragma unroll
-                for (uint32_t pair : pairs) {
-                    const float2 two = unpack<__nv_bfloat16>(pair);
-                    amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
-                }
+                for (uint32_t pair : pairs) Fp8Block::grow(amax, pair);
             }
-            // NOTE: all lanes of the warp are here, also those without a token.
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
-            amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+            amax = Fp8Block::of_quad(amax);
             const fp8::Scale scale(amax);
             const size_t place = work.first + n;
             uint8_t* out = p.out + place * p.out_columns + group * kGroup + quarter * 8;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const auto codes = [&](uint32_t low, uint32_t high) {
-                    const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
-                    return fp8::pack(__fmul_rn(a.x, scale.inverse), __fmul_rn(a.y, scale.inverse), __fmul_rn(b.x, scale.inverse),
-                                     __fmul_rn(b.y, scale.inverse));
-                };
-                sm90::store_global_8_if(out + i * 32, codes(outputs[i].x, outputs[i].y), codes(outputs[i].z, outputs[i].w),
-                                        n < work.count);
+                sm90::store_global_8_if(out + i * 32, Fp8Block::codes_of(outputs[i].x, outputs[i].y, scale.inverse),
+                                        Fp8Block::codes_of(outputs[i].z, outputs[i].w, scale.inverse), n < work.count);
             }
             if (quarter == 0 && n < work.count) p.out_scales[place * (p.out_columns / kGroup) + group] = scale.scale;
         }

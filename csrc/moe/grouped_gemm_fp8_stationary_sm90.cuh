@@ -19,10 +19,9 @@
 namespace oxmoe {
 
 template <int UnitBlocks>
-struct GroupedGemmFp8StationarySm90 {
-    static constexpr int kTokens = 128, kConsumers = 2, kBlockRows = 128, kBlockBytes = 128 * 128;
+struct GroupedGemmFp8StationarySm90 : Fp8Block {
+    static constexpr int kTokens = 128, kConsumers = 2;
     static constexpr int kTokenStages = 8, kWeightStages = 6;
-    using Wide = GroupedGemmFp8WideSm90<false, 4>;
     // Its schedule: units of UnitBlocks blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, false, kTokens, 2, UnitBlocks, 2>;
     using Overlap = GemmOverlapSm90<Base, false>;
@@ -79,11 +78,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1);
             sm90::barrier_init(&shared.empty[s], kReaders);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + Base::kGatherThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + Base::kGatherThreads + 128 * kConsumers);
         sm90::barrier_init_fence();
     }
 
@@ -99,11 +94,7 @@ private:
         const int k_blocks = Base::k_blocks(p);
         RingPosition<kUnitSlots> units;
         RingPosition<kWeightStages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.expert * (p.rows / kBlockRows) + work.row_block * UnitBlocks, blocks = blocks_of(p, work);
             // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, blocks * k_blocks - Base::kFetchLead);
@@ -115,8 +106,7 @@ private:
                     sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                     sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlockBytes);
                     sm90::copy_tensor_5d(shared.weights[ring.slot], &weights,
-                                         {k * Base::kBlockK, 0, 0, 0, (first + block) * Wide::kBlockStrips},
-                                         &shared.full[ring.slot]);
+                                         {k * Base::kBlockK, 0, 0, 0, (first + block) * kBlockStrips}, &shared.full[ring.slot]);
                 }
             }
         }
@@ -132,10 +122,7 @@ private:
         RingPosition<kTokenStages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
 #pragma unroll 1
             for (int k = 0; k < Base::k_blocks(p); ++k, ring.advance()) {
@@ -166,7 +153,7 @@ private:
     // A block's outputs of a lane on their way out: where its tokens' rows are, null without a token, and pairs of outputs.
     struct Outputs {
         __nv_bfloat16* row[2];
-        uint32_t pairs[2][Wide::kLaneColumns / 2];
+        uint32_t pairs[2][kLaneColumns / 2];
 
         __device__ __forceinline__ void store(int column) const {
 #pragma unroll
@@ -174,7 +161,7 @@ private:
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     sm90::store_global_16_if(
-                        row[half] + column + i * Wide::kRunStride,
+                        row[half] + column + i * kRunStride,
                         {pairs[half][4 * i], pairs[half][4 * i + 1], pairs[half][4 * i + 2], pairs[half][4 * i + 3]},
                         row[half] != nullptr && column >= 0);
                 }
@@ -182,12 +169,12 @@ private:
         }
     };
 
-    using Sums = float[kBlockRows / 2];
+    using Sums = float[kSums];
 
     static __device__ __forceinline__ void consume(const GroupedGemmParams& p, Shared& shared) {
         const int consumer = Base::consumer_index(), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const bool is_lane_0 = lane == 0;
-        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4, lane_column = lane % 4 * Wide::kRun;
+        const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4, lane_column = lane % 4 * kRun;
         RingPosition<kUnitSlots> units;
         RingPosition<kTokenStages> tokens;
         RingPosition<kWeightStages> ring;
@@ -195,10 +182,7 @@ private:
         for (;; units.advance()) {
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             WorkUnit work = shared.unit[units.slot];
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            make_uniform(work);
             if (work.expert < 0) break;
             const float2* token_scales[2];
             Outputs outputs;
@@ -251,7 +235,7 @@ private:
                     }
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
                     sm90::barrier_wait(&shared.full[ring_behind.slot], ring_behind.parity);
-                    float products[2][kBlockRows / 2];
+                    float products[2][kSums];
                     start(products, shared, consumer, {position.slot, position_behind.slot}, {ring.slot, ring_behind.slot});
                     // NOTE: behind a unit's last two the same once more, which are there.
                     const int pair = wraps ? 0 : k / 2 + 1;
@@ -267,13 +251,13 @@ private:
 #pragma unroll 1
                 for (int k = 2; k < k_blocks; k += 2) multiply_two(Bool<false>{}, k, [] {});
                 stored = (first_block + block) * kBlockRows + lane_column;
-                Wide::finish_rows(p, size_t(work.expert) * p.rows + stored, sums);
+                finish_rows(p, size_t(work.expert) * p.rows + stored, sums);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (int i = 0; i < Wide::kLaneColumns / 2; ++i) {
+                    for (int i = 0; i < kLaneColumns / 2; ++i) {
                         outputs.pairs[half][i] =
-                            pack<__nv_bfloat16>(sums[Wide::sum_index(2 * i, half)], sums[Wide::sum_index(2 * i + 1, half)]);
+                            pack<__nv_bfloat16>(sums[sum_index(2 * i, half)], sums[sum_index(2 * i + 1, half)]);
                     }
                 }
             }
@@ -283,37 +267,29 @@ private:
     }
 
     // Two K blocks, each into registers of its own.
-    static __device__ __forceinline__ void start(float (&products)[2][kBlockRows / 2], Shared& shared, int consumer,
+    static __device__ __forceinline__ void start(float (&products)[2][kSums], Shared& shared, int consumer,
                                                  const int (&token_slots)[2], const int (&weight_slots)[2]) {
         sm90::wgmma_fence();
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             const uint32_t tokens = sm90::shared_address(shared.tokens[token_slots[b]]) + consumer * 8192;
             const uint32_t weights = sm90::shared_address(shared.weights[weight_slots[b]]);
-            sm90::start_wgmma_e4m3_128(products[b], sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
-#pragma unroll
-            for (int i = 1; i < 4; ++i) {
-                sm90::WgmmaE4m3<kBlockRows>::multiply(products[b], sm90::descriptor_128b(tokens, i * 32),
-                                                      sm90::descriptor_128b(weights, i * 32), true);
-            }
-            sm90::wgmma_commit();
+            Fp8Block::start(products[b], tokens, weights);
         }
     }
 
     template <bool First>
-    static __device__ __forceinline__ void finish(Sums& sums, float (&products)[2][kBlockRows / 2], const Scales& scales,
-                                                  Shared& shared, const int (&weight_slots)[2], bool is_lane_0) {
+    static __device__ __forceinline__ void finish(Sums& sums, float (&products)[2][kSums], const Scales& scales, Shared& shared,
+                                                  const int (&weight_slots)[2], bool is_lane_0) {
         float low = __fmul_rn(scales.token[0].x, scales.weight.x), high = __fmul_rn(scales.token[1].x, scales.weight.x);
         sm90::wgmma_wait<1>();
         sm90::barrier_arrive_if(&shared.empty[weight_slots[0]], is_lane_0);
 #pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i)
-            sums[i] = __fmaf_rn(products[0][i], i % 4 < 2 ? low : high, First ? 0.f : sums[i]);
+        for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(products[0][i], i % 4 < 2 ? low : high, First ? 0.f : sums[i]);
         low = __fmul_rn(scales.token[0].y, scales.weight.y), high = __fmul_rn(scales.token[1].y, scales.weight.y);
         sm90::wgmma_wait<0>();
         sm90::barrier_arrive_if(&shared.empty[weight_slots[1]], is_lane_0);
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i) sums[i] = __fmaf_rn(products[1][i], i % 4 < 2 ? low : high, sums[i]);
+        promote(sums, products[1], low, high);
     }
 };
 

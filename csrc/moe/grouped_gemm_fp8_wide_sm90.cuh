@@ -21,16 +21,15 @@
 #include <cstdint>
 #include <cuda.h>
 
-#include "../common/fp8.cuh"
-#include "../common/wgmma_fp8.cuh"
+#include "fp8_block_sm90.cuh"
 #include "gemm_overlap_sm90.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
 
 template <bool Gated, int Stages>
-struct GroupedGemmFp8WideSm90 {
-    static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2, kBlockRows = 128;
+struct GroupedGemmFp8WideSm90 : Fp8Block {
+    static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2;
     // Its units are 256 weight rows, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, kTokens, 2, kConsumers, Stages>;
     using Overlap = GemmOverlapSm90<Base>;
@@ -38,11 +37,8 @@ struct GroupedGemmFp8WideSm90 {
 
     static constexpr int kThreads = Base::kThreads;
     static constexpr int kUnitSlots = Base::kUnitSlots;
-    static constexpr int kBlockBytes = kBlockRows * 128;
     static constexpr int kGatherThreads = Base::kGatherThreads;
-    static constexpr int kScales = kTokens / kGatherThreads;            // tokens whose scales a gathering thread has
-    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
-    static constexpr int kBlockStrips = kBlockRows / kRunStride;
+    static constexpr int kScales = kTokens / kGatherThreads;  // tokens whose scales a gathering thread has
 
     struct alignas(128) Shared {
         struct {
@@ -95,11 +91,7 @@ private:
             sm90::barrier_init(&shared.full[s], 1 + 2 * kGatherThreads);
             sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
-        for (int u = 0; u < kUnitSlots; ++u) {
-            sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * kConsumers);
-        }
-        sm90::barrier_init(&shared.fetch_next, 1);
+        Base::init_unit_barriers(shared, 1 + kGatherThreads + 128 * kConsumers);
         Overlap::init_barriers(shared, 128 * kConsumers);
         sm90::barrier_init_fence();
     }
@@ -112,11 +104,7 @@ private:
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.expert * (p.rows / kBlockRows);
             const int strips[kBlocks] = {(first + block_of(p, work, 0)) * kBlockStrips,
                                          (first + block_of(p, work, 1)) * kBlockStrips};
@@ -150,10 +138,7 @@ private:
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
             const int grouped = work.count / kGroupRows * kGroupRows;
             uint32_t source[kGroups][kGroup];
@@ -214,17 +199,11 @@ private:
 
     // ---- consumers ----
 
-    // A lane's two tokens: rows g and g + 8 of its warp's 16.
-    static constexpr int kRows = 2;
-
     using Sums = float[kBlocks][kBlockRows / 2];
 
-    static __device__ __forceinline__ WorkUnit take_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
+    static __device__ __forceinline__ WorkUnit next_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
         WorkUnit work = shared.unit[units.slot];
-        // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-        work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-        work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-        work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+        make_uniform(work);
         sm90::barrier_arrive(&shared.unit_empty[units.slot]);
         units.advance();
         return work;
@@ -235,9 +214,9 @@ private:
         const int k_blocks = Base::k_blocks(p), row = consumer * 64 + warp * 16 + lane / 4;
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
-        await_unit(shared, units, ring);
+        await_first_stage(shared, units, ring);
         for (;;) {
-            const WorkUnit work = take_unit(shared, units);
+            const WorkUnit work = next_unit(shared, units);
             if (work.expert < 0) break;
             if (consumer * 64 >= work.count) {
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
@@ -245,7 +224,7 @@ private:
                     sm90::barrier_arrive(&shared.empty[ring.slot]);
                 }
                 Overlap::stored(p, shared, units.slot ^ 1);
-                await_unit(shared, units, ring);
+                await_first_stage(shared, units, ring);
                 continue;
             }
             Sums sums;
@@ -254,7 +233,7 @@ private:
                 asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
             }
             multiply(k_blocks, row, sums, shared, ring);
-            await_unit(shared, units, ring);
+            await_first_stage(shared, units, ring);
             finish(p, work, row, sums);
             Overlap::stored(p, shared, units.slot ^ 1);
         }
@@ -269,8 +248,8 @@ private:
     }
 
     // Until the next unit is known, and if there is one, for its first stage.
-    static __device__ __forceinline__ void await_unit(Shared& shared, const RingPosition<kUnitSlots>& units,
-                                                      const RingPosition<Stages>& ring) {
+    static __device__ __forceinline__ void await_first_stage(Shared& shared, const RingPosition<kUnitSlots>& units,
+                                                             const RingPosition<Stages>& ring) {
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         if (__shfl_sync(0xFFFFFFFF, shared.unit[units.slot].expert, 0) >= 0) await_stage(shared, ring);
     }
@@ -303,10 +282,7 @@ private:
                 sm90::wgmma_wait<0>();
                 // NOTE: by every lane: each has read its scales.
                 if (b == kBlocks - 1) sm90::barrier_arrive(empty);
-#pragma unroll
-                for (int i = 0; i < kBlockRows / 2; ++i) {
-                    sums[b][i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[b][i]);
-                }
+                promote(sums[b], product, low, high);
             }
         }
     }
@@ -314,11 +290,6 @@ private:
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
 public:
-    // Where in a block's sums a lane's column of its token `half` lies.
-    static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
-        return column / 2 * 4 + half * 2 + column % 2;
-    }
-
     // Bias, router weights, activation, stores. `row`: a lane's first token; it and the second may be beyond the tile.
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
         const int column = threadIdx.x % 4 * kRun;
@@ -327,15 +298,8 @@ public:
             const int first = block_of(p, work, b) * kBlockRows;
             if (first < p.rows) finish_rows(p, size_t(work.expert) * p.rows + first + column, sums[b]);
         }
-        int place[kRows];
-#pragma unroll
-        for (int half = 0; half < kRows; ++half) {
-            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
-            if (!p.slot_weights || place[half] < 0) continue;
-            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
-#pragma unroll
-            for (int i = 0; i < kBlocks * kLaneColumns; ++i) sums[i / kLaneColumns][sum_index(i % kLaneColumns, half)] *= weight;
-        }
+        int place[Fp8Block::kTokens];
+        finish_tokens<kBlocks>(p, work, row, sums, place);
         if constexpr (Gated) {
             activate_pairs(p, work, sums);
         } else if (p.activation.kind != ActivationKind::Identity) {
@@ -351,103 +315,16 @@ public:
             const int block = block_of(p, work, b);
             if (block * kBlockRows >= p.rows) break;
 #pragma unroll
-            for (int half = 0; half < kRows; ++half) {
+            for (int half = 0; half < Fp8Block::kTokens; ++half) {
                 const size_t scale_at = size_t(place[half]) * (p.out_columns / kBlockRows) + block;
                 store_group(p, place[half], block, column, half, sums[b], scale_at);
             }
         }
     }
 
-    // Scales of weight rows and bias. `at`: of a lane's first column.
-    static __device__ __forceinline__ void finish_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
-        if (p.expert_scales) multiply_rows(p, at, sums);
-        if (p.bias) add_bias(p, at, sums);
-    }
-
-    static __device__ __forceinline__ void multiply_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
-        const float4* from = reinterpret_cast<const float4*>(p.expert_scales + at);
-#pragma unroll
-        for (int i = 0; i < kLaneColumns; i += 4) {
-            const float4 four = from[(i / kRun * kRunStride + i % kRun) / 4];
-            const float scales[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums[sum_index(i + j, 0)] *= scales[j], sums[sum_index(i + j, 1)] *= scales[j];
-        }
-    }
-
-    static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, size_t at, float (&sums)[kBlockRows / 2]) {
-        auto add = [&](int column, float bias) {
-            sums[sum_index(column, 0)] += bias;
-            sums[sum_index(column, 1)] += bias;
-        };
-        if (p.bias_dtype == Dtype::F32) {
-            const float4* from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(p.bias) + at);
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; i += 4) {
-                const float4 bias = from[(i / kRun * kRunStride + i % kRun) / 4];
-                add(i, bias.x), add(i + 1, bias.y), add(i + 2, bias.z), add(i + 3, bias.w);
-            }
-        } else {
-            const uint4* from = reinterpret_cast<const uint4*>(reinterpret_cast<const __nv_bfloat16*>(p.bias) + at);
-#pragma unroll
-            for (int i = 0; i < kLaneColumns; i += 8) {
-                const uint4 words = from[i / kRun * kRunStride / 8];
-                const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float2 pair = unpack<__nv_bfloat16>(pairs[j]);
-                    add(i + 2 * j, pair.x), add(i + 2 * j + 1, pair.y);
-                }
-            }
-        }
-    }
-
-    // A token's group of 128 outputs, 32 of each of its four lanes, and its scale. `place` -1: none.
-    static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
-                                                       const float (&sums)[kBlockRows / 2], size_t scale_at) {
-        const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
-        uint32_t packed[kLaneColumns / 2];
-#pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) {
-            packed[i] = pack<__nv_bfloat16>(sums[sum_index(2 * i, half)], sums[sum_index(2 * i + 1, half)]);
-        }
-        if (!p.out_scales) {
-            if (place < 0) return;
-            __nv_bfloat16* out = reinterpret_cast<__nv_bfloat16*>(p.out) + at;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sm90::store_global_16(out + i * kRunStride,
-                                      {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]});
-            }
-            return;
-        }
-        float amax = 0.f;
-#pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) {
-            const float2 pair = unpack<__nv_bfloat16>(packed[i]);
-            amax = fmaxf(amax, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-        // NOTE: all lanes of the warp are here, also those without a token.
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
-        if (place < 0) return;
-        const fp8::Scale scale(amax);
-        uint32_t codes[kLaneColumns / 4];
-#pragma unroll
-        for (int i = 0; i < kLaneColumns / 4; ++i) {
-            const float2 low = unpack<__nv_bfloat16>(packed[2 * i]), high = unpack<__nv_bfloat16>(packed[2 * i + 1]);
-            codes[i] = fp8::pack(__fmul_rn(low.x, scale.inverse), __fmul_rn(low.y, scale.inverse),
-                                 __fmul_rn(high.x, scale.inverse), __fmul_rn(high.y, scale.inverse));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
-        if (threadIdx.x % 4 == 0) p.out_scales[scale_at] = scale.scale;
-    }
-
 private:
     // Outputs where the sums of the first block were.
     static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
-        constexpr int kSums = kBlockRows / 2;
         if (p.layout == W13Layout::UpGate) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) {
@@ -456,20 +333,7 @@ private:
             }
         }
         const Activation own = activation_of(p, work.expert);
-        if (own.kind == ActivationKind::Swiglu) {
-            const SwigluFunction swiglu(own);
-            if (swiglu.has_limits()) {
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu(sums[0][i], sums[1][i]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < kSums; ++i) sums[0][i] = swiglu.unlimited(sums[0][i], sums[1][i]);
-            }
-            return;
-        }
-        const ActivationFunction activation(own);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[0][i] = activation(sums[0][i]) * sums[1][i];
+        Fp8Block::activate_pairs(own, sums[0], [&](int i) { return sums[0][i]; }, sums[1]);
     }
 };
 

@@ -67,15 +67,7 @@ private:
         RingPosition<Stages> ring;
         uint32_t staging = 0;
         const int k_blocks = Pipeline::k_blocks(p);
-        for (;; units.advance(), scales.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_uniform_unit(shared, units, work); units.advance(), scales.advance()) {
             if (!Base::has_rows(p, work, Base::consumer_index())) {
                 for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);

@@ -85,10 +85,7 @@ private:
             sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
             PairUnit work = shared.unit[units.slot];
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+            make_uniform(work);
             work.stored = __shfl_sync(0xFFFFFFFF, work.stored, 0);
             if (work.expert < 0) break;
             const int k_blocks = __shfl_sync(0xFFFFFFFF, Base::k_blocks(gemm_of(p, work)), 0);

@@ -129,12 +129,18 @@ struct GroupedGemmSm90 {
             sm90::barrier_init(&shared.full[s], 1 + kGatherThreads);
             sm90::barrier_init(&shared.empty[s], readers);
         }
+        init_unit_barriers(shared, 1 + kGatherThreads + 128 * Consumers);
+        sm90::barrier_init_fence();
+    }
+
+    // `readers`: threads that take units.
+    template <typename Buffers>
+    static __device__ __forceinline__ void init_unit_barriers(Buffers& shared, int readers) {
         for (int u = 0; u < kUnitSlots; ++u) {
             sm90::barrier_init(&shared.unit_full[u], 32);
-            sm90::barrier_init(&shared.unit_empty[u], 1 + kGatherThreads + 128 * Consumers);
+            sm90::barrier_init(&shared.unit_empty[u], readers);
         }
         sm90::barrier_init(&shared.fetch_next, 1);
-        sm90::barrier_init_fence();
     }
 
     // NOTE: from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform registers.
@@ -225,10 +231,7 @@ struct GroupedGemmSm90 {
         RingPosition<Stages> ring;
         Overlap::wait(p);
         pdl::launch_dependents();
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            if (work.expert < 0) break;
+        for (WorkUnit work; await_unit(shared, units, work); units.advance()) {
             const uint32_t* sources = shared.source[units.slot];
             (first_of_unit(work, sources, thread), ...);
             const int grouped = work.count / kGroupRows * kGroupRows;
@@ -274,11 +277,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         const int expert_strips = !Gated || p.layout == W13Layout::Interleaved ? p.rows / 32 : p.rows / 16;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            const WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first_strip = work.expert * expert_strips + work.row_block * (kRows / 32);
 #pragma unroll 1
             for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
@@ -308,15 +307,7 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         uint32_t staging = 0;
-        for (;; units.advance()) {
-            sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
-            WorkUnit work = shared.unit[units.slot];
-            sm90::barrier_arrive(&shared.unit_empty[units.slot]);
-            // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
-            work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
-            work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
-            work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
-            if (work.expert < 0) break;
+        for (WorkUnit work; take_uniform_unit(shared, units, work); units.advance()) {
             if (kPaired && !has_rows(p, work, consumer_index())) {
                 for (int block = 0; block < k_blocks(p); ++block, ring.advance()) {
                     sm90::barrier_wait(&shared.full[ring.slot], ring.parity);

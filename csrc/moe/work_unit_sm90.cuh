@@ -1,5 +1,7 @@
 // What a CTA of Hopper's grouped GEMMs takes at a time.
 #pragma once
+#include "../common/ring.cuh"
+#include "../common/sm90.cuh"
 #include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
@@ -9,6 +11,13 @@ struct alignas(16) WorkUnit {
     int expert, first, count, row_block;  // row block of all consumers, or ~ of one's row tile: GroupedGemmSm90::row_block
 };
 
+// Tells ptxas that all lanes of a warp have the same unit: then loops and descriptors live in uniform registers.
+__device__ __forceinline__ void make_uniform(WorkUnit& work) {
+    work.expert = __shfl_sync(0xFFFFFFFF, work.expert, 0);
+    work.count = __shfl_sync(0xFFFFFFFF, work.count, 0);
+    work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
+}
+
 // That of a kernel with both GEMMs of a layer.
 struct alignas(16) PairUnit : WorkUnit {
     int tile;     // where GEMM1's row tiles are counted: its number in the schedule; without one, the expert's
@@ -17,6 +26,29 @@ struct alignas(16) PairUnit : WorkUnit {
 
     __device__ __forceinline__ bool is_down() const { return stored < 0; }
 };
+
+// Waits for the next unit that the schedule's warp hands out and reads it; false: there is none.
+// NOTE: the packed kernels (packed_pipeline_sm90.cuh) have these lines written out: ptxas makes other code of the calls there.
+template <typename Shared, int Slots>
+__device__ __forceinline__ bool await_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
+    sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
+    work = shared.unit[units.slot];
+    return work.expert >= 0;
+}
+// The same by a thread that reads no more of what comes with the unit: its slot may be used again.
+template <typename Shared, int Slots>
+__device__ __forceinline__ bool take_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
+    const bool more = await_unit(shared, units, work);
+    sm90::barrier_arrive(&shared.unit_empty[units.slot]);
+    return more;
+}
+// The same by the lanes of a warp together.
+template <typename Shared, int Slots>
+__device__ __forceinline__ bool take_uniform_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
+    take_unit(shared, units, work);
+    make_uniform(work);
+    return work.expert >= 0;
+}
 
 // The GEMM that a unit is of.
 __device__ __forceinline__ const GroupedGemmParams& gemm_of(const GroupedGemmParams& p, const WorkUnit&) { return p; }

@@ -1,5 +1,5 @@
-// bf16, f16 and fp32 to MXFP4 and back, bit for bit as src/quant/mxfp4.rs does it on the host and says why. Four threads take a
-// block of 32 elements, eight each, so that a warp reads and writes long pieces.
+// Converts bf16, f16 and fp32 to MXFP4 and back, bit for bit as src/quant/mxfp4.rs does it on the host and says why. Four threads
+// take a block of 32 elements, eight each, so that a warp reads and writes long pieces.
 //
 // NOTE: products and sums are intrinsics so that none are fused. Subnormal numbers are numbers here.
 #pragma once
@@ -10,6 +10,7 @@
 #include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 namespace mxfp4 {
@@ -130,23 +131,23 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, float larg
 
 }  // namespace mxfp4
 
-// Grid: groups of kUnits x kThreads threads' eights.
-struct Mxfp4Quantize {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
+// What both directions share. Grid: a CTA takes kUnits x kThreads times eight numbers.
+template <typename Kernel>
+struct Mxfp4Conversion : Cta<256> {
     static constexpr int kUnits = 2;
 
     static __device__ __forceinline__ void run(const QuantizeMxfp4Params& p) {
         pdl::wait();
         if (p.dtype == Dtype::F32)
-            convert<mxfp4::Fp32>(p);
+            Kernel::template convert<mxfp4::Fp32>(p);
         else if (p.dtype == Dtype::Bf16)
-            convert<mxfp4::Pairs<mxfp4::Bf16Pair>>(p);
+            Kernel::template convert<mxfp4::Pairs<mxfp4::Bf16Pair>>(p);
         else
-            convert<mxfp4::Pairs<mxfp4::F16Pair>>(p);
+            Kernel::template convert<mxfp4::Pairs<mxfp4::F16Pair>>(p);
     }
+};
 
-private:
+struct Mxfp4Quantize : Mxfp4Conversion<Mxfp4Quantize> {
     template <typename Numbers>
     static __device__ __forceinline__ void convert(const QuantizeMxfp4Params& p) {
         constexpr int kVectors = Numbers::kVectors;
@@ -181,23 +182,7 @@ private:
     }
 };
 
-// Grid: as Mxfp4Quantize.
-struct Mxfp4Dequantize {
-    static constexpr int kThreads = Mxfp4Quantize::kThreads;
-    static constexpr int kSharedBytes = 0;
-    static constexpr int kUnits = Mxfp4Quantize::kUnits;
-
-    static __device__ __forceinline__ void run(const QuantizeMxfp4Params& p) {
-        pdl::wait();
-        if (p.dtype == Dtype::F32)
-            convert<mxfp4::Fp32>(p);
-        else if (p.dtype == Dtype::Bf16)
-            convert<mxfp4::Pairs<mxfp4::Bf16Pair>>(p);
-        else
-            convert<mxfp4::Pairs<mxfp4::F16Pair>>(p);
-    }
-
-private:
+struct Mxfp4Dequantize : Mxfp4Conversion<Mxfp4Dequantize> {
     template <typename Numbers>
     static __device__ __forceinline__ void convert(const QuantizeMxfp4Params& p) {
         constexpr int kVectors = Numbers::kVectors;

@@ -1,13 +1,12 @@
-// Rows of bf16, f16 or fp32 to MXFP8 and back, bit for bit as src/quant/mxfp8.rs does it on the host and says why. Four
+// Converts rows of bf16, f16 or fp32 to MXFP8 and back, bit for bit as src/quant/mxfp8.rs does it on the host and says why. Four
 // neighbouring threads take a group of 32 columns, eight each.
 #pragma once
 #include <cstdint>
 
-#include "../common/element.cuh"
-#include "../common/narrow.cuh"
-#include "../common/pdl.cuh"
 #include "../common/scale_layout.cuh"
+#include "eight.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 namespace mxfp8 {
@@ -63,19 +62,12 @@ struct Place {
 
 template <typename Element>
 __device__ __forceinline__ void take(const uint8_t* numbers, int64_t eight, float (&x)[8]) {
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(numbers) + eight);
-    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack<Element>(pairs[i]);
-        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-    }
+    eight::take<Element>(__ldcs(reinterpret_cast<const uint4*>(numbers) + eight), x);
 }
 template <>
 __device__ __forceinline__ void take<float>(const uint8_t* numbers, int64_t eight, float (&x)[8]) {
     const float4* from = reinterpret_cast<const float4*>(numbers) + 2 * eight;
-    const float4 low = __ldcs(from), high = __ldcs(from + 1);
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    eight::take(__ldcs(from), __ldcs(from + 1), x);
 }
 
 template <typename Element>
@@ -103,13 +95,9 @@ __device__ __forceinline__ void give<float>(uint8_t* numbers, int64_t eight, con
 }  // namespace mxfp8
 
 // Grid: a thread for eight numbers of the rows and groups that have scales, padding included.
-struct QuantizeMxfp8 {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct QuantizeMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeMxfp8Params& p) {
-        pdl::wait();
-        pdl::launch_dependents();
+        walk::begin();
         const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
         // NOTE: groups are aligned parts of a warp; all of its lanes shuffle.
         const bool inside = unit < mxfp8::Place::units(p);
@@ -148,13 +136,9 @@ struct QuantizeMxfp8 {
 };
 
 // Grid: a thread for eight numbers.
-struct DequantizeMxfp8 {
-    static constexpr int kThreads = QuantizeMxfp8::kThreads;
-    static constexpr int kSharedBytes = 0;
-
+struct DequantizeMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeMxfp8Params& p) {
-        pdl::wait();
-        pdl::launch_dependents();
+        walk::begin();
         const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
         const mxfp8::Place place(p, unit);
         if (unit >= mxfp8::Place::units(p) || !place.real) return;

@@ -5,21 +5,17 @@
 #include <cuda_fp16.h>
 
 #include "../common/nvfp4.cuh"
-#include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
 // A block a thread; those of padding write its scales. Needs x aligned to 16 bytes, and codes to half a block. There are fewer
 // than 2^32 threads.
 template <int Block>
-struct QuantizeNvfp4 {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct QuantizeNvfp4 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeNvfp4Params& p) {
-        pdl::wait();
-        pdl::launch_dependents();
+        walk::begin();
         // Tiles are 128 or 8 rows by 4 blocks. All indices of blocks have room in 32 bits.
         const uint32_t tile = p.tile_rows ? p.tile_rows : 1, across = p.tile_rows ? 4 : 1;
         const uint32_t blocks = uint32_t(p.columns) / Block, padded_blocks = (blocks + across - 1) & ~(across - 1);

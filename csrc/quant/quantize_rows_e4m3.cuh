@@ -1,5 +1,5 @@
-// Rows of bf16 to e4m3 with one scale each, what moe/grouped_gemm_mxfp4_e4m3_sm90.cuh reads. src/cpu/e4m3.rs is the same on the
-// host.
+// Quantises rows of bf16 to e4m3 with one scale each, which moe/grouped_gemm_mxfp4_e4m3_sm90.cuh reads. src/cpu/e4m3.rs does the
+// same on the host.
 //
 //   scale = amax / 448, or 1 where that is less than 2^-126; q = x * (1 / scale), rounded to nearest even, at most 448
 //
@@ -10,15 +10,14 @@
 #include "../common/element.cuh"
 #include "../common/narrow.cuh"
 #include "../common/pdl.cuh"
-#include "oxmoe/src/params/quant.rs.h"
+#include "oxmoe/src/params/tiles.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
 // A CTA takes row after row; a thread holds its first kHeld vectors of 8 numbers, what comes after is read twice. Needs columns
 // and out_columns that are multiples of 8, x aligned to 16 bytes and out to 8. Grid: any.
-struct QuantizeRowsE4m3 {
-    static constexpr int kThreads = 128;
-    static constexpr int kSharedBytes = 0;
+struct QuantizeRowsE4m3 : Cta<128> {
     static constexpr int kHeld = 4;
 
     static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
@@ -36,7 +35,7 @@ struct QuantizeRowsE4m3 {
         });
     }
 
-    // One row, by all threads. `peaks`: of a number a warp, that the call just before has not used.
+    // All threads quantise one row. `peaks` has a number for each warp, and the call just before has not used it.
     static __device__ __forceinline__ void quantize(const QuantizeRowsParams& p, int row, int vectors, int out_vectors,
                                                     uint32_t* peaks) {
         const uint4* x = reinterpret_cast<const uint4*>(p.x) + size_t(row) * vectors;
@@ -64,7 +63,7 @@ struct QuantizeRowsE4m3 {
     }
 
 private:
-    // The larger magnitudes of the two halves: bits of bf16 without a sign are in the order of their values, NaN last.
+    // Returns the larger magnitudes of both halves: bits of bf16 without a sign are in the order of their values, NaN last.
     static __device__ __forceinline__ uint32_t magnitudes(const uint4& numbers) {
         return __vmaxu2(__vmaxu2(magnitudes(numbers.x), magnitudes(numbers.y)),
                         __vmaxu2(magnitudes(numbers.z), magnitudes(numbers.w)));
@@ -87,6 +86,21 @@ private:
         const float2 numbers = unpack<__nv_bfloat16>(pair);
         const float high = __fmul_rn(numbers.y, inverse), low = __fmul_rn(numbers.x, inverse);
         return e4m3_pair(low, high);
+    }
+};
+
+// Quantises the rows of a schedule alone, wherever they lie: rows of x, codes and scales have the same numbers. Grid: any.
+struct QuantizeTilesE4m3 : Cta<128> {
+    static __device__ __forceinline__ void run(const TileRowsParams& p) {
+        __shared__ uint32_t peaks[2][kThreads / 32];
+        walk::begin();
+        const int vectors = p.rows.columns / 8, out_vectors = p.rows.out_columns / 8;
+        int turn = 0;
+        for (const auto [tile, row] : walk::Pieces(p.rows.tiles, p.rows.tile_count, p.tile_rows, 1)) {
+            if (row >= tile.count) continue;
+            QuantizeRowsE4m3::quantize(p.rows, tile.first + row, vectors, out_vectors, peaks[turn]);
+            turn ^= 1;
+        }
     }
 };
 

@@ -6,15 +6,13 @@
 #include "../common/mxfp8.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
 // A quad takes a group of 32 columns. Needs columns that are a multiple of 32, x and out aligned to 16 bytes; no schedule. Grid:
 // any.
-struct RoundRowsMxfp8 {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct RoundRowsMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
         pdl::run(p.x_is_older, [&] {
             const size_t vectors = size_t(p.rows) * p.columns / 8, stride = size_t(gridDim.x) * kThreads;

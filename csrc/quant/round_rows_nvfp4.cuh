@@ -6,15 +6,13 @@
 #include "../common/nvfp4_round.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/nvfp4.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
 // A thread takes 8 columns, two neighbours a block. Rows of a schedule, each slot's with its expert's number, or without one all
 // rows with the first number. Needs columns that are a multiple of 16, x and out aligned to 16 bytes (codes to 4). Grid: any.
-struct RoundRowsNvfp4 {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct RoundRowsNvfp4 : Cta<256> {
     static __device__ __forceinline__ void run(const RoundNvfp4Params& p) {
         pdl::run(p.x_is_older, [&] { round(p); });
     }

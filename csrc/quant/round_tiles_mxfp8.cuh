@@ -1,31 +1,24 @@
-// RoundRowsMxfp8 of the rows of a schedule alone, wherever they lie.
+// Rounds the rows of a schedule alone, wherever they lie, as RoundRowsMxfp8 does.
 #pragma once
 #include <cstdint>
 
 #include "../common/mxfp8.cuh"
-#include "../common/pdl.cuh"
 #include "oxmoe/src/params/tiles.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
 // A CTA takes kVectors vectors of 8 numbers a thread of a tile at a time; a quad has a group of 32 columns. Needs columns that
 // are a multiple of 32, x and out aligned to 16 bytes; out may be x. Grid: any.
-struct RoundTilesMxfp8 {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
+struct RoundTilesMxfp8 : Cta<256> {
     static constexpr int kVectors = 2;
 
     static __device__ __forceinline__ void run(const TileRowsParams& p) {
-        // NOTE: in this order. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
-        pdl::wait();
-        pdl::launch_dependents();
+        walk::begin();
         constexpr int kUnit = kVectors * kThreads;
-        const int row_vectors = p.rows.columns / 8, slices = (p.tile_rows * row_vectors + kUnit - 1) / kUnit;
-        const int units = *p.rows.tile_count * slices;
-        for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-            const Tile tile = p.rows.tiles[unit / slices];
-            const int first = unit % slices * kUnit, vectors = tile.count * row_vectors;
-            // NOTE: all threads of a CTA go on together, as warps exchange.
+        const int row_vectors = p.rows.columns / 8;
+        for (const auto [tile, first] : walk::Pieces(p.rows.tiles, p.rows.tile_count, p.tile_rows * row_vectors, kUnit)) {
+            const int vectors = tile.count * row_vectors;
             if (first >= vectors) continue;
             const size_t start = size_t(tile.first) * row_vectors;
             const uint4* x = reinterpret_cast<const uint4*>(p.rows.x) + start;

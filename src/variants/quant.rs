@@ -19,7 +19,7 @@ pub const QUANTIZE_FP8: Row = Row {
 };
 /// The same for a schedule's rows.
 pub const QUANTIZE_FP8_TILES: Row =
-    fp8(Family::QuantizeFp8Tiles, "quantize_fp8_tiles", "QuantizeFp8Tiles", "quant/quantize_fp8_tiles.cuh");
+    fp8(Family::QuantizeFp8Tiles, "quantize_fp8_tiles", "QuantizeFp8Tiles", "quant/quantize_fp8.cuh");
 /// The same for rows that go to several places each.
 pub const QUANTIZE_FP8_SLOTS: Row = Row {
     hopper: true,
@@ -32,19 +32,11 @@ pub const QUANTIZE_FP8_ROWS: Row =
 pub const QUANTIZE_FP8_PEAK: Row =
     fp8(Family::QuantizeFp8Peak, "quantize_fp8_peak", "QuantizeFp8Peak", "quant/quantize_fp8_rows.cuh");
 /// One scale a row for a schedule's rows.
-pub const QUANTIZE_FP8_TILE_ROWS: Row = fp8(
-    Family::QuantizeFp8TileRows,
-    "quantize_fp8_tile_rows",
-    "QuantizeFp8TileRows",
-    "quant/quantize_fp8_tile_rows.cuh",
-);
+pub const QUANTIZE_FP8_TILE_ROWS: Row =
+    fp8(Family::QuantizeFp8TileRows, "quantize_fp8_tile_rows", "QuantizeFp8TileRows", "quant/quantize_fp8_rows.cuh");
 /// The largest magnitude of a schedule's rows.
-pub const QUANTIZE_FP8_TILE_PEAK: Row = fp8(
-    Family::QuantizeFp8TilePeak,
-    "quantize_fp8_tile_peak",
-    "QuantizeFp8TilePeak",
-    "quant/quantize_fp8_tile_rows.cuh",
-);
+pub const QUANTIZE_FP8_TILE_PEAK: Row =
+    fp8(Family::QuantizeFp8TilePeak, "quantize_fp8_tile_peak", "QuantizeFp8TilePeak", "quant/quantize_fp8_rows.cuh");
 /// A caller's scales in the order that GEMMs read.
 pub const EXPAND_SCALES: Row = Row {
     parameters: &[("ExpandScalesParams", "p")],
@@ -67,7 +59,7 @@ pub const QUANTIZE_TILES_E4M3: Row = Row {
     family: Family::QuantizeTilesE4m3,
     name: "quantize_tiles_e4m3",
     device_type: "QuantizeTilesE4m3",
-    header: "quant/quantize_tiles_e4m3.cuh",
+    header: "quant/quantize_rows_e4m3.cuh",
     parameters: TILE_ROWS_PARAMS,
     ..QUANTIZE_ROWS_E4M3
 };

@@ -22,7 +22,7 @@ KERNELS = {
     "fp8_peak": ("QuantizeFp8TilePeak", "QuantizeFp8Params"),
     "fp8_tiles": ("QuantizeFp8Tiles", "QuantizeFp8Params"),
 }
-HEADERS = ["round_tiles_mxfp8", "quantize_tiles_e4m3", "quantize_fp8_tile_rows", "quantize_fp8_tiles"]
+HEADERS = ["round_tiles_mxfp8", "quantize_rows_e4m3", "quantize_fp8_rows", "quantize_fp8"]
 BF16 = 2  # Dtype
 ROWS, PEAK, GIVEN = 1, 2, 3  # Fp8Scaling
 POISON = 0xA5

@@ -519,7 +519,7 @@ class HostGemms:
 
     def __init__(self, folder: Path, kernels: dict[str, str]) -> None:
         fp8 = "".join(body(f"moe/grouped_gemm_fp8_{name}sm90") for name in ("", "wide_", "ordered_", "stationary_"))
-        text = base() + body("common/narrow") + body("common/fp8") + fp8
+        text = base() + body("common/narrow") + body("common/fp8") + body("moe/fp8_block_sm90") + fp8
         entries = (f"KERNEL({name}, {kernel})\n" for name, kernel in kernels.items())
         self.library = build(folder, text, ENTRY + "".join(entries))
         self.library.run_all.restype = ctypes.c_char_p

@@ -63,6 +63,7 @@ static float __fadd_rn(float a, float b) { return a + b; }
 struct Index { uint32_t x; };
 static thread_local Index threadIdx;
 static Index blockIdx;
+[[maybe_unused]] static Index gridDim;
 static pthread_barrier_t warp;
 static uint32_t exchanged[32];
 static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {

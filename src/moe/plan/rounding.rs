@@ -77,7 +77,7 @@ fn round_tiles_mxfp8(device: &Device) -> Variant {
 }
 
 /// Threads of the kernels that quantise several rows at a time, and the vectors of 8 numbers that each takes at a time of
-/// csrc/quant/round_tiles_mxfp8.cuh and of the peak in quantize_fp8_tile_rows.cuh.
+/// csrc/quant/round_tiles_mxfp8.cuh and of the peak in quantize_fp8_rows.cuh.
 const CTA_THREADS: i64 = 256;
 const ROUND_VECTORS: i64 = 2;
 const PEAK_VECTORS: i64 = 4;

@@ -1,0 +1,171 @@
+// What the fp8 kernels of many tokens (grouped_gemm_fp8_wide_sm90.cuh and its siblings) do with the products of a block of 128
+// weight rows: a lane has sums of 32 columns, in runs of eight, for two tokens, rows g and g + 8 of its warp's 16.
+#pragma once
+#include <cstdint>
+
+#include "../common/fp8.cuh"
+#include "../common/wgmma_fp8.cuh"
+#include "grouped_gemm_sm90.cuh"
+
+namespace oxmoe {
+
+struct Fp8Block {
+    static constexpr int kBlockRows = 128, kBlockBytes = kBlockRows * 128, kSums = kBlockRows / 2;
+    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
+    static constexpr int kBlockStrips = kBlockRows / kRunStride;
+    static constexpr int kTokens = 2;  // of a lane
+
+    // Starts the multiplication of 64 tokens and a block of weights over 128 K, into `product` anew.
+    static __device__ __forceinline__ void start(float (&product)[kSums], uint32_t tokens, uint32_t weights) {
+        sm90::start_wgmma_e4m3_128(product, sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
+#pragma unroll
+        for (int i = 1; i < 4; ++i) {
+            sm90::WgmmaE4m3<kBlockRows>::multiply(product, sm90::descriptor_128b(tokens, i * 32),
+                                                  sm90::descriptor_128b(weights, i * 32), true);
+        }
+        sm90::wgmma_commit();
+    }
+
+    // Adds the products times the scales of a lane's two tokens.
+    static __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&product)[kSums], float low, float high) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
+    }
+
+    // Where in a block's sums a lane's column of its token `half` lies.
+    static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
+        return column / 2 * 4 + half * 2 + column % 2;
+    }
+
+    // Scales of weight rows and bias. `at`: of a lane's first column.
+    static __device__ __forceinline__ void finish_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kSums]) {
+        if (p.expert_scales) multiply_rows(p, at, sums);
+        if (p.bias) add_bias(p, at, sums);
+    }
+
+    static __device__ __forceinline__ void multiply_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kSums]) {
+        const float4* from = reinterpret_cast<const float4*>(p.expert_scales + at);
+#pragma unroll
+        for (int i = 0; i < kLaneColumns; i += 4) {
+            const float4 four = from[(i / kRun * kRunStride + i % kRun) / 4];
+            const float scales[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[sum_index(i + j, 0)] *= scales[j], sums[sum_index(i + j, 1)] *= scales[j];
+        }
+    }
+
+    static __device__ __forceinline__ void add_bias(const GroupedGemmParams& p, size_t at, float (&sums)[kSums]) {
+        auto add = [&](int column, float bias) {
+            sums[sum_index(column, 0)] += bias;
+            sums[sum_index(column, 1)] += bias;
+        };
+        if (p.bias_dtype == Dtype::F32) {
+            const float4* from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(p.bias) + at);
+#pragma unroll
+            for (int i = 0; i < kLaneColumns; i += 4) {
+                const float4 bias = from[(i / kRun * kRunStride + i % kRun) / 4];
+                add(i, bias.x), add(i + 1, bias.y), add(i + 2, bias.z), add(i + 3, bias.w);
+            }
+        } else {
+            const uint4* from = reinterpret_cast<const uint4*>(reinterpret_cast<const __nv_bfloat16*>(p.bias) + at);
+#pragma unroll
+            for (int i = 0; i < kLaneColumns; i += 8) {
+                const uint4 words = from[i / kRun * kRunStride / 8];
+                const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 pair = unpack<__nv_bfloat16>(pairs[j]);
+                    add(i + 2 * j, pair.x), add(i + 2 * j + 1, pair.y);
+                }
+            }
+        }
+    }
+
+    // Finds the places of a lane's tokens, -1 without a token, and multiplies their sums in `Blocks` blocks by the router's
+    // weights. `row`: the first token's.
+    template <int Blocks>
+    static __device__ __forceinline__ void finish_tokens(const GroupedGemmParams& p, const WorkUnit& work, int row,
+                                                         float (*sums)[kSums], int (&place)[kTokens]) {
+#pragma unroll
+        for (int half = 0; half < kTokens; ++half) {
+            place[half] = row + 8 * half < work.count ? work.first + row + 8 * half : -1;
+            if (!p.slot_weights || place[half] < 0) continue;
+            const float weight = p.slot_weights[p.slot_of_place ? p.slot_of_place[place[half]] : place[half]];
+#pragma unroll
+            for (int i = 0; i < Blocks * kLaneColumns; ++i) sums[i / kLaneColumns][sum_index(i % kLaneColumns, half)] *= weight;
+        }
+    }
+
+    // Multiplies the activations of gate sums, `gate(i)`, with the up sums; the outputs go to `out`.
+    template <typename F>
+    static __device__ __forceinline__ void activate_pairs(const Activation& own, float (&out)[kSums], F gate,
+                                                          const float (&up)[kSums]) {
+        if (own.kind == ActivationKind::Swiglu) {
+            const SwigluFunction swiglu(own);
+            if (swiglu.has_limits()) {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) out[i] = swiglu(gate(i), up[i]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) out[i] = swiglu.unlimited(gate(i), up[i]);
+            }
+            return;
+        }
+        const ActivationFunction activation(own);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) out[i] = activation(gate(i)) * up[i];
+    }
+
+    // ---- bf16 outputs to e4m3, a group of 128 of a token by four lanes ----
+
+    static __device__ __forceinline__ void grow(float& amax, uint32_t pair) {
+        const float2 two = unpack<__nv_bfloat16>(pair);
+        amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
+    }
+    // NOTE: all lanes of the warp call it, also those without a token.
+    static __device__ __forceinline__ float of_quad(float amax) {
+        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+        return fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+    }
+    static __device__ __forceinline__ uint32_t codes_of(uint32_t low, uint32_t high, float inverse) {
+        const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
+        return fp8::pack(__fmul_rn(a.x, inverse), __fmul_rn(a.y, inverse), __fmul_rn(b.x, inverse), __fmul_rn(b.y, inverse));
+    }
+
+    // A token's group of 128 outputs, 32 of each of its four lanes, and its scale. `place` -1: none.
+    static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
+                                                       const float (&sums)[kSums], size_t scale_at) {
+        const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
+        uint32_t packed[kLaneColumns / 2];
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 2; ++i) {
+            packed[i] = pack<__nv_bfloat16>(sums[sum_index(2 * i, half)], sums[sum_index(2 * i + 1, half)]);
+        }
+        if (!p.out_scales) {
+            if (place < 0) return;
+            __nv_bfloat16* out = reinterpret_cast<__nv_bfloat16*>(p.out) + at;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sm90::store_global_16(out + i * kRunStride,
+                                      {packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]});
+            }
+            return;
+        }
+        float amax = 0.f;
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 2; ++i) grow(amax, packed[i]);
+        amax = of_quad(amax);
+        if (place < 0) return;
+        const fp8::Scale scale(amax);
+        uint32_t codes[kLaneColumns / 4];
+#pragma unroll
+        for (int i = 0; i < kLaneColumns / 4; ++i) {
+            codes[i] = codes_of(packed[2 * i], packed[2 * i + 1], scale.inverse);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);
+        if (threadIdx.x % 4 == 0) p.out_scales[scale_at] = scale.scale;
+    }
+};
+
+}  // namespace oxmoe
