@@ -13,7 +13,7 @@ use crate::tma::TensorMap;
 use crate::variants::{routing, Family, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
 /// Aligned so that the driver may read the image as words.
@@ -164,6 +164,14 @@ static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; IMAGES.len()] }; MAX_DEVICES];
 
+/// Launches of each kernel that the driver accepted, by this process on all devices.
+static LAUNCHES: [AtomicU64; KERNELS.len()] = [const { AtomicU64::new(0) }; KERNELS.len()];
+
+/// Every kernel's symbol and the number of its launches.
+pub fn launches() -> impl Iterator<Item = (&'static str, &'static AtomicU64)> {
+    KERNELS.iter().map(|kernel| kernel.symbol).zip(&LAUNCHES)
+}
+
 /// Devices on which the driver has refused a launch whose CTAs wait for each other as too large: those of a process under an MPS limit.
 static PARTS: [AtomicBool; MAX_DEVICES] = [const { AtomicBool::new(false) }; MAX_DEVICES];
 
@@ -181,11 +189,11 @@ pub fn available(variant: &Variant, gpu: &Gpu) -> bool {
 
 /// Loads a kernel on a device if it is not there yet. Done when weights are loaded, so that no launch inside a stream capture has to.
 /// The device's context must be current.
-fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
+fn load(gpu: &Gpu, variant: &Variant) -> Result<(usize, Function)> {
     let functions = &FUNCTIONS[gpu.ordinal as usize];
     let row = position(variant);
-    if let Some(function) = row.and_then(|i| functions[i].get()) {
-        return Ok(*function);
+    if let Some((index, function)) = row.and_then(|i| Some((i, functions[i].get()?))) {
+        return Ok((index, *function));
     }
     let Some(index) = row.filter(|&i| KERNELS[i].archs.contains(&gpu.device.arch.image())) else {
         return Err(Error::Cuda(format!(
@@ -230,7 +238,7 @@ fn load(gpu: &Gpu, variant: &Variant) -> Result<Function> {
     if matches!(kernel.variant.family, Family::Route | Family::RouteGivenIds) && gpu.device.arch.0 >= 90 {
         attribute(A::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
     }
-    Ok(*functions[index].get_or_init(|| Function(function)))
+    Ok((index, *functions[index].get_or_init(|| Function(function))))
 }
 
 /// Loads kernels ahead of their first launch.
@@ -338,7 +346,7 @@ impl<'a> Stream<'a> {
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
     pub fn launch<A: Arguments>(&self, op: &str, launch: &Launch, arguments: A) -> Result<()> {
         require(op, &launch.variant, A::TYPES)?;
-        let function = load(self.gpu, &launch.variant)?;
+        let (index, function) = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
@@ -378,7 +386,9 @@ impl<'a> Stream<'a> {
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(|e| self.launch_error(op, launch, e))
+            .map_err(|e| self.launch_error(op, launch, e))?;
+        LAUNCHES[index].fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 
     fn launch_error(&self, op: &str, launch: &Launch, error: result::DriverError) -> Error {

@@ -16,6 +16,7 @@ pub mod params;
 pub mod python;
 pub mod quant;
 mod sizes;
+mod stats;
 pub mod tensor;
 pub mod tma;
 pub mod variants;
@@ -62,6 +63,8 @@ mod _oxmoe {
     use crate::quant::packed_ops::{pack_mxfp4, unpack_mxfp4};
     #[pymodule_export]
     use crate::quant::row_ops::quantize_rows_e4m3;
+    #[pymodule_export]
+    use crate::stats::stats;
     use pyo3::prelude::*;
 
     #[pymodule_init]

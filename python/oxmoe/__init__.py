@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import quantize
-from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, workspace_bytes
+from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, stats, workspace_bytes
 from oxmoe.allreduce import (
     AllReduceFusionPattern,
     AllReduceFusionWorkspace,
@@ -108,6 +108,7 @@ __all__ = [
     "quantize",
     "routing",
     "sort_by_expert",
+    "stats",
     "topk",
     "triton_kernel_fused_experts_with_bias",
     "trtllm_allreduce_fusion",

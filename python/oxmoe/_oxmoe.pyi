@@ -877,6 +877,20 @@ def device_info() -> dict[str, Any]:
     needed_cuda (the one that this build needs), gpus (name, arch, multiprocessors, shared_bytes, kernels), CPU
     instructions and threads."""
 
+def stats(*, reset: bool = False) -> dict[str, dict[str, Any]]:
+    """What this process has done so far, for a server's metrics.
+
+    reset: sets every count to 0 as it is read.
+
+    Returns:
+        calls: for each of moe, moe_masked, moe_contiguous, topk, mm_mxfp8 and allreduce_fusion the calls and their
+            rows (tokens; rows that there is room for).
+        launches: for each kernel that was launched, by its symbol, how often, on all GPUs.
+
+    A replay of a CUDA graph is no call and counts nothing: what was captured counts once. Calls of no rows and calls
+    that raised an error are not counted.
+    """
+
 def allreduce_message(operands: Any) -> tuple[int, Tensor]:
     """(shape word, message) of one call: message [T, H] is what this rank contributes. Checks every operand.
 

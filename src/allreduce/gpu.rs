@@ -11,6 +11,7 @@ use crate::device::{self, Current, Gpu};
 use crate::error::{guard, Result};
 use crate::kernel::{self, Stream};
 use crate::params::{AllReduceParams, Dtype, ExpertRows, Narrowing, QuantKind, Workspaces};
+use crate::stats;
 use crate::tensor::Place;
 use crate::variants::{allreduce, Element, Variant};
 use cudarc::driver::result;
@@ -249,6 +250,7 @@ impl AllReduceMemory {
                 };
                 stream.launch("allreduce_fusion", &plan.launch, &params)
             })?;
+            stats::count(stats::Call::AllReduceFusion, checked.shape.tokens.into());
             Ok(result)
         })
     }

@@ -14,6 +14,7 @@ use crate::contract;
 use crate::cpu;
 use crate::error::{guard, try_filled, Result};
 use crate::params::Dtype;
+use crate::stats;
 use crate::tensor::{Borrowed, Contract, Elem, Place};
 use operands::Operands;
 use protocol::{Layout, Shape, CHUNK_BYTES};
@@ -59,6 +60,7 @@ pub fn allreduce_finish<'py>(
         let (rows, result) = checked.rows(kept.iter().map(Message::data).collect())?;
         // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
         contract.finish()?.on_cpu(py, || unsafe { cpu::reduce_rows(&rows, dtype) });
+        stats::count(stats::Call::AllReduceFusion, checked.shape.tokens.into());
         Ok(result)
     })
 }

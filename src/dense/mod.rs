@@ -13,6 +13,7 @@ use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::ops::check_vectors;
 use crate::quant::ops::float_dtype;
 use crate::sizes::int;
+use crate::stats;
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
@@ -136,6 +137,7 @@ pub fn mm_mxfp8<'py>(
                 }
             }
         }
+        stats::count(stats::Call::MmMxfp8, m);
         Ok(to.into_object())
     })
 }

@@ -19,6 +19,7 @@ use crate::params::ScheduleParams;
 use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::quant::Weights;
+use crate::stats;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
@@ -196,6 +197,7 @@ impl<'py> Call<'_, 'py> {
                 let finds_tiles = self.division.rows_each > 0;
                 let desc = MaskedDesc { layer: layer.desc, rows, expected: self.expected, quantizes_x, finds_tiles };
                 let plan = MaskedPlan::new(&desc, &gpu.device)?;
+                stats::log_plan(|| format!("{desc:?} on {ordinal}"), || plan.explain(&desc));
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
                 stages(plan.gemms.tile_tokens, plan.gemms.down.is_none()).run_cuda(
                     &stream,
@@ -205,6 +207,8 @@ impl<'py> Call<'_, 'py> {
                 )?;
             }
         }
+        let call = if self.division.rows_each > 0 { stats::Call::MoeMasked } else { stats::Call::MoeContiguous };
+        stats::count(call, rows);
         Ok(out.into_object())
     }
 }

@@ -39,6 +39,7 @@ use crate::error::{guard, Error, Result};
 use crate::kernel::Stream;
 use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Activations, Format, Weights};
+use crate::stats;
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 use gemms::Gemms;
 use layer::Layer;
@@ -289,6 +290,8 @@ impl<'py> Call<'_, 'py> {
         };
         match x.place {
             Place::Cpu => {
+                let explained = || plan::explain(desc, None).unwrap_or_else(|e| e.to_string());
+                stats::log_plan(|| format!("{desc:?} on the CPU"), explained);
                 let stages = stages(Tiling::on_cpu(desc));
                 checked.on_cpu(py, || stages.run_cpu(layer));
             }
@@ -297,10 +300,13 @@ impl<'py> Call<'_, 'py> {
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
                 routed::whole_or_part(&stream, |device| {
                     let plan = MoePlan::new(desc, device)?;
+                    let explained = || plan::explain(desc, Some(device)).unwrap_or_else(|e| e.to_string());
+                    stats::log_plan(|| format!("{desc:?} on {ordinal}, {}", device.whole), explained);
                     stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)
                 })?;
             }
         }
+        stats::count(stats::Call::Moe, desc.tokens);
         Ok(out.into_object())
     }
 }

@@ -10,6 +10,7 @@ use crate::error::{guard, Error, Result};
 use crate::kernel::Stream;
 use crate::params::{Dtype, GroupScore, RaggedParams, RouteParams, Scoring, SelectParams};
 use crate::sizes::int;
+use crate::stats;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
@@ -287,6 +288,7 @@ pub fn topk<'py>(
                 }
             }
         }
+        stats::count(stats::Call::TopK, select.tokens.into());
         Ok((weights.into_object(), ids.into_object()))
     })
 }

@@ -38,7 +38,7 @@ RUST_ROOMS: Rooms = (
     ("dlpack", "fork", "parallel", "params", "python", "sizes", "variants", "workspace"),
     ("device", "tensor", "tma"),
     ("kernel",),
-    ("counters",),
+    ("counters", "stats"),
     # Numbers of formats and their conversions, on slices.
     ("quant", "cpu::narrow"),
     ("desc",),

@@ -145,6 +145,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         _oxmoe.moe_contiguous,
         lambda: {**e4m3(T, H), "weights": fp8_experts(), "counts": torch.zeros(E, dtype=torch.int32)},
     ),
+    "stats": (_oxmoe.stats, lambda: {"reset": False}),
     "experts_of": (_oxmoe.experts_of, lambda: {"handle": HELD.handle}),
     "workspace_bytes": (
         _oxmoe.workspace_bytes,

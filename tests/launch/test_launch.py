@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,13 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
                 assert made[1][0].startswith(("grouped", "layer"))
             else:
                 assert behind and made[len(routing) :] == behind
+
+
+def test_stats_count_every_launch(recorded: tuple[int, list[dict[str, Any]]]) -> None:
+    for result in recorded[1]:
+        made = Counter(launch["kernel"] for launch in launches(result["records"]))
+        assert result["stats"]["launches"] == made and made
+        assert result["stats"]["calls"]["moe"] == {"calls": 1, "rows": result["tokens"]}
 
 
 def test_every_launch_is_legal_and_on_torchs_stream(recorded: tuple[int, list[dict[str, Any]]]) -> None:

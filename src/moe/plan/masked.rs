@@ -73,6 +73,20 @@ impl MaskedPlan {
         })
     }
 
+    /// The plan as text.
+    pub fn explain(&self, desc: &MaskedDesc) -> String {
+        let MaskedDesc { layer, rows, expected, .. } = desc;
+        let (experts, format) = (layer.experts, layer.format.spec().name);
+        let mut text = format!(
+            "rows in expert order: {experts} experts, hidden {}, intermediate {}, {format}, room for {rows} rows, {expected} expected an expert\n",
+            layer.hidden, layer.intermediate
+        );
+        for (number, launch) in self.launches().iter().enumerate() {
+            text += &format!("launch {number}: {launch}\n");
+        }
+        text
+    }
+
     /// All launches in their order.
     pub fn launches(&self) -> Vec<Launch> {
         self.schedule.into_iter().chain(self.gemms.launches()).collect()

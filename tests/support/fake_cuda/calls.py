@@ -82,6 +82,7 @@ def sequences(layers, arch, routings=("logits", "int32", "int64")):
         load = records()
         for tokens in counts:
             for routing in routings:
+                oxmoe.stats(reset=True)
                 returned = made.call(tokens, routing) is made.tensors["out"]
                 results.append(
                     {
@@ -89,6 +90,7 @@ def sequences(layers, arch, routings=("logits", "int32", "int64")):
                         "tokens": tokens,
                         "routing": routing,
                         "returned_out": returned,
+                        "stats": oxmoe.stats(),
                         "explain": made.explain(tokens),
                         "explain_by_arch": made.explain(tokens, arch),
                         "addresses": made.addresses(),
