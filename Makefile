@@ -102,8 +102,8 @@ SGLANG ?=
 sglang-test: install $(SGLANG:%=$(VENV)/sglang-%/.made) ## SGLang's tests with one release; SGLANG=0.5.18, empty for the newest
 	PYTHONPATH=$(SGLANG:%=$(VENV)/sglang-%) $(PYTEST) $(SGLANG_TESTS)
 
-# Neither folders of this machine nor the time are in it.
-wheel: ## abi3 wheel in .wheel/, the same bytes from the same commit
+# Neither folders of this machine nor the time are in its files, but for the bill of materials that maturin adds.
+wheel: ## abi3 wheel in .wheel/, with the same module from the same commit
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	RUSTFLAGS="--remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo --remap-path-prefix=$(CURDIR)=." \
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir .wheel .
