@@ -54,6 +54,19 @@ def test_layers_are_counted_once(rng: torch.Generator, caplog: pytest.LogCapture
     assert not any(layer._forward_hooks for layer in built)
 
 
+def test_layers_before_the_watch_do_not_count(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that was checked by itself, and is alive still, is none of a server's."""
+    layers.unwatch()
+    alone = fused_moe(operands(SHAPE, 1, "cpu", rng)[0])
+    layers.check_layer(alone)
+    layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
+    for layer in model(2, rng):
+        run(layer, rng)
+    assert caplog.messages[1:] == ["oxmoe: 2 of 2 MoE layers ran on oxmoe"]
+    run(alone, rng)
+    assert len(caplog.messages) == 2
+
+
 def test_a_layer_that_never_runs_is_named(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
     """A draft's layers run later than the model's."""
     built = model(3, rng)
