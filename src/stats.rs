@@ -21,7 +21,7 @@ pub enum Call {
 
 const NAMES: [&str; 6] = ["moe", "moe_masked", "moe_contiguous", "topk", "mm_mxfp8", "allreduce_fusion"];
 
-/// Of each function the calls that returned, and their rows.
+/// The calls of each function that returned, and their rows.
 static CALLS: [[AtomicU64; 2]; NAMES.len()] = [const { [const { AtomicU64::new(0) }; 2] }; NAMES.len()];
 
 /// Counts a call that returns, of so many rows; one of no rows does nothing and is not counted.

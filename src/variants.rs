@@ -264,9 +264,9 @@ pub const PLAIN: Argument = Argument::Flag("_any", "");
 /// Parameters of kernels that take one struct.
 pub const GEMM_PARAMS: &[(&str, &str)] = &[("GroupedGemmParams", "p")];
 pub const PAIR_PARAMS: &[(&str, &str)] = &[("GemmPairParams", "p")];
-/// Of kernels that read weights through a tensor map.
+/// Parameters of GEMMs that read weights through a tensor map.
 pub const MAPPED_PARAMS: &[(&str, &str)] = &[("CUtensorMap", "weights"), ("GroupedGemmParams", "p")];
-/// Of layers in one launch.
+/// Parameters of layers in one launch.
 pub const LAYER_PARAMS: &[(&str, &str)] =
     &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("LayerParams", "p")];
 pub const ROUTED_PARAMS: &[(&str, &str)] =

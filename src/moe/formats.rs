@@ -27,7 +27,7 @@ pub fn layer(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_
     Ok(layer)
 }
 
-/// What rounds x and GEMM1's output, and of fp8 what lies between the GEMMs.
+/// The roundings of x and of GEMM1's output; with fp8 weights also what lies between the GEMMs.
 type Roundings = ([Option<Rounding>; 2], Option<fp8::Between>);
 
 /// The roundings of a call whose GEMM1 gathers the rows of its slots: both GEMMs then read what these write. `x_scales`: x came in codes with

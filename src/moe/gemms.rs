@@ -42,9 +42,8 @@ impl Gemms {
         let [of_x, of_hidden] = plan.quantize;
         let Gemms { mut up, mut down, rounding: [x, hidden], fp8 } = *self;
         if let Some(x) = &x {
-            x.launch(stream, names.x, of_x)?;
-            // It stands between the schedule and GEMM1.
-            up.schedule_is_older = true;
+            // A launch here stands between the schedule and GEMM1, which then need not wait for the schedule.
+            up.schedule_is_older = x.launch(stream, names.x, of_x)?;
         }
         if let (Some(fp8), [None, None]) = (&fp8, of_hidden) {
             (up.out, up.out_scales) = (fp8.hidden.codes, fp8.hidden.scales.cast());

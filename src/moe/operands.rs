@@ -16,7 +16,7 @@ pub struct Arguments<'a, 'py> {
     pub w2_scale: Option<&'a Bound<'py, PyAny>>,
 }
 
-/// The same, borrowed.
+/// A layer's tensors, borrowed for one call.
 pub struct Operands<'py> {
     pub w13: Borrowed<'py>,
     pub w2: Borrowed<'py>,

@@ -21,10 +21,11 @@ pub enum Rounding {
 }
 
 impl Rounding {
-    /// In the planned launches, one after the other; without any another kernel does it.
-    pub fn launch(&self, stream: &Stream<'_>, op: &str, planned: [Option<Launch>; 2]) -> Result<()> {
+    /// Launches what is planned, one after the other; says whether anything is. Without a launch another kernel rounds.
+    pub fn launch(&self, stream: &Stream<'_>, op: &str, planned: [Option<Launch>; 2]) -> Result<bool> {
         if let Rounding::Fp8Scales(p) = self {
-            return stream.launch(op, &fp8_ops::expansion(p), p);
+            stream.launch(op, &fp8_ops::expansion(p), p)?;
+            return Ok(true);
         }
         planned.iter().flatten().try_for_each(|launch| match self {
             Rounding::Fp8(p) => stream.launch(op, launch, p),
@@ -32,7 +33,8 @@ impl Rounding {
             Rounding::E4m3(p) | Rounding::Mxfp8(p) => stream.launch(op, launch, p),
             Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => stream.launch(op, launch, p),
             Rounding::Nvfp4(p) => stream.launch(op, launch, p),
-        })
+        })?;
+        Ok(planned.iter().any(Option::is_some))
     }
 
     /// # Safety

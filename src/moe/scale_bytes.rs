@@ -64,7 +64,7 @@ fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> 
     wrong.map(|wrong| (wrong, scales[wrong]))
 }
 
-/// The same on the GPU. Waits for it: what is wrong must be said before the weights are used.
+/// Writes the bytes on the GPU, and waits for it: what is wrong must be said before the weights are used.
 fn scale_bytes_on_cuda(
     ordinal: i32,
     contract: &mut Contract<'_>,

@@ -47,7 +47,7 @@ pub const fn two_shot(element: Element, ranks: u32, work: Work, chunks: u32) -> 
     Variant { element, ranks, work, chunks, ..Variant::of(Family::AllReduceTwoShot) }
 }
 
-/// Those that calls of one element type and group size can take.
+/// The kernels that calls of one element type and group size can take.
 pub fn of(element: Element, ranks: u32) -> Vec<Variant> {
     let mut rows = Vec::new();
     for work in [Work::Sum, Work::Norm, Work::All] {

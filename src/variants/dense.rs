@@ -28,7 +28,7 @@ pub const MM_MXFP8_WIDE: Row = Row {
     ..Row::new(Family::MmMxfp8WideSm90, "mm_mxfp8_wide_sm90", "MmMxfp8WideSm90", "gemm/mm_mxfp8_wide_sm90.cuh")
 };
 
-/// a for the latter.
+/// Lays a out as `MmMxfp8Wide` reads it.
 pub const MM_MXFP8_TOKENS: Row = Row {
     parameters: &[("MmMxfp8Params", "p")],
     hopper: true,
@@ -45,7 +45,7 @@ const fn wide(tokens: u32, consumers: u32, stages: u32) -> Variant {
     Variant { tokens, consumers, stages, ..Variant::of(Family::MmMxfp8WideSm90) }
 }
 
-/// By tokens, many rows first, deep rings before others.
+/// The kernels for few tokens, sorted by tokens; of one width those of many rows come first, deep rings before others.
 pub const FEW: [Variant; 11] = [
     few(8, 2, 8),
     few(8, 2, 4),

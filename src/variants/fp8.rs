@@ -36,7 +36,7 @@ pub const WIDE: Row = Row {
     ..GEMM
 };
 
-/// As the wide one, 192 tokens and 128 weight rows, gated 256, where rows of x lie in the order of places.
+/// For many tokens whose rows lie in the order of places: 192 of them, and 128 weight rows, gated 256.
 pub const ORDERED: Row = Row {
     family: Family::GroupedGemmFp8OrderedSm90,
     name: "grouped_gemm_fp8_ordered_sm90",
@@ -95,7 +95,7 @@ const fn wide(family: Family, tokens: u32, stages: u32) -> Variant {
 pub const WIDE_TOKENS: u32 = 128;
 pub const ORDERED_TOKENS: u32 = 192;
 
-/// By tokens. The first is for few work units, the last is the wide kernel's.
+/// The tiles, sorted by tokens. The first is for few work units, the last is the wide kernel's.
 pub const TILES: [Variant; 4] =
     [tile(16, 1, 7), tile(16, 2, 4), tile(64, 2, 8), wide(Family::GroupedGemmFp8WideSm90, WIDE_TOKENS, 4)];
 

@@ -88,7 +88,7 @@ const fn mxfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant
     tile(Family::GroupedGemmMxfp4Sm90, tokens, consumers, stages, blocks)
 }
 
-/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
+/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
 pub const MXFP4_TILES: [Variant; 7] = [
     mxfp4(16, 1, 3, 5),
     mxfp4(16, 2, 3, 5),
@@ -114,7 +114,7 @@ const fn mxfp8(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant
     tile(Family::GroupedGemmMxfp8Sm90, tokens, consumers, stages, blocks)
 }
 
-/// By tokens; each serves every narrower tile at its own width too. The first is for few work units.
+/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
 pub const MXFP8_TILES: [Variant; 8] = [
     mxfp8(16, 1, 3, 3),
     mxfp8(16, 2, 2, 4),
@@ -130,7 +130,7 @@ const fn nvfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant
     tile(Family::GroupedGemmNvfp4Sm90, tokens, consumers, stages, blocks)
 }
 
-/// By tokens; each serves every narrower tile at its own width too.
+/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too.
 pub const NVFP4_TILES: [Variant; 6] = [
     nvfp4(16, 2, 3, 5),
     nvfp4(32, 2, 2, 5),
@@ -179,7 +179,7 @@ fn shared_bytes(v: &Variant, codes: u32) -> u32 {
     (v.stages * stage + behind_stages(v, 128, v.tokens.min(32), 32)).next_multiple_of(1024)
 }
 
-/// The same with e4m3 activations, and before the stages the scales of three units' tokens.
+/// Bytes of `PackedPipelineSm90::Shared` with e4m3 activations: the scales of three units' tokens lie before the stages.
 fn e4m3_shared_bytes(v: &Variant) -> u32 {
     let stage = (v.blocks * (v.tokens * 64 + v.consumers * (2048 + 128))).next_multiple_of(1024);
     let (bytes, full) = if v.gated { (64, v.tokens.min(64)) } else { (128, v.tokens.min(32)) };

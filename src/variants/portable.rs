@@ -68,7 +68,7 @@ const fn mxfp4(tokens: u32, stages: u32) -> Variant {
     tile(Family::GroupedGemmMxfp4Portable, tokens, stages)
 }
 
-/// By tokens. The one of vector 1 serves every k that is no multiple of 8.
+/// The tiles of 16-bit weights, sorted by tokens. The one of vector 1 serves every k that is no multiple of 8.
 pub const PLAIN_TILES: [Variant; 4] =
     [plain(16, 5), plain(64, 3), plain(128, 3), Variant { vector: 1, ..plain(64, 2) }];
 

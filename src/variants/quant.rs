@@ -17,10 +17,10 @@ pub const QUANTIZE_FP8: Row = Row {
     traits: &[Trait::Streams],
     ..fp8(Family::QuantizeFp8, "quantize_fp8", "QuantizeFp8", "quant/quantize_fp8.cuh")
 };
-/// The same for a schedule's rows.
+/// A schedule's rows to e4m3 with a scale for each group of columns.
 pub const QUANTIZE_FP8_TILES: Row =
     fp8(Family::QuantizeFp8Tiles, "quantize_fp8_tiles", "QuantizeFp8Tiles", "quant/quantize_fp8.cuh");
-/// The same for rows that go to several places each.
+/// Rows that go to several places each to e4m3 with a scale for each group of columns.
 pub const QUANTIZE_FP8_SLOTS: Row = Row {
     hopper: true,
     ..fp8(Family::QuantizeFp8Slots, "quantize_fp8_slots", "QuantizeFp8Slots", "quant/quantize_fp8_slots.cuh")
@@ -54,7 +54,7 @@ pub const QUANTIZE_ROWS_E4M3: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::QuantizeRowsE4m3, "quantize_rows_e4m3", "QuantizeRowsE4m3", "quant/quantize_rows_e4m3.cuh")
 };
-/// The same for a schedule's rows.
+/// A schedule's rows of bf16 to e4m3 with one scale a row.
 pub const QUANTIZE_TILES_E4M3: Row = Row {
     family: Family::QuantizeTilesE4m3,
     name: "quantize_tiles_e4m3",
@@ -72,7 +72,7 @@ pub const ROUND_ROWS_MXFP8: Row = Row {
     traits: &[Trait::Streams],
     ..Row::new(Family::RoundRowsMxfp8, "round_rows_mxfp8", "RoundRowsMxfp8", "quant/round_rows_mxfp8.cuh")
 };
-/// The same for a schedule's rows, on Hopper ...
+/// A schedule's rows of bf16 to the numbers of MXFP8, on Hopper.
 pub const ROUND_TILES_MXFP8: Row = Row {
     parameters: TILE_ROWS_PARAMS,
     hopper: true,
@@ -80,7 +80,7 @@ pub const ROUND_TILES_MXFP8: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::RoundTilesMxfp8, "round_tiles_mxfp8", "RoundTilesMxfp8", "quant/round_tiles_mxfp8.cuh")
 };
-/// ... and on other GPUs.
+/// A schedule's rows of bf16 to the numbers of MXFP8, on other GPUs.
 pub const ROUND_TILES_MXFP8_PORTABLE: Row = Row {
     family: Family::RoundTilesMxfp8Portable,
     name: "round_tiles_mxfp8_portable",
@@ -90,7 +90,7 @@ pub const ROUND_TILES_MXFP8_PORTABLE: Row = Row {
     ..ROUND_TILES_MXFP8
 };
 
-/// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4, on Hopper ...
+/// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4, on Hopper.
 pub const ROUND_ROWS_NVFP4: Row = Row {
     parameters: &[("RoundNvfp4Params", "p")],
     hopper: true,
@@ -98,7 +98,7 @@ pub const ROUND_ROWS_NVFP4: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::RoundRowsNvfp4, "round_rows_nvfp4", "RoundRowsNvfp4", "quant/round_rows_nvfp4.cuh")
 };
-/// ... and on other GPUs.
+/// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4, on other GPUs.
 pub const ROUND_ROWS_NVFP4_PORTABLE: Row = Row {
     family: Family::RoundRowsNvfp4Portable,
     name: "round_rows_nvfp4_portable",
@@ -152,7 +152,7 @@ pub const MXFP4_LAYOUT_CODES: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::Mxfp4LayoutCodes, "mxfp4_layout_codes", "Mxfp4LayoutCodes", "quant/layouts_mxfp4.cuh")
 };
-/// The same for MXFP4 scales.
+/// MXFP4 scales to another project's layout, or back to the checkpoint's form.
 pub const MXFP4_LAYOUT_SCALES: Row = Row {
     family: Family::Mxfp4LayoutScales,
     name: "mxfp4_layout_scales",

@@ -24,14 +24,14 @@ pub const ROUTE: Row = Row {
 /// Sort and schedule of given ids in one launch.
 pub const ROUTE_GIVEN_IDS: Row = Row { family: Family::RouteGivenIds, parameters: SORT, ..ROUTE };
 
-/// For token counts beyond one cluster: slots per expert and block of tokens, then ...
+/// Slots per expert and block of tokens, for token counts beyond one cluster. `Place` follows.
 pub const HISTOGRAM: Row = Row {
     parameters: SORT,
     shared: Shared::Planned,
     ..Row::new(Family::Histogram, "histogram", "Histogram", "moe/place.cuh")
 };
 
-/// ... sort and schedule. Ids come from `Select`, else from the caller.
+/// Sort and schedule behind `Histogram`. Ids come from `Select`, else from the caller.
 pub const PLACE: Row = Row {
     arguments: &[Argument::Flag("_given", "_chosen")],
     parameters: SORT,

@@ -17,7 +17,7 @@ const fn tile(tokens: u32, row_tiles: u32, stages: u32) -> Variant {
     Variant { tokens, row_tiles, consumers: 2, stages, ..Variant::of(Family::GroupedGemmSm90) }
 }
 
-/// By tokens; each serves every narrower tile at its own width too. The second of 64 tokens is alone on its multiprocessor.
+/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The second of 64 tokens is alone on its multiprocessor.
 pub const TILES: [Variant; 5] = [tile(16, 1, 5), tile(64, 1, 4), tile(64, 1, 8), tile(128, 1, 6), tile(192, 2, 4)];
 
 /// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer; pairs of row tiles stage none), row offsets and work

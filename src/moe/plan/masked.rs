@@ -13,7 +13,7 @@ use crate::quant::fp8::GROUP;
 use crate::quant::{Activations, Format, Weights};
 use crate::workspace::Layout;
 
-/// Those of `Counters` that a call has: no tile is counted, and `Counters::DONE` where peaks are not.
+/// How many of `Counters` a call has: it counts no tile, and `Counters::DONE` where it counts no peaks.
 pub fn counters(layer: &LayerDesc) -> i32 {
     let counts = match layer.format.weights() {
         Weights::Plain => true,
@@ -24,7 +24,7 @@ pub fn counters(layer: &LayerDesc) -> i32 {
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
-/// Those of a launch that finds its tiles itself, which no schedule makes zero; none for formats without such a launch.
+/// Counters of a launch that finds its tiles itself, which no schedule makes zero; 0 for formats without such a launch.
 fn own_counters(layer: &LayerDesc) -> usize {
     let kept = layer.format.is_packed() && layer.format.activations() == Activations::Kept;
     if kept && layer.experts <= MOST_EXPERTS {

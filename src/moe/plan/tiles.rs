@@ -53,7 +53,7 @@ pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, variant: Variant, device: &
     launch_units(gemms, tile_tokens, (variant, variant.unit_rows()), device)
 }
 
-/// The same with units of `unit_rows` weight rows.
+/// GEMMs of a layer whose CTAs take units of `unit_rows` weight rows.
 pub fn launch_units(
     gemms: &[&GemmDesc],
     tile_tokens: i32,
