@@ -51,7 +51,7 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     write_help(&out.join("help"));
     write_commit();
-    let bridges = ["allreduce", "common", "dense", "moe", "nvfp4", "quant", "tiles"];
+    let bridges = ["allreduce", "common", "dense", "int4", "moe", "nvfp4", "quant", "tiles"];
     let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 

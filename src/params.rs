@@ -4,6 +4,7 @@
 pub mod allreduce;
 pub mod common;
 pub mod dense;
+pub mod int4;
 pub mod moe;
 pub mod nvfp4;
 pub mod quant;
@@ -12,6 +13,7 @@ pub mod tiles;
 pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Workspaces};
 pub use common::ffi::{Dtype, Tile, W13Layout};
 pub use dense::ffi::MmMxfp8FewParams;
+pub use int4::ffi::PackInt4Params;
 pub use moe::ffi::{
     Activation, ActivationKind, CombineParams, GemmPairParams, GroupScore, GroupedGemmParams, LayerParams,
     OrderedGemmParams, RaggedParams, RouteParams, RoutedLayerParams, ScheduleParams, Scoring, SelectParams,

@@ -34,6 +34,7 @@ pub enum Family {
     GroupedGemmMxfp4E4m3Sm90,
     GroupedGemmMxfp8Sm90,
     GroupedGemmNvfp4Sm90,
+    GroupedGemmInt4Sm90,
     RoutedLayerMxfp4Sm90,
     // e4m3 weights on Hopper.
     GroupedGemmFp8Sm90,
@@ -46,6 +47,7 @@ pub enum Family {
     GroupedGemmMxfp4Portable,
     GroupedGemmMxfp8Portable,
     GroupedGemmNvfp4Portable,
+    GroupedGemmInt4Portable,
     GroupedGemmFp8Portable,
     // Routing and what is around the GEMMs.
     Select,
@@ -82,6 +84,7 @@ pub enum Family {
     Mxfp8Peak,
     Mxfp8Pack,
     Nvfp4Pack,
+    Int4Pack,
     // Dense tensors.
     QuantizeMxfp4,
     DequantizeMxfp4,
@@ -97,7 +100,7 @@ pub enum Family {
 }
 
 /// Every family.
-pub static FAMILIES: [Row; 60] = [
+pub static FAMILIES: [Row; 63] = [
     sm90::GEMM,
     layer::LAYER,
     layer::ROUTED_LAYER,
@@ -105,6 +108,7 @@ pub static FAMILIES: [Row; 60] = [
     packed::MXFP4_E4M3,
     packed::MXFP8,
     packed::NVFP4,
+    packed::INT4,
     packed::MXFP4_LAYER,
     fp8::GEMM,
     fp8::WIDE,
@@ -115,6 +119,7 @@ pub static FAMILIES: [Row; 60] = [
     portable::MXFP4,
     portable::MXFP8,
     portable::NVFP4,
+    portable::INT4,
     portable::FP8,
     routing::SELECT,
     routing::ROUTE,
@@ -148,6 +153,7 @@ pub static FAMILIES: [Row; 60] = [
     quant::MXFP8_PEAK,
     quant::MXFP8_PACK,
     quant::NVFP4_PACK,
+    quant::INT4_PACK,
     quant::QUANTIZE_MXFP4,
     quant::DEQUANTIZE_MXFP4,
     quant::QUANTIZE_MXFP8,
@@ -258,6 +264,8 @@ pub const EXPERTS: Argument = Argument::Number(|v| v.experts, "e");
 pub const CTAS: Argument = Argument::Number(|v| v.ctas, "x");
 pub const RANKS: Argument = Argument::Number(|v| v.ranks, "n");
 pub const CHUNKS: Argument = Argument::Number(|v| v.chunks, "c");
+/// int4 weights with zero points.
+pub const ZEROS: Argument = Argument::Flag("", "_zeros");
 /// Without bias, groups and order by id, in a third of the code.
 pub const PLAIN: Argument = Argument::Flag("_any", "");
 

@@ -22,6 +22,7 @@
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out.
 #pragma once
 #include <cstdint>
+#include <utility>
 
 #include "../common/sm80.cuh"
 #include "packed_pipeline_sm90.cuh"
@@ -158,6 +159,9 @@ private:
         sm90::barrier_arrive_if(empty, condition && (!kMmaSync || threadIdx.x % 32 == 0));
     }
 
+    // Of a group of a block's K.
+    using Multipliers = decltype(Form::multipliers(std::declval<const typename Form::Scales&>(), 0));
+
     // A block's weights and half a block's tokens in registers.
     struct Weights {
         typename Form::Codes codes;
@@ -184,7 +188,7 @@ private:
     template <int Width>
     static __device__ __forceinline__ void multiply_half(float* sums, const Weights& weights, const Tokens<Width>& tokens,
                                                          int half) {
-        uint32_t multipliers[kGroups / 2];
+        Multipliers multipliers[kGroups / 2];
 #pragma unroll
         for (int i = 0; i < kGroups / 2; ++i) multipliers[i] = Form::multipliers(weights.scales, half * (kGroups / 2) + i);
 #pragma unroll
@@ -285,7 +289,7 @@ private:
 #pragma unroll
         for (int block = 0; block < Run; ++block) {
             const Weights weights = next;
-            uint32_t multipliers[kGroups];
+            Multipliers multipliers[kGroups];
 #pragma unroll
             for (int i = 0; i < kGroups; ++i) multipliers[i] = Form::multipliers(weights.scales, i);
             if (block + 1 < Run) next.load(my_codes, my_scales, block + 1);

@@ -9,6 +9,7 @@
 #include "../common/pdl.cuh"
 #include "../common/scale_layout.cuh"
 #include "oxmoe/src/params/nvfp4.rs.h"
+#include "weight_rows.cuh"
 
 namespace oxmoe {
 
@@ -33,7 +34,7 @@ struct Nvfp4Pack {
         uint32_t words[4] = {}, bytes[2][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = weight_row(p, 4 * tile + thread / 32, thread % 32 / 4, half);
+            const int row = weight_row_of_slice(p, 4 * tile + thread / 32, thread % 32 / 4, half);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 const int block = 4 * k_block + step;
@@ -63,25 +64,6 @@ private:
     static __device__ __forceinline__ uint32_t placed(uint32_t codes, int reg, uint32_t scale) {
         const uint32_t sign = scale >> 4 & 8;
         return mxfp4::place((codes & 15) ^ sign, reg, 0) | mxfp4::place((codes >> 4 & 15) ^ sign, reg, 1);
-    }
-
-    // The weight row of fragment row g (`half` 0) or g + 8 (1) of a slice of 16; -1: padding.
-    static __device__ __forceinline__ int weight_row(const PackNvfp4Params& p, int slice, int g, int half) {
-        if (!p.gated) return 16 * slice + 8 * half + g < p.rows ? 16 * slice + 8 * half + g : -1;
-        const int column = 8 * slice + g, columns = p.rows / 2;
-        if (column >= columns) return -1;
-        switch (p.layout) {
-            case W13Layout::Interleaved:
-                return 2 * column + half;
-            case W13Layout::UpGate:
-                return (1 - half) * columns + column;
-            case W13Layout::GateUp64:
-                return column / 64 * 128 + column % 64 + 64 * half;
-            case W13Layout::UpGate64:
-                return column / 64 * 128 + column % 64 + 64 * (1 - half);
-            default:
-                return half * columns + column;
-        }
     }
 
     static __device__ __forceinline__ uint32_t scale_of(const PackNvfp4Params& p, uint32_t expert, int row, int block) {

@@ -17,8 +17,8 @@ __version__: str
 class ExpertWeights:
     """The experts of one MoE layer: checked, described and (on Hopper) tensor maps encoded once, at load. Immutable.
 
-    Keeps the tensors that it reads alive and copies none of them. Packed experts (MXFP4, MXFP8 and NVFP4 on CUDA) read
-    the packed form alone, which is made once.
+    Keeps the tensors that it reads alive and copies none of them. Packed experts (MXFP4, MXFP8, NVFP4 and int4 on CUDA)
+    read the packed form alone, which is made once.
     """
 
     @staticmethod
@@ -299,6 +299,50 @@ class ExpertWeights:
         dtype: of x, of the output and of the products.
         """
 
+    @staticmethod
+    def int4(
+        w13: Tensor,
+        w2: Tensor,
+        w13_scale: Tensor,
+        w2_scale: Tensor,
+        *,
+        w13_zeros: Tensor | None = None,
+        w2_zeros: Tensor | None = None,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        gated: bool | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 0.0,
+        limit: float | Tensor | None = None,
+        clamp: Literal["before", "after"] = "before",
+        dtype: Literal["bf16", "f16", "f32"] = "bf16",
+    ) -> ExpertWeights:
+        """int4 experts (W4A16), on CPU tensors and on CUDA, there in bf16 and packed at load into new tensors. H and I
+        are multiples of 32.
+
+        A weight is (code - zero point) * scale. The scale is rounded to dtype first, the difference is exact, and the
+        product is rounded to dtype once: the layer has the bits of one of these plain weights. Products are summed in
+        fp32.
+
+        Codes are integers from 0 to 15, the lower column in the lower four bits, as the pack-quantized checkpoints of
+        compressed-tensors have them (weight_packed, int32) and as oxmoe.int4 makes them of AWQ's and GPTQ's. A group of
+        columns shares a scale: H / groups and I / groups are multiples of 32, such as 32, 64, 128 or a whole row. The
+        packed form has a scale for 32 columns of longer groups, too.
+
+        w13: [El, 2I, H / 2] uint8 or [El, 2I, H / 8] int32, or [El, I, ...] when not gated.
+        w2: [El, H, I / 2] uint8 or [El, H, I / 8] int32.
+        w13_scale: bf16, f16 or fp32 [El, 2I, groups of H].
+        w2_scale: bf16, f16 or fp32 [El, H, groups of I].
+        w13_zeros: uint8 [El, 2I, groups of H], zero points from 0 to 16; None: 8 everywhere (symmetric codes).
+        w2_zeros: uint8 [El, H, groups of I]; both are given, or neither.
+        b13: [El, 2I] bf16, f16 or fp32.
+        b2: [El, H] bf16, f16 or fp32.
+        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        dtype: of x, of the output and of the products.
+        """
+
     @property
     def w13(self) -> Tensor | None:
         """The w13 that was given. None where the weights were packed."""
@@ -334,7 +378,7 @@ class ExpertWeights:
 
     @property
     def w13_packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(codes, scales, expert_scales) of MXFP4, MXFP8 and NVFP4 experts on CUDA, else None.
+        """(codes, scales, expert_scales) of MXFP4, MXFP8, NVFP4 and int4 experts on CUDA, else None.
 
         Those of MXFP4 are as oxmoe.quantize.mxfp4_pack gives them of the columns up to hidden_size, or (in_place) the
         given codes and scales with the same bytes.

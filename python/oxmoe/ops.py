@@ -2,7 +2,7 @@
 
 An operator costs over a microsecond more than the builtin, so eager calls go straight to the extension; while torch
 compiles, exports, traces or fakes, they go through the operator, which such modes can see. Operators take the experts
-as plain tensors. Those of packed and of NVFP4 experts, which are no plain tensors, take a handle instead
+as plain tensors. Those of packed, NVFP4 and int4 experts, which are no plain tensors, take a handle instead
 (`ExpertWeights.handle`): their names end in `_held`, and a program with them is this process's own.
 `oxmoe.ops_rows` and `oxmoe.peers.operators` define the rest.
 """
@@ -291,7 +291,7 @@ def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
 
 def expert_handle(weights: _oxmoe.ExpertWeights) -> tuple[int, int, torch.dtype] | None:
     """(experts, hidden, dtype) as operators take experts that are no plain tensors; None: these are."""
-    if weights.w13 is not None and weights.w2 is not None and not weights.format.startswith("nvfp4"):
+    if weights.w13 is not None and weights.w2 is not None and not weights.format.startswith(("nvfp4", "int4")):
         return None
     return weights.handle, weights.hidden_size, _DTYPES[weights.dtype]
 

@@ -9,6 +9,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod fp8;
+mod int4;
 mod mxfp4;
 mod mxfp8;
 mod nvfp4;
@@ -21,6 +22,7 @@ use crate::parallel::*;
 use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
 use crate::quant::blocks::{Blocks, Nvfp4};
+use crate::quant::int4::Rounds;
 use crate::quant::mxfp4::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::packed_e4m3;
@@ -120,7 +122,7 @@ fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
 
 /// An element type with kernels for every instruction set.
 #[cfg(target_arch = "x86_64")]
-trait BlockKernels: avx512::Load + avx2::Load + Expandable + Nvfp4Expandable {
+trait BlockKernels: avx512::Load + avx2::Load + Expandable + Nvfp4Expandable + Rounds {
     const AVX512_BF16: Block = avx512::block::<Self>;
 }
 #[cfg(target_arch = "x86_64")]
@@ -133,11 +135,11 @@ impl BlockKernels for half::bf16 {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-trait BlockKernels: Expandable + Nvfp4Expandable {}
+trait BlockKernels: Expandable + Nvfp4Expandable + Rounds {}
 #[cfg(not(target_arch = "x86_64"))]
-impl<T: Expandable + Nvfp4Expandable> BlockKernels for T {}
+impl<T: Expandable + Nvfp4Expandable + Rounds> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4, NVFP4 or (`dtype` is
+/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4, NVFP4, int4 or (`dtype` is
 /// bf16) MXFP8; with `x_scales` tokens and
 /// weights are e4m3, and `dtype` (bf16) is that of the output alone.
 ///
@@ -169,9 +171,10 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
     }
     // SAFETY: as above.
     let tiles = unsafe { std::slice::from_raw_parts(p.tiles, count) };
-    let expand = |blocks: Blocks| match blocks.nvfp4 {
-        Some(_) => (blocks, T::expand_nvfp4(set)),
-        None => (blocks, if blocks.e4m3 { mxfp8::expand } else { T::expand(set) }),
+    let expand = |blocks: Blocks| match (blocks.nvfp4, blocks.int4) {
+        (Some(_), _) => (blocks, Expansion::Blocks(T::expand_nvfp4(set))),
+        (None, Some(_)) => (blocks, Expansion::Groups(int4::expand::<T>)),
+        (None, None) => (blocks, Expansion::Blocks(if blocks.e4m3 { mxfp8::expand } else { T::expand(set) })),
     };
     let (block, packed) = (block_kernel::<T>(set), blocks.map(expand));
     let rows_per_column = if activation::is_gated(p.activation.kind) { 2 } else { 1 };
@@ -184,6 +187,15 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
         // SAFETY: each (tile, panel) of `out` is written by one item; the rest is the caller's contract.
         unsafe { panel.run::<T>(block, packed) }
     });
+}
+
+/// How weights in blocks become rows of the compute type.
+#[derive(Clone, Copy)]
+enum Expansion {
+    /// MXFP4, MXFP8 and NVFP4.
+    Blocks(Expand),
+    /// int4.
+    Groups(int4::Expand),
 }
 
 /// Some output columns of one tile.
@@ -226,12 +238,12 @@ impl<'a> Panel<'a> {
 
     /// # Safety
     /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
-    unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expand)>) {
+    unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expansion)>) {
         if !self.p.x_scales.is_null() {
             // SAFETY: the caller's contract.
             return unsafe { fp8::run(self, block) };
         }
-        let Some((blocks, expand)) = packed else {
+        let Some((blocks, expansion)) = packed else {
             let k = self.p.k as usize;
             // SAFETY: the caller's contract; the rows are this expert's.
             return unsafe {
@@ -241,7 +253,7 @@ impl<'a> Panel<'a> {
             };
         };
         EXPANDED.with_borrow_mut(|room| {
-            let mut expanded = Expanded::new::<T>(self, blocks, expand, room);
+            let mut expanded = Expanded::new::<T>(self, blocks, expansion, room);
             // SAFETY: the caller's contract.
             unsafe { self.multiply::<T>(block, |row, first| expanded.rows(row, first)) }
         });
@@ -402,7 +414,7 @@ thread_local! {
 struct Expanded<'a> {
     panel: &'a Panel<'a>,
     blocks: Blocks,
-    expand: Expand,
+    expansion: Expansion,
     element_bytes: usize,
     keep: bool,
     /// Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
@@ -411,7 +423,7 @@ struct Expanded<'a> {
 }
 
 impl<'a> Expanded<'a> {
-    fn new<T>(panel: &'a Panel<'a>, blocks: Blocks, expand: Expand, room: &'a mut Vec<Line>) -> Self {
+    fn new<T>(panel: &'a Panel<'a>, blocks: Blocks, expansion: Expansion, room: &'a mut Vec<Line>) -> Self {
         let keep = panel.tile.count as usize > BLOCK_TOKENS;
         let stride =
             (Self::row_blocks(panel, &blocks) * blocks.columns() * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
@@ -419,7 +431,7 @@ impl<'a> Expanded<'a> {
         if room.len() < rows * stride {
             room.resize(rows * stride, Line([0; 64]));
         }
-        Self { panel, blocks, expand, element_bytes: size_of::<T>(), keep, stride, room }
+        Self { panel, blocks, expansion, element_bytes: size_of::<T>(), keep, stride, room }
     }
 
     /// Blocks of a row that the GEMM reads.
@@ -440,9 +452,12 @@ impl<'a> Expanded<'a> {
                 unsafe {
                     let codes = self.panel.p.weights.add(start * self.blocks.code_bytes());
                     let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
-                    match self.blocks.nvfp4 {
-                        Some(own) => self.expand_nvfp4_row(own, row, codes, out),
-                        None => self.expand_row(codes, self.blocks.scales.add(start), out),
+                    match self.expansion {
+                        Expansion::Groups(expand) => self.expand_groups(expand, row, codes, out),
+                        Expansion::Blocks(expand) => match self.blocks.nvfp4 {
+                            Some(own) => self.expand_nvfp4_row((own, expand), row, codes, out),
+                            None => self.expand_row(expand, codes, self.blocks.scales.add(start), out),
+                        },
                     }
                 }
             }
@@ -451,11 +466,24 @@ impl<'a> Expanded<'a> {
         [addresses(at), addresses(if self.keep && !first { at + BLOCK_ROWS } else { at })]
     }
 
+    /// Row `row` of all experts' in int4.
+    ///
+    /// # Safety
+    /// As for [`int4::Expand`].
+    unsafe fn expand_groups(&self, expand: int4::Expand, row: usize, codes: *const u8, out: *mut u8) {
+        let Some(own) = self.blocks.int4 else { return };
+        let (first, count) = (self.blocks.groups(row), Self::row_blocks(self.panel, &self.blocks));
+        let scales = self.blocks.scales.wrapping_add(first * own.scale_bytes());
+        let zeros = if own.zeros.is_null() { own.zeros } else { own.zeros.wrapping_add(first) };
+        // SAFETY: the caller's contract.
+        unsafe { expand(&own, codes, [scales, zeros], count, out) }
+    }
+
     /// Row `row` of all experts' in NVFP4.
     ///
     /// # Safety
     /// As for [`Expand`].
-    unsafe fn expand_nvfp4_row(&self, own: Nvfp4, row: usize, codes: *const u8, out: *mut u8) {
+    unsafe fn expand_nvfp4_row(&self, (own, expand): (Nvfp4, Expand), row: usize, codes: *const u8, out: *mut u8) {
         let (rows, blocks) = (self.panel.p.rows as usize, self.blocks.row_blocks);
         let count = Self::row_blocks(self.panel, &self.blocks);
         let scales = self.blocks.scales.wrapping_add(row / rows * self.blocks.scale_bytes(rows));
@@ -467,7 +495,7 @@ impl<'a> Expanded<'a> {
             unsafe {
                 let scales = scales.add(own.layout.offset(row % rows, first, blocks));
                 let room = out.add(first * nvfp4::COLUMNS * self.element_bytes);
-                (self.expand)(codes.add(first * nvfp4::COLUMNS / 2), scales, size, room);
+                expand(codes.add(first * nvfp4::COLUMNS / 2), scales, size, room);
             }
         }
     }
@@ -476,7 +504,7 @@ impl<'a> Expanded<'a> {
     ///
     /// # Safety
     /// As for [`Expand`].
-    unsafe fn expand_row(&self, codes: *const u8, scales: *const u8, out: *mut u8) {
+    unsafe fn expand_row(&self, expand: Expand, codes: *const u8, scales: *const u8, out: *mut u8) {
         let count = Self::row_blocks(self.panel, &self.blocks);
         // SAFETY: the caller's contract.
         unsafe {
@@ -486,16 +514,16 @@ impl<'a> Expanded<'a> {
             };
             let small = |&scale: &u8| scale < least;
             if !std::slice::from_raw_parts(scales, count).iter().any(small) {
-                return (self.expand)(codes, scales, count, out);
+                return expand(codes, scales, count, out);
             }
             for i in 0..count {
                 let (codes, scale) = (codes.add(i * BLOCK / 2), scales.add(i));
                 let out = out.add(i * BLOCK * self.element_bytes);
                 if small(&*scale) {
                     let raised = packed_e4m3::raise(&*codes.cast(), *scale, least);
-                    (self.expand)(raised.as_ptr(), &least, 1, out);
+                    expand(raised.as_ptr(), &least, 1, out);
                 } else {
-                    (self.expand)(codes, scale, 1, out);
+                    expand(codes, scale, 1, out);
                 }
             }
         }

@@ -7,7 +7,7 @@ use super::options::Options;
 use super::plan::{MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
 use super::tokens::GivenScales;
-use super::{fp8, mxfp4, mxfp4_a8, mxfp8, nvfp4, plain};
+use super::{fp8, int4, mxfp4, mxfp4_a8, mxfp8, nvfp4, plain};
 use crate::error::Result;
 use crate::params::{GroupedGemmParams, RouteParams, ScheduleParams};
 use crate::quant::Activations;
@@ -20,6 +20,7 @@ pub fn layer(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_
         Numbers::Fp8(scaling) => fp8::layer(operands, scaling, options),
         Numbers::Mxfp8 { hidden } => mxfp8::layer(operands, hidden, options),
         Numbers::Nvfp4(spec) => nvfp4::layer(operands, &spec, options),
+        Numbers::Int4(spec) => int4::layer(operands, &spec, options),
     }?;
     if options.swiglu.of_experts() {
         layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;

@@ -167,9 +167,13 @@ impl Matrix {
             let factors = (expert_scales.cast(), experts * factors * number);
             ((codes, extent.code_bytes()), (scales, extent.scale_bytes()), factors)
         } else if let Some(blocks) = blocks {
-            let Blocks { scales, e4m3: _, row_blocks, least: _, nvfp4 } = blocks;
+            let Blocks { scales, e4m3: _, row_blocks, least: _, nvfp4, int4 } = blocks;
             let factors = nvfp4.map_or(std::ptr::null(), |Nvfp4 { layout: _, factors }| factors);
-            let factors = if factors.is_null() || on_host(factors) { none } else { (factors.cast(), experts * number) };
+            let factors = match int4 {
+                Some(own) => (own.zeros, blocks.groups(all_rows)),
+                None if factors.is_null() || on_host(factors) => none,
+                None => (factors.cast(), experts * number),
+            };
             let codes = (data, all_rows * row_blocks * blocks.code_bytes());
             (codes, (scales, experts * blocks.scale_bytes(rows)), factors)
         } else if !block_scales.is_null() {

@@ -8,6 +8,7 @@ mod gemms;
 pub mod grouped_gemm;
 mod ids;
 mod layer;
+mod int4;
 pub mod masked;
 mod mxfp4;
 pub mod mxfp4_a8;
@@ -38,7 +39,7 @@ use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::Stream;
 use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
-use crate::quant::{self, Activations, Format, Weights};
+use crate::quant::{self, Activations, Format};
 use crate::stats;
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 use gemms::Gemms;
@@ -485,7 +486,7 @@ pub fn moe_tensors<'py>(
         let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
         if let Some(spec) = format
             .and_then(quant::by_name)
-            .filter(|spec| spec.format.is_packed() && spec.format.weights() != Weights::Nvfp4)
+            .filter(|spec| spec.format.has_bare_tensors() && spec.format.is_packed())
         {
             mxfp4::refuse_bare(w13, spec.format)?;
         }

@@ -24,6 +24,7 @@ pub enum Numbers {
         hidden: Option<i64>,
     },
     Nvfp4(super::nvfp4::Spec),
+    Int4(super::int4::Spec),
 }
 
 impl Numbers {
@@ -47,10 +48,11 @@ impl Numbers {
         if spec.format == Format::Mxfp8 && dtype.is_none_or(|dtype| dtype == "bf16") {
             return Ok(Numbers::Mxfp8 { hidden: hidden_size });
         }
-        if spec.format.weights() == Weights::Nvfp4 {
-            return Err(Error::Unsupported(
-                "nvfp4 experts as bare tensors; supported: oxmoe.moe with an ExpertWeights.nvfp4".into(),
-            ));
+        if !spec.format.has_bare_tensors() {
+            let name = spec.name.split('-').next().unwrap_or_default();
+            return Err(Error::Unsupported(format!(
+                "{name} experts as bare tensors; supported: oxmoe.moe with an ExpertWeights.{name}"
+            )));
         }
         if dtype.is_some() || hidden_size.is_some() {
             contract!(

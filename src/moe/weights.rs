@@ -1,6 +1,7 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
 pub mod handle;
+mod int4;
 mod nvfp4;
 
 use super::layer::Layer;
@@ -113,7 +114,7 @@ impl ExpertWeights {
         in_place: bool,
         extra: Vec<Extra<'py>>,
     ) -> Result<ExpertWeights> {
-        let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_));
+        let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_) | Numbers::Int4(_));
         let operands = Operands::borrow(&mut contract, arguments, (fp8, in_place))?;
         let mut layer = formats::layer(&operands, numbers, &options)?;
         let mut packed = None;
@@ -123,9 +124,10 @@ impl ExpertWeights {
             kernel::prepare(gpu, &kernels)?;
             counters::prepare(gpu, &kernels)?;
             if layer.desc.format.is_packed() {
-                packed = Some(match layer.desc.format.weights() == Weights::Nvfp4 {
-                    true => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
-                    false => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
+                packed = Some(match layer.desc.format.weights() {
+                    Weights::Nvfp4 => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
+                    Weights::Int4 { .. } => super::int4::pack(&mut layer, &mut contract, &operands)?,
+                    _ => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
                 });
             }
         } else if in_place {
@@ -368,6 +370,16 @@ macro_rules! constructors {
                 options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
+            }
+
+            #[doc = crate::help!("ExpertWeights.int4")]
+            #[staticmethod]
+            #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+            fn int4<'py>(
+                arguments: &Bound<'py, PyTuple>,
+                options: Option<&Bound<'py, PyDict>>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                pyo3::wrap_pyfunction!(int4::int4_experts, arguments.py())?.call(arguments, options)
             }
 
             #[doc = crate::help!("ExpertWeights.handle")]

@@ -1,7 +1,8 @@
-//! Matrices of MXFP4, MXFP8 and NVFP4: what kernels and contracts need to know of them.
+//! Matrices of MXFP4, MXFP8, NVFP4 and int4: what kernels and contracts need to know of them.
 
 use super::nvfp4::{self, ScaleLayout};
 use super::{e2m1, mxfp4};
+use crate::params::Dtype;
 
 /// What a matrix of codes needs beside their address.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +17,8 @@ pub struct Blocks {
     pub least: *const u8,
     /// NVFP4: e4m3 scales for 16 columns each, else E8M0 for 32.
     pub nvfp4: Option<Nvfp4>,
+    /// int4: `scales` are of its type, one for a group.
+    pub int4: Option<Int4>,
 }
 
 /// What is NVFP4's own.
@@ -27,10 +30,32 @@ pub struct Nvfp4 {
     pub factors: *const f32,
 }
 
+/// What is int4's own.
+#[derive(Clone, Copy, Debug)]
+pub struct Int4 {
+    /// Type of scales.
+    pub dtype: Dtype,
+    /// Blocks of 32 columns that share a scale.
+    pub group_blocks: usize,
+    /// `[experts, rows, groups]` or null: 8 everywhere.
+    pub zeros: *const u8,
+}
+
+impl Int4 {
+    /// Bytes of a scale.
+    pub fn scale_bytes(&self) -> usize {
+        if self.dtype == Dtype::F32 {
+            4
+        } else {
+            2
+        }
+    }
+}
+
 impl Blocks {
     /// Of a row's `row_blocks` blocks with E8M0 `scales`: MXFP8 (`e4m3`) or MXFP4.
     pub fn of_32(scales: *const u8, e4m3: bool, row_blocks: usize) -> Blocks {
-        Blocks { scales, e4m3, row_blocks, least: std::ptr::null(), nvfp4: None }
+        Blocks { scales, e4m3, row_blocks, least: std::ptr::null(), nvfp4: None, int4: None }
     }
 
     /// Columns of a block.
@@ -49,7 +74,16 @@ impl Blocks {
 
     /// Bytes of an expert's scales.
     pub fn scale_bytes(&self, rows: usize) -> usize {
-        self.nvfp4.map_or(rows * self.row_blocks, |own| own.layout.bytes(rows, self.row_blocks))
+        match (self.nvfp4, self.int4) {
+            (Some(own), _) => own.layout.bytes(rows, self.row_blocks),
+            (None, Some(own)) => self.groups(rows) * own.scale_bytes(),
+            (None, None) => rows * self.row_blocks,
+        }
+    }
+
+    /// Groups of `rows` rows of int4, each with a scale.
+    pub fn groups(&self, rows: usize) -> usize {
+        self.int4.map_or(0, |own| rows * (self.row_blocks / own.group_blocks))
     }
 }
 

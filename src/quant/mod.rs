@@ -5,6 +5,7 @@ pub mod blocks;
 pub mod e2m1;
 pub mod fp8;
 pub mod fp8_ops;
+pub mod int4;
 pub mod layout_ops;
 pub mod layouts;
 pub mod mxfp4;
@@ -44,6 +45,10 @@ pub enum Format {
     Fp8TensorStatic,
     /// Nvfp4 on GPUs whose activations are rounded to NVFP4 too.
     Nvfp4A4,
+    /// 4-bit integers less 8 with a scale for 32 columns or a multiple of them.
+    Int4,
+    /// The same less a zero point for each scale.
+    Int4Zeros,
 }
 
 /// What weights are made of.
@@ -59,6 +64,8 @@ pub enum Weights {
     Mxfp8,
     /// e2m1 codes with an e4m3 scale for 16 columns.
     Nvfp4,
+    /// 4-bit integers with a scale for 32 columns or more, and with a zero point for it.
+    Int4 { zeros: bool },
 }
 
 /// What a layer does to activations before it multiplies them.
@@ -82,7 +89,7 @@ pub struct QuantSpec {
     pub format: Format,
     /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `nvfp4-a4`: nvfp4 with an
     /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
-    /// as it is by default or with scales; `fp8_tensor`: with per_token=False), and on the command line.
+    /// as it is by default or with scales; `fp8_tensor`: with per_token=False; `int4-zeros`: int4 with zero points), and on the command line.
     pub name: &'static str,
     pub weights: Weights,
     pub activations: Activations,
@@ -100,7 +107,7 @@ pub struct QuantSpec {
 
 const E4M3_SPEED: f64 = 1.77;
 
-pub const FORMATS: [QuantSpec; 12] = [
+pub const FORMATS: [QuantSpec; 14] = [
     plain(Format::Bf16, "bf16", Dtype::Bf16, 16.0),
     plain(Format::F16, "f16", Dtype::F16, 16.0),
     QuantSpec { cuda: false, ..plain(Format::F32, "f32", Dtype::F32, 32.0) },
@@ -132,6 +139,14 @@ pub const FORMATS: [QuantSpec; 12] = [
     fp8(Format::Fp8TensorToken, "fp8_tensor-token", Fp8Scaling::Rows),
     fp8(Format::Fp8TensorStatic, "fp8_tensor-static", Fp8Scaling::Given),
     QuantSpec { format: Format::Nvfp4A4, name: "nvfp4-a4", activations: Activations::Nvfp4, ..NVFP4 },
+    INT4,
+    QuantSpec {
+        format: Format::Int4Zeros,
+        name: "int4-zeros",
+        weights: Weights::Int4 { zeros: true },
+        bits_per_weight: 4.75,
+        ..INT4
+    },
 ];
 
 const MXFP4: QuantSpec = QuantSpec {
@@ -152,6 +167,16 @@ const NVFP4: QuantSpec = QuantSpec {
     weights: Weights::Nvfp4,
     bits_per_weight: 4.5,
     block: nvfp4::BLOCK as i64,
+    ..MXFP4
+};
+
+/// Bits of the packed form, which has a bf16 scale for 32 columns of longer groups too.
+const INT4: QuantSpec = QuantSpec {
+    format: Format::Int4,
+    name: "int4",
+    weights: Weights::Int4 { zeros: false },
+    bits_per_weight: 4.5,
+    block: int4::BLOCK as i64,
     ..MXFP4
 };
 
@@ -190,7 +215,12 @@ impl Format {
 
     /// Whether GPUs read the weights in a form of their own, made at load.
     pub fn is_packed(self) -> bool {
-        matches!(self.weights(), Weights::Mxfp4 | Weights::Mxfp8 | Weights::Nvfp4)
+        matches!(self.weights(), Weights::Mxfp4 | Weights::Mxfp8 | Weights::Nvfp4 | Weights::Int4 { .. })
+    }
+
+    /// Whether a call takes the weights as tensors, too. Those of the others are more tensors than `moe_tensors` has.
+    pub fn has_bare_tensors(self) -> bool {
+        !matches!(self.weights(), Weights::Nvfp4 | Weights::Int4 { .. })
     }
 
     /// Whether weights are e4m3 codes with fp32 scales of blocks.

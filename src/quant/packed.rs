@@ -1,10 +1,10 @@
-//! The packed forms of MXFP4, MXFP8 and NVFP4 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh, nvfp4_packed.cuh): their
-//! sizes, MXFP4's bits, and the launches that make them.
+//! The packed forms of MXFP4, MXFP8, NVFP4 and int4 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh, nvfp4_packed.cuh,
+//! int4.cuh): their sizes, MXFP4's bits, and the launches that make them.
 
 use crate::contract;
 use crate::error::Result;
 use crate::kernel::{Arguments, Launch, Stream};
-use crate::params::{PackMxfp4Params, PackNvfp4Params, ScaleBytesParams};
+use crate::params::{PackInt4Params, PackMxfp4Params, PackNvfp4Params, ScaleBytesParams};
 use crate::variants::quant::PACK_BLOCKS;
 use crate::variants::{Family, Variant};
 
@@ -20,13 +20,14 @@ pub enum Form {
     Mxfp4,
     Mxfp8,
     Nvfp4,
+    Int4 { zeros: bool },
 }
 
 impl Form {
     /// Bytes of a block's codes.
     pub fn code_bytes(self) -> usize {
         match self {
-            Form::Mxfp4 | Form::Nvfp4 => CODE_BYTES,
+            Form::Mxfp4 | Form::Nvfp4 | Form::Int4 { .. } => CODE_BYTES,
             Form::Mxfp8 => 2 * CODE_BYTES,
         }
     }
@@ -35,7 +36,8 @@ impl Form {
     pub fn scale_bytes(self) -> usize {
         match self {
             Form::Mxfp4 | Form::Mxfp8 => SCALE_BYTES,
-            Form::Nvfp4 => 2 * SCALE_BYTES,
+            Form::Nvfp4 | Form::Int4 { zeros: false } => 2 * SCALE_BYTES,
+            Form::Int4 { zeros: true } => 3 * SCALE_BYTES,
         }
     }
 
@@ -44,7 +46,7 @@ impl Form {
         match self {
             Form::Mxfp4 => Some(Variant::of(Family::Mxfp4Peak)),
             Form::Mxfp8 => Some(Variant::of(Family::Mxfp8Peak)),
-            Form::Nvfp4 => None,
+            Form::Nvfp4 | Form::Int4 { .. } => None,
         }
     }
 
@@ -53,6 +55,7 @@ impl Form {
             Form::Mxfp4 => Family::Mxfp4Pack,
             Form::Mxfp8 => Family::Mxfp8Pack,
             Form::Nvfp4 => Family::Nvfp4Pack,
+            Form::Int4 { .. } => Family::Int4Pack,
         })
     }
 }
@@ -214,6 +217,12 @@ pub fn launch_pack(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Param
 
 pub fn launch_pack_nvfp4(stream: &Stream<'_>, op: &str, p: &PackNvfp4Params) -> Result<()> {
     let form = Form::Nvfp4;
+    let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
+    launch(stream, op, form.pack(), pack_ctas(extent), p)
+}
+
+pub fn launch_pack_int4(stream: &Stream<'_>, op: &str, p: &PackInt4Params) -> Result<()> {
+    let form = Form::Int4 { zeros: !p.zeros.is_null() };
     let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
     launch(stream, op, form.pack(), pack_ctas(extent), p)
 }

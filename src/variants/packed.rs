@@ -56,6 +56,19 @@ pub const NVFP4: Row = Row {
     ..MXFP4
 };
 
+/// A block's scales are as many bytes as NVFP4's, with zero points half as many more.
+pub const INT4: Row = Row {
+    family: Family::GroupedGemmInt4Sm90,
+    name: "grouped_gemm_int4_sm90",
+    device_type: "GroupedGemmInt4Sm90",
+    header: "moe/grouped_gemm_int4_sm90.cuh",
+    arguments: &[Argument::Gated, ZEROS, TOKENS, CONSUMERS, STAGES, BLOCKS],
+    unit_by: &[Argument::Gated, ZEROS],
+    shared: Shared::Fixed(|v| shared_bytes(v, int4_codes(v))),
+    ctas: |v| ctas(v, int4_codes(v)),
+    ..MXFP4
+};
+
 /// A layer of a token or two with packed MXFP4 weights in one launch, routing inside: `warps` of slices of 16 rows, each with a ring of up to
 /// `stages` of `blocks` K blocks, and four helpers.
 pub const MXFP4_LAYER: Row = Row {
@@ -143,6 +156,39 @@ pub const NVFP4_TILES: [Variant; 6] = [
 /// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
 pub const NVFP4_FOURS: [Variant; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
 
+const fn int4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+    tile(Family::GroupedGemmInt4Sm90, tokens, consumers, stages, blocks)
+}
+
+/// Bytes of a block's codes and of its scales beyond MXFP4's.
+fn int4_codes(v: &Variant) -> u32 {
+    2048 + if v.flag { 256 } else { 128 }
+}
+
+/// The tiles without zero points, as NVFP4's.
+pub const INT4_TILES: [Variant; 6] = [
+    int4(16, 2, 3, 5),
+    int4(32, 2, 2, 5),
+    int4(64, 3, 4, 3),
+    int4(80, 3, 4, 3),
+    int4(128, 3, 4, 2),
+    int4(192, 3, 5, 1),
+];
+pub const INT4_FOURS: [Variant; 3] = [int4(48, 4, 3, 4), int4(64, 4, 3, 4), int4(80, 3, 3, 4)];
+
+/// The same with zero points.
+pub const INT4_ZEROS_TILES: [Variant; 6] = with_flag(INT4_TILES);
+pub const INT4_ZEROS_FOURS: [Variant; 3] = with_flag(INT4_FOURS);
+
+const fn with_flag<const N: usize>(mut tiles: [Variant; N]) -> [Variant; N] {
+    let mut i = 0;
+    while i < N {
+        tiles[i] = tiles[i].flag(true);
+        i += 1;
+    }
+    tiles
+}
+
 pub const MXFP4_LAYER_TILE: Variant =
     Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::of(Family::RoutedLayerMxfp4Sm90) };
 
@@ -168,6 +214,9 @@ pub fn all() -> Vec<Variant> {
     all.extend(both_forms(&MXFP8_TILES));
     all.extend(both_forms(&NVFP4_TILES));
     all.extend(both_forms(&NVFP4_FOURS));
+    for tiles in [&INT4_TILES[..], &INT4_FOURS, &INT4_ZEROS_TILES, &INT4_ZEROS_FOURS] {
+        all.extend(both_forms(tiles));
+    }
     all
 }
 

@@ -135,6 +135,10 @@ pub const NVFP4_PACK: Row = Row {
     parameters: &[("PackNvfp4Params", "p")],
     ..pack(Family::Nvfp4Pack, "nvfp4_pack", "Nvfp4Pack", "quant/pack_nvfp4.cuh")
 };
+pub const INT4_PACK: Row = Row {
+    parameters: &[("PackInt4Params", "p")],
+    ..pack(Family::Int4Pack, "int4_pack", "Int4Pack", "quant/pack_int4.cuh")
+};
 
 /// E8M0 bytes of fp32 powers of two.
 pub const MXFP4_SCALE_BYTES: Row = Row {
@@ -238,7 +242,7 @@ const ROUNDINGS: [Family; 15] = [
 
 /// Every kernel here.
 pub fn all() -> Vec<Variant> {
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack].map(Variant::of);
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack].map(Variant::of);
     let dense = [Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of);
     let mut all = ROUNDINGS.map(Variant::of).to_vec();
     all.extend(CONVERSIONS);

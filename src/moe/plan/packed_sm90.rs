@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::quant::{Activations, Format, Weights};
 use crate::variants::packed::{
-    stages_beside, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE, MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
+    stages_beside, INT4_FOURS, INT4_TILES, INT4_ZEROS_FOURS, INT4_ZEROS_TILES, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE,
+    MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
 };
 use crate::variants::Variant;
 
@@ -43,12 +44,18 @@ const MXFP8: Tiles = Tiles { tiles: &MXFP8_TILES, fours: &[], few_units: MXFP8_F
 /// at 48; 16 68 at 32, 64 at 48.
 const NVFP4: Tiles = Tiles { tiles: &NVFP4_TILES, fours: &NVFP4_FOURS, few_units: 0, of_mean: four_bits };
 
+/// Borders are those of packed MXFP4, too, and were not measured.
+const INT4: Tiles = Tiles { tiles: &INT4_TILES, fours: &INT4_FOURS, ..NVFP4 };
+const INT4_ZEROS: Tiles = Tiles { tiles: &INT4_ZEROS_TILES, fours: &INT4_ZEROS_FOURS, ..NVFP4 };
+
 /// The tiles of a packed format.
 fn tiles_of(format: Format) -> &'static Tiles {
     match (format.weights(), format.activations()) {
         (_, Activations::E4m3Rows) => &MXFP4_E4M3,
         (Weights::Mxfp8, _) => &MXFP8,
         (Weights::Nvfp4, _) => &NVFP4,
+        (Weights::Int4 { zeros: false }, _) => &INT4,
+        (Weights::Int4 { zeros: true }, _) => &INT4_ZEROS,
         _ => &MXFP4,
     }
 }
@@ -58,7 +65,7 @@ fn takes(device: &Device, rows: i64, k: i64, out_columns: i64) -> bool {
     device.is_hopper() && k % 8 == 0 && rows % 16 == 0 && out_columns % 8 == 0
 }
 
-/// Whether the kernels take the layer. Sizes of MXFP8 and NVFP4 are multiples of 32 and 16, so that GPUs alone decide.
+/// Whether the kernels take the layer. Sizes of MXFP8, int4 and NVFP4 are multiples of 32 and 16, so that GPUs alone decide.
 fn serves(device: &Device, layer: &LayerDesc) -> bool {
     // Rows of packed MXFP4 down weights are padded to a multiple of 32; only the output's columns count.
     let down_rows = if layer.format.weights() == Weights::Mxfp4 { 32 } else { layer.hidden };
@@ -211,7 +218,8 @@ mod tests {
     use crate::params::Dtype;
     use crate::variants::Element;
 
-    const FORMATS: [Format; 4] = [Format::Mxfp4, Format::Mxfp4A8, Format::Mxfp8, Format::Nvfp4];
+    const FORMATS: [Format; 6] =
+        [Format::Mxfp4, Format::Mxfp4A8, Format::Mxfp8, Format::Nvfp4, Format::Int4, Format::Int4Zeros];
 
     /// GEMM1's kernel for a mean of so many slots an expert.
     fn chosen(format: Format, k: i64, slots: i64, experts: i64) -> Variant {
@@ -225,7 +233,13 @@ mod tests {
 
     #[test]
     fn stages_of_four_blocks_where_k_is_whole_ones() {
-        for (format, fours) in [(Format::Mxfp4, MXFP4_FOURS), (Format::Nvfp4, NVFP4_FOURS)] {
+        let all = [
+            (Format::Mxfp4, MXFP4_FOURS),
+            (Format::Nvfp4, NVFP4_FOURS),
+            (Format::Int4, INT4_FOURS),
+            (Format::Int4Zeros, INT4_ZEROS_FOURS),
+        ];
+        for (format, fours) in all {
             let (fours, chosen) = (fours.map(|t| t.gated(true)), |k, mean: i64| chosen(format, k, 32 * mean, 32));
             assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
             assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));

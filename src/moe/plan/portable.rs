@@ -5,7 +5,7 @@ use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::{Format, Weights};
-use crate::variants::portable::{self, FP8_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
+use crate::variants::portable::{self, FP8_TILES, INT4_TILES, INT4_ZEROS_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
 use crate::variants::{Element, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
@@ -66,6 +66,8 @@ fn all_tiles(format: Format) -> &'static [Variant] {
         Weights::Mxfp4 => &MXFP4_TILES,
         Weights::Mxfp8 => &MXFP8_TILES,
         Weights::Nvfp4 => &NVFP4_TILES,
+        Weights::Int4 { zeros: false } => &INT4_TILES,
+        Weights::Int4 { zeros: true } => &INT4_ZEROS_TILES,
     }
 }
 

@@ -159,18 +159,7 @@ class _Bench:
         """All cells of one shape."""
         shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
-        weights = layers.make_weights(
-            shape,
-            dtype,
-            self.device,
-            count,
-            mxfp4=format_name.startswith("mxfp4"),
-            fp8_block=format_name == "fp8_block",
-            mxfp8=format_name == "mxfp8",
-            nvfp4=format_name if format_name.startswith("nvfp4") else None,
-            fp8_tensor=layers.activations(format_name),
-            activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
-        )
+        weights = layers.weights_of(format_name, shape, self.device, count)
         backends: list[Backend] = [Oxmoe(shape, weights)]
         for peer in peers:
             if format_name not in PEERS[peer].formats:

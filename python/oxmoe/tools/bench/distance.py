@@ -36,19 +36,7 @@ class _Wide:
 def measure(name: str, format_name: str, tokens: int, inputs_name: str, device: str) -> tuple[float, float]:
     """(relative norm of the error, cosine) of one layer with fresh weights and inputs."""
     shape, (dtype, _) = layers.SHAPES[name], layers.FORMATS[format_name]
-    dtype_of = {"mxfp4-a8": torch.float8_e4m3fn}
-    weights = layers.make_weights(
-        shape,
-        dtype,
-        device,
-        1,
-        mxfp4=format_name.startswith("mxfp4"),
-        fp8_block=format_name == "fp8_block",
-        mxfp8=format_name == "mxfp8",
-        nvfp4=format_name if format_name.startswith("nvfp4") else None,
-        fp8_tensor=layers.activations(format_name),
-        activation_dtype=dtype_of.get(format_name),
-    )
+    weights = layers.weights_of(format_name, shape, device, 1)
     inputs = layers.make_inputs(shape, tokens, dtype, device, 1)
     every, factor = INPUTS[inputs_name]
     if every:

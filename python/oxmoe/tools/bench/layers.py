@@ -34,6 +34,8 @@ FORMATS = {
     "mxfp8": (torch.bfloat16, 8.25),
     "nvfp4": (torch.bfloat16, 4.5),
     "nvfp4-a4": (torch.bfloat16, 4.5),
+    "int4": (torch.bfloat16, 4.5),
+    "int4-zeros": (torch.bfloat16, 4.15625),
     "fp8_tensor": (torch.bfloat16, 8.0),
     "fp8_tensor-token": (torch.bfloat16, 8.0),
     "fp8_tensor-static": (torch.bfloat16, 8.0),
@@ -101,8 +103,26 @@ class Nvfp4:
 
 
 @dataclass(frozen=True)
+class Int4:
+    """int4 experts. An index gives the bf16 numbers of one expert."""
+
+    codes: Tensor  # uint8 [E, R, K / 2]
+    scales: Tensor  # bf16 [E, R, groups]
+    zeros: Tensor | None  # uint8 [E, R, groups]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, rows, columns = self.codes.shape
+        return experts, rows, 2 * columns
+
+    def __getitem__(self, expert: int) -> Tensor:
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return reference.int4_weights(self.codes[expert], self.scales[expert], zeros)
+
+
+@dataclass(frozen=True)
 class Weights:
-    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block, Mxfp8 or Nvfp4
+    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block, Mxfp8, Nvfp4 or Int4
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
@@ -114,7 +134,7 @@ class Weights:
 
     def dense(self) -> Weights:
         """The same numbers as plain tensors."""
-        if not isinstance(self.w13, (Mxfp4, Nvfp4)):
+        if not isinstance(self.w13, (Mxfp4, Nvfp4, Int4)):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
         return replace(self, w13=w13, w2=w2)
@@ -145,10 +165,12 @@ def make_weights(
     fp8_tensor: str | None = None,
     mxfp8: bool = False,
     nvfp4: str | None = None,
+    int4: str | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4. fp8_tensor:
-    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4"."""
+    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4". int4: "int4"
+    (groups of 32, as Kimi K2's) or "int4-zeros" (groups of 128 with zero points, as AWQ's)."""
 
     def e4m3(experts: int, rows: int, columns: int) -> Tensor:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
@@ -179,6 +201,14 @@ def make_weights(
         scales = torch.rand((experts, rows, columns // 16), device=device).add_(0.5).mul_(16).to(torch.float8_e4m3fn)
         return Nvfp4(codes, scales, 2.0 ** -round(math.log2(2.9 * 16 * columns**0.5)))
 
+    def integers(experts: int, rows: int, columns: int) -> Int4:
+        codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+        groups, zeros = columns // (32 if int4 == "int4" else min(128, columns)), None
+        if int4 == "int4-zeros":
+            zeros = torch.randint(6, 11, (experts, rows, groups), dtype=torch.uint8, device=device)
+        scales = torch.rand((experts, rows, groups), device=device).add_(0.5).div_(4.6 * columns**0.5)
+        return Int4(codes, scales.bfloat16(), zeros)
+
     def randn(*size: int, scale: float) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
@@ -195,6 +225,8 @@ def make_weights(
             w13, w2 = small(experts, 2 * intermediate, hidden), small(experts, hidden, intermediate)
         elif nvfp4:
             w13, w2 = small_blocks(experts, 2 * intermediate, hidden), small_blocks(experts, hidden, intermediate)
+        elif int4:
+            w13, w2 = integers(experts, 2 * intermediate, hidden), integers(experts, hidden, intermediate)
         elif mxfp4:
             w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
@@ -207,6 +239,24 @@ def make_weights(
         return Weights(w13, w2, b13, b2, activation_dtype, scales, rounding)
 
     return [layer() for _ in range(count)]
+
+
+def weights_of(format_name: str, shape: Shape, device: str, count: int) -> list[Weights]:
+    """count layers of a format, by its name in FORMATS ("fp8_block-bf16": fp8_block)."""
+    dtype = FORMATS[format_name.removesuffix("-bf16")][0]
+    return make_weights(
+        shape,
+        dtype,
+        device,
+        count,
+        mxfp4=format_name.startswith("mxfp4"),
+        fp8_block=format_name.startswith("fp8_block"),
+        fp8_tensor=activations(format_name),
+        mxfp8=format_name == "mxfp8",
+        nvfp4=format_name if format_name.startswith("nvfp4") else None,
+        int4=format_name if format_name.startswith("int4") else None,
+        activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
+    )
 
 
 def make_inputs(

@@ -22,7 +22,7 @@ from oxmoe.tools.bench.timing import Protocol, fields, times_us
 # Formats of weights as the other benches name them, tokens in bf16, but for fp8_block: those in e4m3, as DeepEP sends
 # them for it. fp8_block-bf16 takes bf16 ones.
 FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
-PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4")
+PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4", "int4", "int4-zeros")
 FORMATS = ("bf16", "f16", *PACKED, "fp8_block", "fp8_block-bf16", *FP8_TENSOR)
 ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
 FILL_ROOM = 1024  # m of a share
@@ -262,18 +262,7 @@ class _Bench:
 
     def layer(self, name: str, format_name: str, dtype: torch.dtype, bits: float, cases: list[Case]) -> None:
         layer = LAYERS[name]
-        weights = layers.make_weights(
-            layer.shape,
-            dtype,
-            self.device,
-            self.protocol.layers,
-            mxfp4=format_name.startswith("mxfp4"),
-            fp8_block=format_name.startswith("fp8_block"),
-            fp8_tensor=layers.activations(format_name),
-            mxfp8=format_name == "mxfp8",
-            nvfp4=format_name if format_name.startswith("nvfp4") else None,
-            activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
-        )
+        weights = layers.weights_of(format_name, layer.shape, self.device, self.protocol.layers)
         backends: list[Backend] = [Ours(layer, weights, format_name)]
         for peer in self.peers:
             if format_name not in PEERS[peer].formats:
