@@ -4,9 +4,10 @@ use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
     AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
-    LayoutMxfp4Params, MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackInt4Params, PackMxfp4Params, PackNvfp4Params,
-    QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, RaggedParams,
-    RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams, ScheduleParams, SelectParams, TileRowsParams,
+    LayoutMxfp4Params, MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackInt4Params, PackMxfp4Params,
+    PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params,
+    QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams,
+    ScheduleParams, SelectParams, TileRowsParams,
 };
 use crate::tensor::Checked;
 use crate::tma::TensorMap;

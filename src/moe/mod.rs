@@ -7,8 +7,8 @@ mod fp8_tensor;
 mod gemms;
 pub mod grouped_gemm;
 mod ids;
-mod layer;
 mod int4;
+mod layer;
 pub mod masked;
 mod mxfp4;
 pub mod mxfp4_a8;
@@ -484,9 +484,8 @@ pub fn moe_tensors<'py>(
     guard(|| {
         let mut contract = Contract::new();
         let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
-        if let Some(spec) = format
-            .and_then(quant::by_name)
-            .filter(|spec| spec.format.has_bare_tensors() && spec.format.is_packed())
+        if let Some(spec) =
+            format.and_then(quant::by_name).filter(|spec| spec.format.has_bare_tensors() && spec.format.is_packed())
         {
             mxfp4::refuse_bare(w13, spec.format)?;
         }

@@ -165,8 +165,9 @@ fn int4_codes(v: &Variant) -> u32 {
     2048 + if v.flag { 256 } else { 128 }
 }
 
-/// The tiles without zero points, as NVFP4's.
-pub const INT4_TILES: [Variant; 6] = [
+/// The tiles without zero points: NVFP4's, and in front of them one for few work units, as MXFP4 has.
+pub const INT4_TILES: [Variant; 7] = [
+    int4(16, 1, 3, 5),
     int4(16, 2, 3, 5),
     int4(32, 2, 2, 5),
     int4(64, 3, 4, 3),
@@ -177,7 +178,7 @@ pub const INT4_TILES: [Variant; 6] = [
 pub const INT4_FOURS: [Variant; 3] = [int4(48, 4, 3, 4), int4(64, 4, 3, 4), int4(80, 3, 3, 4)];
 
 /// The same with zero points.
-pub const INT4_ZEROS_TILES: [Variant; 6] = with_flag(INT4_TILES);
+pub const INT4_ZEROS_TILES: [Variant; 7] = with_flag(INT4_TILES);
 pub const INT4_ZEROS_FOURS: [Variant; 3] = with_flag(INT4_FOURS);
 
 const fn with_flag<const N: usize>(mut tiles: [Variant; N]) -> [Variant; N] {

@@ -101,7 +101,12 @@ pub const FP8_TILES: [Variant; 2] =
 pub fn packed() -> impl Iterator<Item = Variant> {
     // The units of MXFP4 hold one form each.
     let mxfp4 = [true, false].into_iter().flat_map(|gated| MXFP4_TILES.map(|tile| tile.gated(gated)));
-    mxfp4.chain(both_forms(&MXFP8_TILES)).chain(both_forms(&NVFP4_TILES)).chain(both_forms(&INT4_TILES)).chain(both_forms(&INT4_ZEROS_TILES)).chain(both_forms(&FP8_TILES))
+    mxfp4
+        .chain(both_forms(&MXFP8_TILES))
+        .chain(both_forms(&NVFP4_TILES))
+        .chain(both_forms(&INT4_TILES))
+        .chain(both_forms(&INT4_ZEROS_TILES))
+        .chain(both_forms(&FP8_TILES))
 }
 
 /// Bytes of the stages: 128 of each token, which are 64 K, of e4m3 tokens 128. A weight row has as many; packed, 34, 36, 38 or 66; with e4m3

@@ -59,7 +59,15 @@ mod tests {
             let own = Int4 { dtype: Dtype::Bf16, group_blocks, zeros: zeros_of };
             let mut out = vec![bf16::NAN; blocks * BLOCK];
             // SAFETY: sizes as documented.
-            unsafe { expand::<bf16>(&own, codes.as_ptr(), [scales.as_ptr().cast(), zeros_of], blocks, out.as_mut_ptr().cast()) };
+            unsafe {
+                expand::<bf16>(
+                    &own,
+                    codes.as_ptr(),
+                    [scales.as_ptr().cast(), zeros_of],
+                    blocks,
+                    out.as_mut_ptr().cast(),
+                )
+            };
             for (i, got) in out.iter().enumerate() {
                 let (code, group) = (codes[i / 2] >> (4 * (i % 2)) & 15, i / (BLOCK * group_blocks));
                 let zero = zeros.map_or(8, |zeros| zeros[group]);

@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::quant::{Activations, Format, Weights};
 use crate::variants::packed::{
-    stages_beside, INT4_FOURS, INT4_TILES, INT4_ZEROS_FOURS, INT4_ZEROS_TILES, MXFP4_E4M3_TILES, MXFP4_FOURS, MXFP4_LAYER_TILE,
-    MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
+    stages_beside, INT4_FOURS, INT4_TILES, INT4_ZEROS_FOURS, INT4_ZEROS_TILES, MXFP4_E4M3_TILES, MXFP4_FOURS,
+    MXFP4_LAYER_TILE, MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
 };
 use crate::variants::Variant;
 
@@ -44,9 +44,9 @@ const MXFP8: Tiles = Tiles { tiles: &MXFP8_TILES, fours: &[], few_units: MXFP8_F
 /// at 48; 16 68 at 32, 64 at 48.
 const NVFP4: Tiles = Tiles { tiles: &NVFP4_TILES, fours: &NVFP4_FOURS, few_units: 0, of_mean: four_bits };
 
-/// Borders are those of packed MXFP4, too, and were not measured.
-const INT4: Tiles = Tiles { tiles: &INT4_TILES, fours: &INT4_FOURS, ..NVFP4 };
-const INT4_ZEROS: Tiles = Tiles { tiles: &INT4_ZEROS_TILES, fours: &INT4_ZEROS_FOURS, ..NVFP4 };
+/// Borders are those of packed MXFP4, too.
+const INT4: Tiles = Tiles { tiles: &INT4_TILES, fours: &INT4_FOURS, ..MXFP4 };
+const INT4_ZEROS: Tiles = Tiles { tiles: &INT4_ZEROS_TILES, fours: &INT4_ZEROS_FOURS, ..MXFP4 };
 
 /// The tiles of a packed format.
 fn tiles_of(format: Format) -> &'static Tiles {

@@ -5,7 +5,9 @@ use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::{Format, Weights};
-use crate::variants::portable::{self, FP8_TILES, INT4_TILES, INT4_ZEROS_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES};
+use crate::variants::portable::{
+    self, FP8_TILES, INT4_TILES, INT4_ZEROS_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES,
+};
 use crate::variants::{Element, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
