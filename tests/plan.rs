@@ -39,7 +39,7 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
 
 const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
-const FORMATS: [Format; 11] = [
+const FORMATS: [Format; 13] = [
     Format::Bf16,
     Format::F16,
     Format::Mxfp4,
@@ -51,6 +51,8 @@ const FORMATS: [Format; 11] = [
     Format::Fp8TensorStatic,
     Format::Nvfp4,
     Format::Nvfp4A4,
+    Format::Int4,
+    Format::Int4Zeros,
 ];
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
@@ -60,7 +62,7 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
             let whole = |size: i64, block: i64| size % block == 0;
             match format {
                 _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
-                Format::Mxfp8 => whole(hidden, 32) && whole(intermediate, 32),
+                Format::Mxfp8 | Format::Int4 | Format::Int4Zeros => whole(hidden, 32) && whole(intermediate, 32),
                 _ if format.weights() == Weights::Nvfp4 => whole(hidden, 16) && whole(intermediate, 16),
                 _ => whole(intermediate, format.spec().block),
             }
@@ -141,7 +143,8 @@ fn masked_plans_fit() {
             // What a launch without a schedule counts in; x in codes is of fp8 formats.
             let alone = plan.schedule.is_none() && desc.quantizes_x;
             assert!(!alone || w.counters.bytes >= 4 * (2 + desc.layer.experts as usize), "{desc:?} on {device:?}");
-            let finds = matches!(desc.layer.format, Format::Mxfp4 | Format::Nvfp4) && desc.layer.experts <= 128;
+            let finds = matches!(desc.layer.format, Format::Mxfp4 | Format::Nvfp4 | Format::Int4 | Format::Int4Zeros)
+                && desc.layer.experts <= 128;
             let own = if finds { 2 + desc.layer.experts as usize } else { 0 };
             assert_eq!(w.counters.bytes, 4 * awaited.max(own).max(4));
             let asked = plan.launches();

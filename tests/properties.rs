@@ -55,7 +55,7 @@ where
 
 // Plans
 
-const FORMATS: [Format; 11] = [
+const FORMATS: [Format; 13] = [
     Format::Bf16,
     Format::F16,
     Format::Mxfp4,
@@ -67,6 +67,8 @@ const FORMATS: [Format; 11] = [
     Format::Fp8TensorStatic,
     Format::Nvfp4,
     Format::Nvfp4A4,
+    Format::Int4,
+    Format::Int4Zeros,
 ];
 
 /// Sizes of every magnitude up to 2^bits.

@@ -160,6 +160,10 @@ impl Matrix {
         let (rows, k, experts, number) = (rows as usize, k as usize, desc.experts as usize, size_of::<f32>());
         let all_rows = experts * rows;
         let bytes_of = |dtype| if dtype == Dtype::F32 { 4 } else { 2 };
+        let mut names = names;
+        if blocks.is_some_and(|blocks| blocks.int4.is_some()) {
+            names[2] = if names[0] == "w13" { "w13_zeros" } else { "w2_zeros" };
+        }
         let none = (std::ptr::null(), 0);
         let (weights, scales, of_rows) = if let Some(Packed { form, codes, scales, expert_scales }) = packed {
             let extent = Extent { form, experts: desc.experts, rows: self.rows, k: self.k };

@@ -22,6 +22,7 @@ PLAIN_TILES = {16: (4, 5), 64: (4, 3), 128: (4, 3)}
 MXFP4_TILES = {16: (4, 6), 64: (4, 4), 128: (4, 2)}
 MXFP8_TILES = {64: (4, 3)}
 NVFP4_TILES = {64: (4, 3)}
+INT4_TILES = {64: (4, 3)}
 FP8_TILES = {16: (4, 2), 64: (4, 2)}
 
 
@@ -67,6 +68,18 @@ def nvfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kernels = gemms("Nvfp4", NVFP4_TILES) | {"pack": ("Nvfp4Pack", "PackNvfp4Params")}
     headers = ["moe/grouped_gemm_nvfp4_portable.cuh", "quant/pack_nvfp4.cuh"]
     return HostCtas(tmp_path_factory.mktemp("nvfp4"), headers, kernels, request.param)
+
+
+@pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
+def int4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    kernels = {
+        f"{name}{zeros}": (kernel.replace(", 64,", f", {'true' if zeros else 'false'}, 64,", 1), struct)
+        for zeros in ("", "_zeros")
+        for name, (kernel, struct) in gemms("Int4", INT4_TILES).items()
+    }
+    headers = ["moe/grouped_gemm_int4_portable.cuh", "quant/pack_int4.cuh"]
+    pack = {"pack": ("Int4Pack", "PackInt4Params")}
+    return HostCtas(tmp_path_factory.mktemp("int4"), headers, kernels | pack, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 890], ids=lambda arch: f"sm_{arch // 10}")
@@ -350,6 +363,44 @@ def test_nvfp4(
     dense = reference.nvfp4_numbers(codes, scales) * of_rows[..., None]
     operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
     check_dense(gemm, nvfp4, "Nvfp4", layout, kind, dense, "", **operands)
+
+
+@pytest.mark.parametrize("size", [(96, 32), (352, 96), (64, 160)], ids=str)
+@pytest.mark.parametrize("counts", [None, [0, 9, 33]], ids=str)
+@pytest.mark.parametrize("zeros", ["", "_zeros"], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("layout", "kind"), [("interleaved", SWIGLU), ("up_gate", SWIGLU), ("gate_up", IDENTITY)])
+def test_int4(
+    layout: str,
+    kind: int,
+    zeros: str,
+    counts: list[int] | None,
+    size: tuple[int, int],
+    int4: HostCtas,
+    rng: torch.Generator,
+) -> None:
+    """Weights through the packer; K and rows that end within a block; groups of 32 and of a row; a NaN scale is its
+    row's."""
+    (k, out), gated = size, kind == SWIGLU
+    for group, scale_dtype, number in ((32, torch.bfloat16, 2), (k, torch.float32, 0), (32, torch.float16, 1)):
+        gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
+        codes = torch.randint(0, 256, (gemm.experts, gemm.rows, k // 2), generator=rng, dtype=torch.uint8)
+        powers = torch.tensor([2.0**-4, -0.5, 0.25, 1, -2, 0]).to(scale_dtype)
+        scales = powers[torch.randint(len(powers), (gemm.experts, gemm.rows, k // group), generator=rng)]
+        scales[-1, 9, -1] = torch.nan
+        points = torch.randint(0, 17, scales.shape, generator=rng, dtype=torch.uint8) if zeros else None
+        tiles = (gemm.experts, -(-gemm.rows // 64), -(-k // 64))
+        packed = torch.full((*tiles, 2048), 0xA5, dtype=torch.uint8)
+        packed_scales = torch.full((*tiles, 384 if zeros else 256), 0xA5, dtype=torch.uint8)
+        factors = torch.full((gemm.experts,), torch.nan)
+        int4.run(
+            "pack", tiles[0] * tiles[1] * -(-tiles[2] // 4), 1, codes=codes.data_ptr(), scales=scales.data_ptr(),
+            scale_dtype=number, zeros=0 if points is None else points.data_ptr(), group=group, experts=gemm.experts,
+            rows=gemm.rows, k=k, gated=gated, layout=LAYOUTS[layout], packed_codes=packed.data_ptr(),
+            packed_scales=packed_scales.data_ptr(), expert_scales=factors.data_ptr(),
+        )  # fmt: skip
+        dense = reference.int4_weights(codes, scales, points).float()
+        operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
+        check_dense(gemm, int4, "Int4", layout, kind, dense, zeros, **operands)
 
 
 @pytest.mark.parametrize("columns", [32, 96, 352])

@@ -22,6 +22,7 @@ from fp8_cases import make_fp8, make_fp8_tensor
 from fuzz_dlpack import Foreign
 from mxfp4_cases import DTYPES, make_blocks
 from mxfp8_cases import make_mxfp8
+from int4_cases import make as make_int4
 from nvfp4_cases import make as make_nvfp4
 from oxmoe import _oxmoe, reference
 from oxmoe.nvfp4 import unswizzle_blockscale
@@ -29,7 +30,7 @@ from oxmoe.testing import Bar, assert_close_ulp, relative_norm
 
 E4M3 = torch.float8_e4m3fn
 Operands = dict[str, Any]
-FORMATS = ("f32", "bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "nvfp4-a4")
+FORMATS = ("f32", "bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "nvfp4-a4", "int4")
 # A few rows of tiny layers: one value of GEMM1's output that rounds to its neighbour moves a whole row by an ulp or
 # two. What is looked for here is a wrong row, expert, scale or option; tests/core/test_moe.py has the bars of accuracy.
 BARS = {
@@ -106,7 +107,7 @@ def close(actual: Any, expected: Tensor, norm: float | None = None) -> None:
 def draw_experts(rng: random.Random, generator: torch.Generator, top_k: int, experts: int) -> tuple[str, Operands]:
     """(format, operands of its ExpertWeights, with the prefix "experts.")."""
     format = rng.choice(FORMATS)
-    step = {"fp8": 128, "mxf": 32, "nvf": 16}.get(format[:3], 1)
+    step = {"fp8": 128, "mxf": 32, "nvf": 16, "int": 32}.get(format[:3], 1)
     hidden, intermediate = (step * rng.randint(1, 2 if step == 128 else 4 if step > 1 else 70) for _ in range(2))
     options = dict(rng.choice(list(ACTIVATIONS.values())))
     if format.startswith(("fp8", "nvfp4")) and options.get("layout") == "interleaved":
@@ -139,6 +140,11 @@ def _experts(format: str, shape: Shape, rng: random.Random, generator: torch.Gen
         extra = {"per_token": True} if rng.random() < 0.6 else layer.scaling("static")
     elif format == "mxfp8":
         layer = make_mxfp8(shape, "cpu", generator)
+    elif format == "int4":
+        dtype, group = rng.choice(list(DTYPES)), rng.choice((32, None))
+        kind = DTYPES[rng.choice(list(DTYPES))]
+        layer = make_int4(shape, generator, group=group, zeros=rng.random() < 0.5, scale_dtype=kind)
+        extra = {"dtype": dtype, "w13_zeros": layer.w13_zeros, "w2_zeros": layer.w2_zeros}
     else:
         layer = make_nvfp4(shape, generator, a4=format.endswith("a4"))
         extra = {"w13_global_scale": layer.w13_global, "w2_global_scale": layer.w2_global}
@@ -166,7 +172,7 @@ def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
     gated = operands.get("experts.gated")
     gated = operands.get("experts.activation") != "relu2" if gated is None else gated
     sizes = contract(operands, experts__w13="E W K", experts__w2="E N J", x=tokens)
-    per = {"mxfp4": 2, "nvfp4": 2}.get(format[:5], 1)
+    per = {"mxfp4": 2, "nvfp4": 2, "int4": 2}.get(format[:5], 1)
     hidden, intermediate = sizes["K"] * per, sizes["J"] * per
     sizes |= {"H": hidden} if "H" not in sizes else {}
     assert sizes["N"] == hidden == sizes["H"], "columns of x, w13 and rows of w2 differ"
@@ -195,6 +201,10 @@ def expected_moe(format: str, operands: Operands) -> Tensor:
     w13, w2 = experts.pop("w13"), experts.pop("w2")
     if format.startswith("nvfp4"):
         return _expected_nvfp4(w13, w2, experts, call)
+    if format == "int4":
+        pairs = ((w, experts.pop(f"{name}_scale"), experts.pop(f"{name}_zeros", None)) for name, w in (("w13", w13), ("w2", w2)))
+        w13, w2 = (reference.int4_weights(*pair, call["x"].dtype) for pair in pairs)
+        return reference.moe(w13=w13, w2=w2, **experts, **call)
     if format.startswith("mxfp4"):
         activation_dtype = experts.pop("activation_dtype", None)
         w13, w2 = (
