@@ -225,6 +225,18 @@ def test_kimi_k2(tokens: int, zeros: bool, rng: torch.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("columns", [(512, 256), (320, 96)], ids=str)
+def test_every_tile(columns: tuple[int, int], zeros: bool, rng: torch.Generator) -> None:
+    """Means of an expert's slots on either side of the tiles' borders, with K of whole stages of four blocks and not."""
+    shape = Shape("tiles", 4, 2, *columns, bias=True)
+    layer = make(shape, rng, zeros=zeros).to("cuda")
+    for mean in (1, 9, 12, 18, 22, 30, 48, 60, 70, 90, 110, 140, 200, 420):
+        routing = tuple(t.to("cuda") for t in make_routing("uniform", 2 * mean, shape.experts, shape.top_k, rng))
+        check(layer, rows_of(2 * mean, shape, "cuda", rng), (routing[0], routing[1]))
+
+
+@pytest.mark.gpu
 def test_portable_kernels_have_the_same_packed_form(rng: torch.Generator) -> None:
     """Bytes of the packed form, by the places that csrc/common/int4.cuh gives them."""
     shape = Shape("packed", 2, 1, 96, 160)
