@@ -213,7 +213,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::quant::CONVERSIONS);
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack];
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack];
     chosen.extend(packers.map(Variant::of));
     // For scales of tokens that a caller quantised.
     chosen.insert(Variant::of(Family::ExpandScales));
@@ -341,7 +341,7 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
             alone.extend(numbers.then_some(desc.layer.format.spec().name));
         }
     }
-    assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4"]));
+    assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4", "int4", "int4-zeros"]));
 }
 
 #[test]

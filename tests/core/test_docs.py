@@ -350,4 +350,4 @@ def test_multiples(format: str, arch: str) -> None:
 
 
 def test_there_are_multiples() -> None:
-    assert set(multiples()) == {"fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "mxfp4-a8", "nvfp4"}
+    assert set(multiples()) == {"fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "mxfp4-a8", "nvfp4", "int4"}

@@ -313,7 +313,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert lines["oxmoe"].startswith(oxmoe.__version__) and lines["driver"]
     assert lines["torch"].startswith(torch.__version__)
     assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, nvfp4, fp8_tensor, ")
-    assert lines["formats"].endswith(", nvfp4-a4; on CPU also f32")
+    assert lines["formats"].endswith(", int4-zeros; on CPU also f32")
     assert lines["layer on cpu"].startswith("right, ")
 
 
