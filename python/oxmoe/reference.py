@@ -350,9 +350,11 @@ def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).flatten(-2)
 
 
-def int4_weights(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Weights [..., K] in dtype of int4 pairs uint8 [..., K / 2], scales [..., G] and zero points [..., G] (None: 8): the
-    scale and then the product are rounded to dtype."""
+def int4_weights(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Weights [..., K] in dtype of int4 pairs uint8 [..., K / 2], scales [..., G] and zero points [..., G] (None: 8).
+    The scale and then the product are rounded to dtype."""
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).unflatten(-1, (scales.shape[-1], -1)).double()
     less = 8 if zeros is None else zeros.double()[..., None]
     return ((numbers - less) * scales.to(dtype).double()[..., None]).flatten(-2).to(dtype)

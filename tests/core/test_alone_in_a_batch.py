@@ -12,9 +12,9 @@ from torch import Tensor
 import oxmoe
 from cases import Shape, make_layer, make_routing
 from fp8_cases import make_fp8, make_fp8_tensor
+from int4_cases import make as make_int4
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
-from int4_cases import make as make_int4
 from nvfp4_cases import make as make_nvfp4
 from nvfp4_cases import on_cuda
 from oxmoe.testing import relative_norm, same_bits

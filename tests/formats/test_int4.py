@@ -40,7 +40,9 @@ def fits(shape: Shape, kind: str) -> bool:
     return shape.hidden % group == 0 and shape.intermediate % group == 0
 
 
-FITTING = [pytest.param(shape, kind, id=f"{shape.name}-{kind}") for shape in SHAPES for kind in KINDS if fits(shape, kind)]
+FITTING = [
+    pytest.param(shape, kind, id=f"{shape.name}-{kind}") for shape in SHAPES for kind in KINDS if fits(shape, kind)
+]
 
 
 def layer_of(shape: Shape, kind: str, device: str, rng: torch.Generator) -> Int4:
@@ -121,7 +123,7 @@ def test_other_dtypes_on_cpus(dtype: torch.dtype, rng: torch.Generator) -> None:
 
 
 def test_weights_at_the_ends_of_bf16(device: str, rng: torch.Generator) -> None:
-    """Scales that are infinite, NaN, zero, and so small that products are subnormal, give what bf16 arithmetic gives."""
+    """Scales that are infinite, NaN, zero, and so small that products are subnormal give bf16 arithmetic."""
     shape = Shape("ends", 2, 1, 64, 64)
     layer = make(shape, rng)
     layer.w2_scale[:] = 0.05
@@ -192,10 +194,26 @@ def test_what_is_refused(device: str, rng: torch.Generator) -> None:
     wide = dataclasses.replace(layer, w13_scale=layer.w13_scale[:, :, :1].repeat(1, 1, 3))
     cases: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "w2_zeros: needed where w13_zeros", lambda: layer.weights(w2_zeros=None)),
-        (ValueError, "w13_zeros: expected zero points from 0 to 16, got 17", lambda: layer.weights(w13_zeros=layer.w13_zeros + 17)),
-        (ValueError, "w13_scale: dimension 2 has 3 groups of 64 columns", lambda: wide.weights(w13_zeros=None, w2_zeros=None)),
-        (ValueError, "w13: dimension 2 gives hidden 62", lambda: dataclasses.replace(layer, w13=layer.w13[..., :31].contiguous()).weights()),
-        (ValueError, "w2_scale: ", lambda: dataclasses.replace(layer, w2_scale=layer.w2_scale[:, :5].contiguous()).weights()),
+        (
+            ValueError,
+            "w13_zeros: expected zero points from 0 to 16, got 17",
+            lambda: layer.weights(w13_zeros=layer.w13_zeros + 17),
+        ),
+        (
+            ValueError,
+            "w13_scale: dimension 2 has 3 groups of 64 columns",
+            lambda: wide.weights(w13_zeros=None, w2_zeros=None),
+        ),
+        (
+            ValueError,
+            "w13: dimension 2 gives hidden 62",
+            lambda: dataclasses.replace(layer, w13=layer.w13[..., :31].contiguous()).weights(),
+        ),
+        (
+            ValueError,
+            "w2_scale: ",
+            lambda: dataclasses.replace(layer, w2_scale=layer.w2_scale[:, :5].contiguous()).weights(),
+        ),
         (ValueError, "dtype: expected", lambda: layer.weights(dtype="int4")),
         (NotImplementedError, "int4 experts as bare tensors", lambda: _bare(layer)),
     ]
@@ -228,7 +246,7 @@ def test_kimi_k2(tokens: int, zeros: bool, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("columns", [(512, 256), (320, 96)], ids=str)
 def test_every_tile(columns: tuple[int, int], zeros: bool, rng: torch.Generator) -> None:
-    """Means of an expert's slots on either side of the tiles' borders, with K of whole stages of four blocks and not."""
+    """Means of an expert's slots on either side of the tiles' borders; K of whole stages of four blocks and not."""
     shape = Shape("tiles", 4, 2, *columns, bias=True)
     layer = make(shape, rng, zeros=zeros).to("cuda")
     for mean in (1, 9, 12, 18, 22, 30, 48, 60, 70, 90, 110, 140, 200, 420):
