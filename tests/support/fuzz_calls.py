@@ -19,7 +19,7 @@ import oxmoe
 from cases import ACTIVATIONS, PATTERNS, Shape, make_layer, make_routing, tie_free_groups
 from fp8_cases import make_fp8, make_fp8_tensor
 from fuzz_dlpack import Foreign
-from fuzz_expected import E4M3, Operands, expected_moe, parts
+from fuzz_expected import E4M3, Operands, expected_moe, fp32, parts
 from int4_cases import make as make_int4
 from mxfp4_cases import DTYPES, make_blocks
 from mxfp8_cases import make_mxfp8
