@@ -192,7 +192,7 @@ def test_tensor_parallel_ranks(name: str, options: dict[str, Any], rng: torch.Ge
 @only_cores
 @pytest.mark.parametrize("options", KINDS)
 def test_expert_parallel_ranks(options: dict[str, Any], rng: torch.Generator) -> None:
-    """Half of the experts each; SGLang keeps the scales of all ranks' activations, which nobody reads."""
+    """Half of the experts each, with their own scales."""
     half = E // 2
     made = cases.nvfp4(E, H, I, rng, gated=not options)
     x, (weights, ids, _) = drawn_x(9, H, "cpu", rng), routed(9, "cpu", rng)
@@ -446,6 +446,7 @@ def test_a_hybrid_that_sglang_does_not_load() -> None:
         ({}, {"params_dtype": torch.float16}, "ModelOpt NVFP4 experts need --dtype bfloat16"),
         ({}, {"intermediate": 24}, "multiples of 16, got intermediate_size of a rank 24"),
         ({}, {"activation": "situ"}, 'no kernel for "situ"'),
+        ({}, {"with_bias": True}, "ModelOpt NVFP4 experts with biases are not served"),
     ],
 )
 def test_refuses(fields: dict[str, Any], options: dict[str, Any], message: str, rng: torch.Generator) -> None:
@@ -460,6 +461,10 @@ def test_refuses_other_experts_of_fp8() -> None:
     config = quant_config("modelopt_fp8", FP8)
     with server(), pytest.raises(NotImplementedError, match="ModelOpt fp8 experts need --dtype bfloat16"):
         empty_layer(config, params_dtype=torch.float16)
+    with server(), pytest.raises(NotImplementedError, match="ModelOpt fp8 experts with biases"):
+        empty_layer(config, with_bias=True)
+    with server(), pytest.raises(NotImplementedError, match="multiples of 128, got intermediate_size of a rank 1856"):
+        empty_layer(config, intermediate=1856, **RELU2)
 
 
 def test_runners_that_swap_gate_and_up(rng: torch.Generator) -> None:

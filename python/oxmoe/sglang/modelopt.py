@@ -42,6 +42,15 @@ def runs_nvfp4() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
+class _OfModelOpt(NeedsBfloat16, MadeAtLoad):
+    """A method of ModelOpt's experts, which have no biases: SGLang's methods would leave them out."""
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        if attributes.get("with_bias"):
+            raise NotImplementedError(f"oxmoe: {self.of} experts with biases are not served")
+        super().create_weights(layer, *sizes, **attributes)
+
+
 class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
     """Parameters of NVFP4 experts as SGLang's loader fills them, without its second copies of the scales."""
 
@@ -79,7 +88,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
             add(f"{name}_input_scale", torch.ones(num_experts, dtype=torch.float32))
 
 
-class OxmoeModelOptNvFp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Nvfp4Parameters):
+class OxmoeModelOptNvFp4MoEMethod(_OfModelOpt, _Nvfp4Parameters):
     """NVFP4 experts with bf16 activations, also where the checkpoint has scales to quantise these with: those are left
     out. Gate and up may have global scales of their own.
 
@@ -124,7 +133,7 @@ class OxmoeModelOptNvFp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Nvfp4Parameters):
         share_packed(layer, weights, "weight")
 
 
-class OxmoeModelOptFp8MoEMethod(NeedsBfloat16, MadeAtLoad, modelopt_quant.ModelOptFp8MoEMethod):
+class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod):
     """fp8 experts with one scale a matrix, gate's and up's each its own, and given scales of activations."""
 
     of, sized_as = "ModelOpt fp8", "fp8_tensor"
