@@ -281,7 +281,8 @@ def test_experts_that_move(options: dict[str, Any], rng: torch.Generator) -> Non
         before = forward(module, x, topk)
         for parameter in module.parameters():
             if parameter.shape[:1] == (E,):
-                parameter.data.copy_(parameter.data.view(torch.uint8)[order].view(parameter.dtype))
+                rows = parameter.data.view(E, -1).view(torch.uint8)
+                rows.copy_(rows[order])
         places = order.argsort()
         moved = torch.where(ids < 0, ids, places[ids.clamp(min=0).long()].int())
         assert same_bits(forward(module, x, StandardTopKOutput(weights, moved, None)), before)
