@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -117,11 +118,17 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         text.whole(*family.intermediate, least=1),
     )
     dtype = text.text("dtype", "torch_dtype") or config.text("dtype", "torch_dtype")
-    given = (checkpoint, text, report.architecture, family)
-    f16 = dtype == "float16"
-    formats_of = modelopt.of_layers(*given, gpu=server.gpu, version=server.sglang, f16=f16) or quantization.of_layers(
-        *given, nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang), f16=f16
+    others = functools.partial(
+        quantization.of_layers,
+        checkpoint,
+        text,
+        report.architecture,
+        family,
+        nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
+        f16=dtype == "float16",
     )
+    found = quantization.found(checkpoint, text, report.architecture)
+    formats_of = modelopt.of_layers(found, report.architecture, family, others, gpu=server.gpu, version=server.sglang)
     groups: dict[tuple[Format, str], list[int]] = {}
     activations: dict[str, dict[str, Any]] = {}
     for layer in sparse:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from oxmoe.sglang import formats
-from oxmoe.tools.check import quantization, releases, skipping
-from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, shown
+from oxmoe.tools.check import releases, skipping
+from oxmoe.tools.check.checkpoint import Fields, Refused, shown
 from oxmoe.tools.check.families import Family, prefixes
 from oxmoe.tools.check.quantization import BF16, FP8_BLOCK, MXFP8, Format, Formats
 
@@ -23,17 +24,17 @@ OLD_LINEAR = (
 
 
 def of_layers(
-    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, gpu: str, version: str, f16: bool
-) -> Formats | None:
-    """The format of each layer's experts of a checkpoint that ModelOpt made; None for other checkpoints."""
-    config = quantization.found(checkpoint, text, architecture)
+    config: Fields | None, architecture: str, family: Family, others: Callable[[], Formats], *, gpu: str, version: str
+) -> Formats:
+    """The format of each layer's experts. config: a checkpoint's quantization_config; others: of checkpoints that
+    ModelOpt did not make."""
     if config is None:
-        return None
+        return others()
     if formats.served_fp8(config.values) and formats.is_hybrid(config.values):
-        return _hybrid(checkpoint, text, architecture, family, config, gpu=gpu, version=version, f16=f16)
+        return _hybrid(config, family, others, gpu=gpu, version=version)
     method, algorithm = config.text("quant_method"), config.text("quant_algo")
     if (method is not None and not method.startswith("modelopt")) or algorithm is None:
-        return None
+        return others()
     algorithm = algorithm.upper()
     if algorithm == _MIXED:
         found: Formats = _mixture(config, architecture, family, gpu=gpu, version=version)
@@ -88,27 +89,12 @@ def _group_size(config: Fields, version: str) -> Any:
     return size
 
 
-def _hybrid(
-    checkpoint: Checkpoint,
-    text: Fields,
-    architecture: str,
-    family: Family,
-    config: Fields,
-    *,
-    gpu: str,
-    version: str,
-    f16: bool,
-) -> Formats:
+def _hybrid(config: Fields, family: Family, others: Callable[[], Formats], *, gpu: str, version: str) -> Formats:
     """fp8 whose experts are NVFP4; those of excluded layers have another format."""
     if not releases.reads_modelopt(version, "hybrid"):
         raise Refused(f"moe_quant_algo NVFP4 in an fp8 checkpoint: SGLang {version} does not load it")
     _check_nvfp4(config.get("group_size"), gpu)
-
-    def left(layer: int) -> Format:
-        of_fp8 = quantization.of_layers(checkpoint, text, architecture, family, nvfp4=False, f16=f16)
-        return of_fp8(layer)
-
-    return _unless(config.listed("ignore", str) or [], _all(NVFP4), left, family)
+    return _unless(config.listed("ignore", str) or [], _all(NVFP4), lambda layer: others()(layer), family)
 
 
 def _mixture(config: Fields, architecture: str, family: Family, *, gpu: str, version: str) -> Formats:
