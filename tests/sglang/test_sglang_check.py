@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases import Shape
-from check_configs import INT4, MODELOPT, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
+from check_configs import INT4, MODELOPT, MODELOPT_FP8, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
 from oxmoe import __main__
 from oxmoe.sglang import capabilities
 from oxmoe.tools.check import skipping
@@ -50,6 +50,9 @@ QUANTISED: dict[str, Config | None] = {
     "int4": INT4,
     "awq": {"quant_method": "awq"},
     "ModelOpt": MODELOPT,
+    "ModelOpt W4A16": {**MODELOPT, "quant_algo": "W4A16_NVFP4"},
+    "ModelOpt AWQ": {**MODELOPT, "quant_algo": "NVFP4_AWQ"},
+    "ModelOpt fp8": MODELOPT_FP8,
     "MXFP4 without alpha": MXFP4,
 }
 
@@ -81,7 +84,10 @@ def fill(module: torch.nn.Module) -> None:
 def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
     """Loads SGLang's layer as a server would; why that cannot be, or None."""
     try:
-        if quantised is not None:
+        if quantised is not None and quantised["quant_method"] == "modelopt":
+            name = "modelopt_fp8" if quantised["quant_algo"] == "FP8" else "modelopt_fp4"
+            module = empty_layer(shape, quantised, "cpu", of=name, **options)
+        elif quantised is not None:
             ours = QUANTIZATION_METHODS["oxmoe"].override_quantization_method(copy.deepcopy(quantised), None)
             if ours != "oxmoe":
                 return "SGLang's own method"
@@ -136,7 +142,7 @@ def test_gpt_oss(name: str, intermediate: int, tmp_path: Path, capsys: pytest.Ca
 
 @only_newest
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16"])
+@pytest.mark.parametrize("name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16", "ModelOpt"])
 def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, 384)
     config = small(qwen3_30b(quantised), shape, "moe_intermediate_size")
@@ -177,6 +183,18 @@ def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
     config = Fp8Config.from_config({**CHECKPOINT, "modules_to_not_convert": list(ignored)})
     for name in NAMES:
         assert skipping.fp8_skips(name, ignored) == is_layer_skipped(name, config.ignored_layers)
+
+
+@only_newest
+@pytest.mark.parametrize(
+    "ignored",
+    [*IGNORED, ["*mlp*"], ["model.layers.7*"], ["7"], ["expert*"], ["*.mixer.*"], ["model.layers.1.mlp.expert"]],
+    ids=str,
+)
+def test_layers_that_modelopt_leaves(ignored: list[str]) -> None:
+    config = get_quantization_config("modelopt_fp4").from_config({**MODELOPT, "ignore": list(ignored)})
+    for name in [*NAMES, "language_model.model.layers.7.mlp.experts", "backbone.layers.7.mixer.experts"]:
+        assert skipping.modelopt_skips(name, ignored) == config.is_layer_excluded(name)
 
 
 @only_newest

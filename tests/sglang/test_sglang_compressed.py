@@ -81,8 +81,11 @@ MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "token"), "static": (
 MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 
 
-def empty_layer(shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, **options: Any) -> FusedMoE:
-    quant_config = get_quantization_config("oxmoe").from_config(copy.deepcopy(config))
+def empty_layer(
+    shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, *, of: str = "oxmoe", **options: Any
+) -> FusedMoE:
+    """of: the quantization whose checkpoint it is."""
+    quant_config = get_quantization_config(of).from_config(copy.deepcopy(config))
     with torch.device(device):
         return FusedMoE(
             num_experts=shape.experts,

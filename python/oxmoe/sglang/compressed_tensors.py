@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 from oxmoe import ExpertWeights
 from oxmoe.sglang import formats
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
 # Older releases have NVFP4 layers, of linear ones too, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
@@ -91,10 +91,7 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
         )
 
     def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
-        for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
-            if packed is not None:
-                share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
-                share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
+        share_packed(layer, weights, "weight_packed")
 
 
 class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):

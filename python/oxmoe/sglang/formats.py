@@ -34,6 +34,12 @@ def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
     return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
 
 
+def is_hybrid(checkpoint: dict[str, Any]) -> bool:
+    """Whether the experts of this fp8 quantization_config are NVFP4 of ModelOpt, as SGLang tells them."""
+    named = [str(checkpoint.get(name, "")).upper() for name in ("quant_algo", "moe_quant_algo")]
+    return named == ["MIXED_PRECISION", "NVFP4"] and checkpoint.get("group_size") is not None
+
+
 def compressed_kind(weights: Any) -> str | None:
     """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
     given = weights if isinstance(weights, dict) else {}

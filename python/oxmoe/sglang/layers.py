@@ -168,8 +168,9 @@ _MEND = {
     "or weight_block_size [128, 128]",
     "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and on Hopper, "
     "where SGLang can load them there, of NVFP4; serve others without moe",
-    "ModelOptNvFp4FusedMoEMethod": "serve this model without moe (SGLang keeps ModelOpt's checkpoints; NVFP4 of "
-    "compressed-tensors is served)",
+    "ModelOptNvFp4FusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's NVFP4 layers on Hopper; "
+    "serve others, and layers that SGLang quantises while it loads them, without moe",
+    "ModelOptFp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",

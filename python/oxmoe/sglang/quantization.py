@@ -23,7 +23,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import compressed_tensors, deepep, formats, linear
+from oxmoe.sglang import compressed_tensors, deepep, formats, linear, modelopt
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, refuse_transposed
@@ -289,7 +289,7 @@ class OxmoeConfig(QuantizationConfig):
         if method == "mxfp4":
             return OxmoeMxfp4Config.from_config(config)
         if served_fp8(config):
-            return cls.fp8.from_config(config)
+            return modelopt.fp8_config(cls.fp8, config)
         if served_compressed(config):
             return cls.compressed.from_config(config)
         if method is not None:
