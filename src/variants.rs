@@ -38,6 +38,7 @@ pub enum Family {
     // e4m3 weights on Hopper.
     GroupedGemmFp8Sm90,
     GroupedGemmFp8WideSm90,
+    GroupedGemmFp8WideCutSm90,
     GroupedGemmFp8OrderedSm90,
     GroupedGemmFp8StationarySm90,
     RoutedLayerFp8Sm90,
@@ -97,7 +98,7 @@ pub enum Family {
 }
 
 /// Every family.
-pub static FAMILIES: [Row; 60] = [
+pub static FAMILIES: [Row; 61] = [
     sm90::GEMM,
     layer::LAYER,
     layer::ROUTED_LAYER,
@@ -108,6 +109,7 @@ pub static FAMILIES: [Row; 60] = [
     packed::MXFP4_LAYER,
     fp8::GEMM,
     fp8::WIDE,
+    fp8::WIDE_CUT,
     fp8::ORDERED,
     fp8::STATIONARY,
     fp8::LAYER,
