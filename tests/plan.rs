@@ -17,7 +17,7 @@ use std::collections::HashSet;
 const ARCHS: [u32; 7] = [80, 86, 89, 90, 100, 103, 120];
 
 /// (experts, top_k, hidden, intermediate): models' layers, their slices under tensor and expert parallelism, and awkward sizes.
-const LAYERS: [(i64, i64, i64, i64); 17] = [
+const LAYERS: [(i64, i64, i64, i64); 19] = [
     (128, 8, 2048, 768),
     (128, 8, 4096, 1536),
     (128, 8, 2048, 192),
@@ -30,6 +30,8 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
     (384, 8, 7168, 512),
     (512, 10, 2048, 512),
     (64, 6, 2048, 1408),
+    (128, 8, 4096, 704),
+    (4, 2, 128, 16),
     (1, 1, 64, 32),
     (5, 2, 136, 136),
     (3, 2, 130, 70),
@@ -61,7 +63,8 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
         let fits = move |format: Format| {
             let whole = |size: i64, block: i64| size % block == 0;
             match format {
-                _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
+                Format::Fp8Block => whole(hidden, 128) && whole(intermediate, 128),
+                _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 16),
                 Format::Mxfp8 | Format::Int4 | Format::Int4Zeros => whole(hidden, 32) && whole(intermediate, 32),
                 _ if format.weights() == Weights::Nvfp4 => whole(hidden, 16) && whole(intermediate, 16),
                 _ => whole(intermediate, format.spec().block),
@@ -423,7 +426,8 @@ fn schedule_fits_its_range() {
 fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
-    let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
+    let inner = (layer.intermediate as usize).next_multiple_of(if layer.format.is_fp8() { 128 } else { 1 });
+    let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * inner);
     let fp8 = usize::from(layer.format.is_fp8());
     let e4m3 = usize::from(layer.format == Format::Mxfp4A8);
     let rounded = usize::from(matches!(layer.format, Format::Mxfp8 | Format::Nvfp4A4));
@@ -437,7 +441,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.place_of_slot.offset, w.place_of_slot.bytes, slots * 4),
         (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
         (w.tile_count.offset, w.tile_count.bytes, 4),
-        (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
+        (w.hidden.offset, w.hidden.bytes, hidden * element),
         (w.rows.offset, w.rows.bytes, x_e4m3.max(slots * layer.hidden as usize * element)),
         (w.x_codes.offset, w.x_codes.bytes, fp8 * x),
         (w.x_scales.offset, w.x_scales.bytes, fp8 * x / 128 * 4),

@@ -118,10 +118,11 @@ class Gemm:
         self.slots = order if gather else torch.arange(places, dtype=torch.int32)
         self.row_of = (self.slots // self.divisor).long()
         self.gather, self.rows = gather, out * (2 if gated else 1)
+        self.stride = out  # columns of a row of the result
 
     def call(self, kernels: HostCtas, name: str, x: Tensor, layout: str, vector: str = "", **operands: Any) -> Tensor:
-        """bf16 [places, out]; rows behind the last place must stay as they were."""
-        result = torch.full((self.places + 3, self.out), 7.0, dtype=torch.bfloat16)
+        """bf16 [places, stride]; rows behind the last place must stay as they were."""
+        result = torch.full((self.places + 3, self.stride), 7.0, dtype=torch.bfloat16)
         addresses = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in operands.items()}
         kind = addresses.pop("activation")
         activation = STRUCTS["Activation"](kind, 1.0, 0.0, math.inf, math.inf, math.inf)
@@ -279,6 +280,38 @@ def test_fp8(tile: int, kind: int, layout: str, size: tuple[int, int], fp8: Host
     )  # fmt: skip
     expected = gemm.finish(fp8_sums(gemm, x, x_scales, weights, scales).float(), bias, slot_weights, layout, kind)
     close(result, expected, exact=not gated)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (176, 96), (352, 176), (96, 352)], ids=str)
+@pytest.mark.parametrize(("layout", "kind"), [("gate_up", SWIGLU), ("up_gate", SWIGLU), ("gate_up", RELU2)], ids=str)
+@pytest.mark.parametrize("tile", FP8_TILES)
+def test_fp8_of_cut_blocks(
+    tile: int, kind: int, layout: str, size: tuple[int, int], fp8: HostCtas, rng: torch.Generator
+) -> None:
+    """Rows and K that end inside a block. What is behind K in rows of x is NaN, what is behind a row of out zeros."""
+    (k, out), gated = size, kind == SWIGLU
+    gemm = Gemm(tile, k, out, gated, rng)
+    parts, all_k = 2 if gated else 1, -(-k // 128) * 128
+    gemm.stride = -(-out // 128) * 128
+    weights = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.experts, gemm.rows, k), generator=rng)]
+    shape = (gemm.experts, parts, gemm.stride // 128, all_k // 128)
+    scales = POWERS[torch.randint(len(POWERS), shape, generator=rng)] * (2**-7 if gated else 1)
+    x = torch.full((gemm.places, all_k), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x[:, :k] = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.places, k), generator=rng)]
+    x_scales = POWERS[torch.randint(len(POWERS), (gemm.places, all_k // 128), generator=rng)]
+    of_rows = POWERS[torch.randint(len(POWERS), (gemm.experts, gemm.rows), generator=rng)]
+    bias = torch.randint(-8, 9, (gemm.experts, gemm.rows), generator=rng).float()
+    result = gemm.call(
+        fp8, "Fp8", x, layout, k=k // 2, bias=bias, activation=kind, weights=weights, block_scales=scales,
+        x_scales=x_scales, expert_scales=of_rows, slot_weights=0,
+    )  # fmt: skip
+    assert not bool(result[:, out:].view(torch.int16).any())
+    # Powers of two and small whole numbers: exact in fp64.
+    dense = scales.double().repeat_interleave(128, 2)[:, :, :out].repeat_interleave(128, 3)[..., :k].flatten(1, 2)
+    tokens = x[:, :k].double() * x_scales.double().repeat_interleave(128, 1)[:, :k]
+    sums = torch.einsum("pk,prk->pr", tokens[gemm.row_of], (weights.double() * dense)[gemm.expert_of])
+    sums = (sums * of_rows[gemm.expert_of]).float()
+    close(result[:, :out].contiguous(), gemm.finish(sums, bias, None, layout, kind), exact=not gated)
 
 
 @pytest.mark.parametrize("counts", [[1], [0, 7, 1], [16, 2]], ids=str)

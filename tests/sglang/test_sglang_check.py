@@ -118,7 +118,7 @@ def small(config: Config, shape: Shape, intermediate: str) -> Config:
     return {**config, **sizes, experts: shape.experts, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("intermediate", [256, 192, 96, 80])
+@pytest.mark.parametrize("intermediate", [256, 192, 96, 80, 88])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_formats(name: str, intermediate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, intermediate)
@@ -155,11 +155,27 @@ def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["fp8 one scale", "fp8 static", "channel", "tensor", "tensor, static"])
 def test_sizes_are_refused_before_a_checkpoint_is_read(name: str) -> None:
     """While SGLang builds the layer, which says what to do."""
-    message = "must be multiples of 128, got intermediate_size of a rank 192; start with --ep-size"
+    message = "must be a multiple of 128 and .* one of 16, got intermediate_size of a rank 200; start with --ep-size"
+    quantised = QUANTISED[name]
+    assert quantised is not None
+    with server():
+        with pytest.raises(NotImplementedError, match=message):
+            empty_layer(Shape("check", 8, 2, 256, 200), quantised, "cpu")
+        with pytest.raises(NotImplementedError, match="one of 16, got hidden_size 192; start"):
+            empty_layer(Shape("check", 8, 2, 192, 176), quantised, "cpu")
+        layer = empty_layer(Shape("check", 8, 2, 256, 176), quantised, "cpu")
+    assert layer.w13_weight.shape == (8, 352, 256) and layer.w2_weight.shape == (8, 256, 176)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed blocks"])
+@pytest.mark.parametrize("intermediate", [192, 160])
+def test_blocks_that_ranks_cut_are_refused_before_a_checkpoint_is_read(name: str, intermediate: int) -> None:
+    """Qwen3-235B's, MiniMax-M2's and Step-3.5's on eight ranks."""
+    message = f"must be multiples of 128, got intermediate_size of a rank {intermediate}; start with --ep-size"
     quantised = QUANTISED[name]
     assert quantised is not None
     with server(), pytest.raises(NotImplementedError, match=message):
-        empty_layer(Shape("check", 8, 2, 256, 192), quantised, "cpu")
+        empty_layer(Shape("check", 8, 2, 256, intermediate), quantised, "cpu")
 
 
 NAMES = [f"model.layers.{layer}.mlp.experts" for layer in (1, 7, 17)]

@@ -190,6 +190,11 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     ),
     "GLM-4.5-Air": (glm_air(), 4, "bf16", 45, ["--quantization oxmoe"]),
     "GLM-4.5-Air-FP8": (glm_air(CHANNEL), 1, "fp8, a scale a channel, dynamic activations", 45, []),
+    **{
+        f"GLM-4.5-Air-FP8 on {tp}": (glm_air(CHANNEL), tp, "fp8, a scale a channel, dynamic activations", 45, [])
+        for tp in (2, 4, 8)
+    },
+    "Qwen3-30B-A3B, channels, on 8": (qwen3_30b(CHANNEL), 8, "fp8, a scale a channel, dynamic activations", 48, []),
     "GLM-4.6-FP8": (
         _model("Glm4MoeForCausalLM", 92, 5120, CHANNEL, **_many(160, 8, 1536, first_k_dense_replace=3)),
         4,
@@ -318,7 +323,6 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     ),
     "Kimi-K2.5": (kimi_k25(), 8, "'int' num_bits 4"),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
-    "GLM-4.5-Air-FP8 on two": (glm_air(CHANNEL), 2, "multiples of 128, got intermediate_size of a rank 704"),
     "Qwen3-235B on eight": (qwen3_235b(), 8, "intermediate_size of a rank 192.*--ep-size 2 the sizes are served"),
     "MiniMax-M2 on eight": (minimax_m2(), 8, "intermediate_size of a rank 192"),
     "fp8 of ModelOpt with other sizes": (
@@ -332,6 +336,8 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
         1,
         "experts of quant_algo 'INT4_AWQ' in a mixture",
     ),
+    "Step-3.5 in fp8 on eight": (step(FP8), 8, "intermediate_size of a rank 160"),
+    "Qwen3-30B in channels on 32": (qwen3_30b(CHANNEL), 32, "intermediate_size of a rank one of 16, got .*rank 24;"),
     "Mixtral AWQ": (mixtral({"quant_method": "awq", "bits": 4}), 2, "no kernels for int4 weights"),
     "fp8 of other blocks": (qwen3_30b({**FP8, "weight_block_size": [64, 64]}), 1, r"weight_block_size \[64, 64\]"),
     "MXFP4 without alpha": (qwen3_30b(MXFP4), 1, "without gemm1_alpha"),

@@ -493,4 +493,4 @@ def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
             oxmoe.explain(8, 2, hidden, intermediate, 4, format=format_name, arch="sm_90")
             assert early is None
         except ValueError:
-            assert early is not None and "multiples of" in early
+            assert early is not None and "must be" in early and "multiple" in early

@@ -59,7 +59,9 @@ class OxmoeCompressedTensorsMoEMethod(NeedsBfloat16, MadeAtLoad, _OfScheme):
 class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
     """fp8: a scale a tensor (gate's and up's each its own), a channel, or a block; used as they lie."""
 
-    sized_as = "fp8_tensor"
+    @property
+    def sized_as(self) -> str:  # type: ignore[override]
+        return "fp8_block" if self.scheme.block_quant else "fp8_tensor"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         weights = layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale.data, layer.w2_weight_scale.data

@@ -337,7 +337,7 @@ def int4_calls(top_k, tokens, experts, hidden, intermediate, gated=True, **opera
     weights = oxmoe.ExpertWeights.int4(**tensors, **({} if gated else {"activation": "relu2"}))
     packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
     load = records()
-    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate, gated)
+    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate)
     addresses = {name: tensor.address for name, tensor in tensors.items()}
     return {"addresses": addresses, "packed": packed, "load": load, "calls": calls, "format": weights.format}
 

@@ -31,6 +31,7 @@ SIGNATURES = {
     "mxfp8": ("PackMxfp4Params",),
     "grouped_gemm_fp8_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_wide_sm90": (128, "GroupedGemmParams"),
+    "grouped_gemm_fp8_wide_cut_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_fp8_ordered_sm90": (128, 128, "OrderedGemmParams"),
     "grouped_gemm_fp8_stationary_sm90": (128, "GroupedGemmParams"),
     "quantize_fp8": ("QuantizeFp8Params",),

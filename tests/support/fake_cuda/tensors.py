@@ -131,6 +131,15 @@ class Tensor:
     def new_ones(self, shape):
         return Tensor(shape, self.dtype, self.device)
 
+    def new_zeros(self, shape):
+        return Tensor(shape, self.dtype, self.device)
+
+    def view(self, shape):
+        return self.part(shape)
+
+    def narrow(self, dimension, start, length):
+        return self
+
     def contiguous(self):
         return Tensor(self.shape, self.dtype, self.device)
 
