@@ -104,6 +104,7 @@ class Server:
         caches = checkpoint.parent / f"caches-{cell}-{mode}"
         caches.mkdir()
         environment = {**os.environ, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
+        environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         self._start = time.monotonic()
         self.start_seconds: float | None = None
@@ -134,6 +135,9 @@ class Server:
         while self.start_seconds is None:
             if self.process.poll() is not None:
                 raise Problem(f"the server ended with {self.process.returncode}: {self._reason()}")
+            if "Scheduler hit an exception" in self.text():
+                time.sleep(0.5)
+                raise Problem(f"the scheduler ended: {self._reason()}")
             if time.monotonic() > until:
                 raise Problem(f"the server was not up after {time.monotonic() - self._start:.0f} s: {self._reason()}")
             time.sleep(0.1)
@@ -141,7 +145,7 @@ class Server:
     def _reason(self) -> str:
         """The log's last line that names an error, or its last line."""
         lines = [line for line in self.text().splitlines() if line.strip()]
-        errors = [line for line in lines if re.search(r"\w*(Error|Exception|CUDA error)\b", line)]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return (errors or lines or ["no line in its log"])[-1][:500]
 
     def end(self) -> None:
@@ -373,7 +377,8 @@ class Run:
         _say(f"{cell}: checkpoints after {time.monotonic() - start:.0f} s, {self.deadline.left():.0f} s left")
         measurement = Measurement(self.load, self.arguments.requests, work / "other", self.deadline)
         servers: dict[str, Server] = {}
-        seen = {mode: Seen(mode, {"cell": str(cell), "kind": cell.kind, "mode": mode}) for mode in ("off", "on")}
+        of = {"cell": str(cell), "kind": cell.kind, "label": f"{LABELS[cell.kind]}, TP{cell.ranks}"}
+        seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
         comparison = None
         try:
             for mode in ("off", "on"):
@@ -389,7 +394,7 @@ class Run:
             shutil.rmtree(work, ignore_errors=True)
         wrong = judge(cell, self.arguments.layers, seen["off"], seen["on"], comparison)
         self.wrong += [f"{cell}: {text}" for text in wrong]
-        self.write({"cell": str(cell), "kind": cell.kind, "mode": "compared", "wrong": wrong, **(comparison or {})})
+        self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
 
     def _server(
         self, cell: Cell, servers: dict[str, Server], mode: str, seen: dict[str, Seen], measurement: Measurement
@@ -417,8 +422,10 @@ class Run:
             mine.row["error"] = f"{type(error).__name__}: {error}"[:800]
             if not isinstance(error, Problem | RuntimeError):
                 traceback.print_exc()
-        mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
-        self.write(mine.row)
+        finally:
+            # Also of a run that is stopped.
+            mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
+            self.write(mine.row)
         _say(f"{cell} {mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
         return comparison
 
@@ -466,6 +473,8 @@ def main() -> int:
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(arguments.work, ignore_errors=True)
+    # Servers end with it, not only the client.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(arguments)
     run.all()
     import serve_table

@@ -1,9 +1,10 @@
-"""serve_table.py FILE...: the tables of docs/sglang.md's measured servers, from lines that serve.py wrote."""
+"""serve_table.py FILE... [--section]: tables of lines that serve.py wrote; or the section of docs/sglang.md."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -19,7 +20,7 @@ def _of(row: dict[str, Any], load: str, name: str) -> float | None:
 def _servers(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        cells.setdefault(row["cell"], {})[row["mode"]] = row
+        cells.setdefault(row.get("label", row["cell"]), {})[row["mode"]] = row
     return cells
 
 
@@ -76,12 +77,76 @@ def _tokens(cells: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def _where(rows: list[dict[str, Any]]) -> list[str]:
+    """Cards, drivers, versions and commits of these rows."""
+    names = ("sglang", "sglang-kernel", "torch", "triton")
+    return sorted(
+        {
+            f"{row['gpus']} x {row['gpu']}, driver {row['driver']}; "
+            + ", ".join(f"{name} {row[name]}" for name in names if row.get(name))
+            + f"; {row.get('date', '')[:10]}, {row['commit']}"
+            for row in rows
+        }
+    )
+
+
+def _tables(rows: list[dict[str, Any]]) -> list[str]:
     cells = _servers(rows)
-    where = sorted({f"{row['gpus']} x {row['gpu']}, driver {row['driver']}, commit {row['commit']}" for row in rows})
-    parts = ["\n".join(where), *("\n".join(make(cells)) for make in (_speed, _starts, _tokens))]
-    return "\n\n".join(parts)
+    return ["\n".join(make(cells)) for make in (_speed, _starts, _tokens)]
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    return "\n\n".join(["\n".join(_where(rows)), *_tables(rows)])
+
+
+def section(rows: list[dict[str, Any]], files: list[str]) -> str:
+    """The section of docs/sglang.md, with nothing in it that was not measured."""
+    speed, starts, tokens = _tables(rows)
+    servers = [row for row in rows if row["mode"] != "compared"]
+    layers = "/".join(str(count) for count in sorted({row["layers"] for row in servers}))
+    together = any(row["started"] == "together" for row in servers)
+    beside = "\nBoth servers of a cell were started at a time, beside each other." if together else ""
+    where = "\n".join(f"- {line}" for line in _where(rows))
+    failed = [
+        f"- {row['cell']}, {row['mode']}: {row[what]}"
+        for row in rows
+        for what in ("error", "update_error")
+        if what in row
+    ]
+    missing = "\n\nWhat did not run:\n\n" + "\n".join(failed) if failed else ""
+    return f"""## Whole servers, measured
+
+`benches/sglang/serve.py` starts SGLang's HTTP server without and with oxmoe on a checkpoint of {layers} layers of a
+model's sizes, with random weights and a vocabulary of 1024 (`checkpoint.py`; of DeepSeek-V3 a rank's part of eight). A
+whole model has more layers and a larger vocabulary, so that its tokens a second are fewer, and the share of HTTP,
+tokenizer and scheduler in its time is smaller. Results: {", ".join(f"`{file}`" for file in files)}.
+
+{where}
+
+Prompts have 16 to 1800 tokens, a third of them begin alike, and answers have 16 to 96 tokens. Prompts are prefilled in
+chunks of 512, decoding runs in CUDA graphs. The answers of 64 at a time are not streamed. Times are medians. Off / on:
+
+{speed}
+
+A start ends with SGLang's own warm-up; caches of Triton's kernels are empty before it.{beside} Off / on:
+
+{starts}
+
+Both servers answer greedily. Two kernels round differently, so that answers part where two tokens are nearly as likely
+as each other; from there on they have different inputs. The largest margin is the distance of the two tokens'
+log-probabilities where answers part, as the server with oxmoe sees it. `serve.py` fails where it is more than twice the
+largest distance of both servers' log-probabilities of the same tokens. Beside these requests others were aborted; after
+an update of the weights from disk both answered again.
+
+{tokens}{missing}
+"""
+
+
+def main(arguments: list[str]) -> None:
+    files = [argument for argument in arguments if argument != "--section"]
+    rows = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    print(section(rows, [Path(file).name for file in files]) if "--section" in arguments else render(rows))
 
 
 if __name__ == "__main__":
-    print(render([json.loads(line) for path in sys.argv[1:] for line in open(path)]))
+    main(sys.argv[1:])

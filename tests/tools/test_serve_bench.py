@@ -120,3 +120,16 @@ def test_the_tables(serve: ModuleType) -> None:
     # A server that did not start leaves its places empty.
     alone = serve_table.render([{**where, "mode": "off", "error": "it ended"}, faster])
     assert "| qwen-tp1 | 16 |  / 150 |" in alone
+
+
+def test_the_section_says_what_did_not_run(serve: ModuleType) -> None:
+    import serve_table
+
+    where = {"gpus": 1, "gpu": "card", "driver": "1", "commit": "abc", "cell": "gpt-tp1"}
+    server = {**where, "layers": 4, "started": "alone"}
+    rows = [{**server, "mode": "off", "error": "it ended"}, {**server, "mode": "on", "loads": {}}]
+    text = serve_table.section(rows, ["h100.jsonl"])
+    assert "- gpt-tp1, off: it ended" in text
+    assert "- 1 x card, driver 1" in text
+    assert "started at a time" not in text
+    assert "`h100.jsonl`" in text
