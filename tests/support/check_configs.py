@@ -63,6 +63,11 @@ def deepseek_v4(quantised: Config = FP8) -> Config:
     return _model("DeepseekV4ForCausalLM", 43, 4096, quantised, **sizes)
 
 
+def deepseek_v4_pro() -> Config:
+    sizes = _many(384, 6, 3072, swiglu_limit=10.0, num_hash_layers=3)
+    return _model("DeepseekV4ForCausalLM", 61, 7168, FP8, **sizes)
+
+
 def glm_air(quantised: Config | None = None) -> Config:
     return _model("Glm4MoeForCausalLM", 46, 4096, quantised, **_many(128, 8, 1408))
 
@@ -280,6 +285,15 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
         24,
         ["--quantization oxmoe"],
     ),
+    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "MXFP4 in an fp8 checkpoint", 43, []),
+    "DeepSeek-V4-Pro": (deepseek_v4_pro(), 8, "MXFP4 in an fp8 checkpoint", 61, []),
+    "MXFP4 experts by name": (
+        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
+        8,
+        "MXFP4 in an fp8 checkpoint",
+        58,
+        [],
+    ),
     "NVFP4 of compressed-tensors": (qwen3_30b(NVFP4), 4, "NVFP4 of compressed-tensors, bf16 activations", 48, []),
     "fp8, one scale": (qwen3_30b(ONE_SCALE), 2, "fp8, a scale a matrix, dynamic activations", 48, []),
     "fp8, static": (qwen3_30b(STATIC), 2, "fp8, a scale a matrix, static activations", 48, []),
@@ -289,16 +303,15 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
 REFUSED: dict[str, tuple[Config, int, str]] = {
     "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "ModelOpt's checkpoints are not served"),
     "DeepSeek-R1-W4AFP8": (deepseek_v3({"quant_method": "w4afp8"}), 8, "no kernels for int4 weights"),
-    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "the experts of this fp8 checkpoint are MXFP4"),
     "DeepSeek-V4-NVFP4": (
         deepseek_v4({**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}),
         4,
         "moe_quant_algo NVFP4: ModelOpt's",
     ),
-    "MXFP4 experts by name": (
-        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
-        8,
-        "the experts of this fp8 checkpoint are MXFP4",
+    "MXFP4 experts that are cut between two blocks of scales": (
+        deepseek_v4() | {"moe_intermediate_size": 1344},
+        16,
+        "MXFP4 in an fp8 checkpoint: .* must be multiples of 32, got intermediate_size of a rank 84",
     ),
     "Kimi-K2.5": (kimi_k25(), 8, "'int' num_bits 4"),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),

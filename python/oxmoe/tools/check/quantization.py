@@ -35,6 +35,7 @@ F16 = _format("f16", "f16", 16, "BF16 F16 F32")
 FP8_BLOCK = _format("fp8_block", "fp8, 128 x 128 blocks", 8 + 32 / 128**2, "F8_E4M3")
 MXFP8 = _format("mxfp8", "MXFP8", 8 + 8 / 32, "F8_E4M3")
 MXFP4 = _format("mxfp4", "MXFP4", 4 + 8 / 32, "U8")
+FP8_MXFP4 = _format("mxfp4", "MXFP4 in an fp8 checkpoint", 4 + 8 / 32, "U8 I8 F4")
 NVFP4 = _format("nvfp4", "NVFP4 of compressed-tensors, bf16 activations", 4 + 8 / 16, "U8")
 _ONE_SCALE = "fp8, a scale a matrix, {} activations"
 _CHANNEL = "fp8, a scale a channel, {} activations"
@@ -42,7 +43,6 @@ _CHANNEL = "fp8, a scale a channel, {} activations"
 # Format of one layer, by the names that SGLang may have for its experts.
 Formats = Callable[[int], Format]
 
-_FP4 = "the experts of this fp8 checkpoint are MXFP4 (DeepSeek-V4's form), for which oxmoe has no layer in SGLang"
 _MODELOPT = (
     "ModelOpt's checkpoints are not served: SGLang's own methods claim them before it asks oxmoe (NVFP4 of "
     "compressed-tensors is served)"
@@ -83,10 +83,10 @@ def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | N
 
 
 def of_layers(
-    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, nvfp4: bool, f16: bool
+    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, nvfp4: bool, f16: bool, named_fp4: bool
 ) -> Formats:
     """The format of each layer's experts. nvfp4: whether release and GPU have that of compressed-tensors; f16: whether
-    unquantised layers are."""
+    unquantised layers are; named_fp4: whether the release reads the names of MXFP4 experts in an fp8 config."""
     config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
     if config is None:
         return lambda layer: plain
@@ -101,13 +101,13 @@ def of_layers(
     if method == "mxfp4":
         return lambda layer: MXFP4
     if method in ("fp8", "mxfp8"):
-        return _fp8(checkpoint, config, architecture, family)
+        return _fp8(checkpoint, config, architecture, family, named_fp4=named_fp4)
     if method in formats.COMPRESSED:
         return _compressed(config, family, nvfp4=nvfp4)
     raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
 
 
-def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> Formats:
+def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, *, named_fp4: bool) -> Formats:
     blocks, scheme = config.get("weight_block_size"), config.text("activation_scheme")
     if not formats.served_fp8(config.values):
         raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
@@ -116,13 +116,13 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
         raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
     if (config.text("moe_quant_algo") or "").upper() == "NVFP4":
         raise Refused(f"moe_quant_algo NVFP4: {_MODELOPT}")
-    _refuse_fp4(checkpoint, config, architecture, family)
+    fp4 = _has_fp4(checkpoint, config, architecture, family, named=named_fp4)
     ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
     label = _ONE_SCALE.format(scheme)
     one_scale = _format(
         "fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if scheme == "static" else "fp8_tensor-token"
     )
-    quantised = MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
+    quantised = FP8_MXFP4 if fp4 else MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
 
     def of_layer(layer: int) -> Format:
         return BF16 if any(skipping.fp8_skips(name, ignored) for name in prefixes(family, layer)) else quantised
@@ -130,18 +130,18 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
     return of_layer
 
 
-def _refuse_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> None:
-    """As SGLang tells them: by the config, and for DeepSeek-V4 by the tensors, else as its default is."""
+def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, *, named: bool) -> bool:
+    """Whether the experts are MXFP4, as SGLang tells it: by the config, and for DeepSeek-V4 by the tensors, else as its
+    default is."""
     told = config.text("routed_experts_quant_method")
     stored = (config.text("store_dtype") or "").lower()
-    if told == "mxfp4" or (architecture.startswith("MiMoV2") and stored == "mxfp4"):
-        raise Refused(_FP4)
-    if family.fp4_by_default and told is None:
-        dtypes = set().union(*checkpoint.dtypes.values())
-        if not dtypes:
-            raise Refused(f"{_FP4}, unless safetensors with fp8 experts lie beside the config: name their folder")
-        if dtypes != {"F8_E4M3"}:
-            raise Refused(f"{_FP4}: their tensors are {', '.join(sorted(dtypes))}")
+    if family.fp4_by_default and (told is None or not named):
+        return set().union(*checkpoint.dtypes.values()) != {"F8_E4M3"}
+    if told != "mxfp4" and not (architecture.startswith("MiMoV2") and stored == "mxfp4"):
+        return False
+    if not named:
+        raise Refused("the experts of this fp8 checkpoint are MXFP4, which SGLang before 0.5.20 is not known to read")
+    return True
 
 
 def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:

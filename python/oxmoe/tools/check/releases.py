@@ -33,3 +33,9 @@ def has_nvfp4(version: str) -> bool:
 def layer_decides(version: str) -> bool:
     """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
     return _since(version, "0.5.23")
+
+
+def reads_fp4_by_name(version: str) -> bool:
+    """Whether the config of an fp8 checkpoint of any model can say that its experts are MXFP4; read in 0.5.20, and not
+    there in 0.5.18."""
+    return _since(version, "0.5.20")
