@@ -4,9 +4,7 @@ arithmetic on the dequantised weights."""
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,25 +13,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import Shape, make_routing, make_x
+from cases import Shape, make_x
 from check_configs import deepseek_v4
-from mxfp4_cases import Blocks, make_blocks
+from deepseek_v4_cases import (
+    CHECKPOINT,
+    FLASH,
+    NOT_PACKED_IN_PLACE,
+    PRO_TP8,
+    SMALL,
+    close,
+    config,
+    drawn,
+    empty,
+    expected,
+    given,
+    layer_of,
+    load,
+    routed,
+    tensors_of,
+    write,
+)
 from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
 
-from sglang.srt.layers.moe import topk as sglang_topk
-from sglang.srt.layers.moe.hash_topk import HashTopK
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
-from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from oxmoe.sglang import capabilities, layers, loading, setting, updates
 from oxmoe.sglang.deepseek_v4 import SCALES, OxmoeFp8Mxfp4MoEMethod
 from sglang_server import ADAPTER, HAS_CONTEXT, NEW, VERSION, FusedMoE, addresses_of, installed, only_cores, server
 from test_sglang_check import checked
-from test_sglang_compressed import parts, rank
+from test_sglang_compressed import rank
 from test_sglang_deepep import check as check_dispatched
 from test_sglang_deepep import poisoned
 from test_sglang_eplb import PLACES, balanced, move
@@ -41,142 +53,17 @@ from test_sglang_fp8 import forward
 
 __all__ = ["poisoned"]
 
-CHECKPOINT = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "scale_fmt": "ue8m0",
-}
-V4 = {"swiglu_limit": 10.0, "routed_scaling_factor": 1.5}
-SMALL = Shape("v4-small", 8, 3, 256, 192)
-# True sizes of an expert, fewer of them: Flash whole, and what a rank of eight has of Pro.
-FLASH, PRO_TP8 = Shape("v4-flash", 8, 6, 4096, 2048), Shape("v4-pro-tp8", 8, 6, 7168, 384)
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-Tensors = dict[str, Callable[[int, str], Tensor]]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     installed()
 
 
-# Older releases have this score in another function.
-IN_TORCH = "sqrtsoftplus" in inspect.getsource(sglang_topk.fused_topk_torch_native)
-
-
-@pytest.fixture
-def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers in torch: their kernels need a GPU."""
-    for name in ("SGLANG_OPT_USE_FUSED_HASH_TOPK", "SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK"):
-        monkeypatch.setenv(name, "0")
-
-
-def config(**fields: Any) -> Any:
-    """As SGLang's loader leaves it when it has seen MXFP4 experts."""
-    quant_config = get_quantization_config("oxmoe").from_config(dict(CHECKPOINT))
-    for name, value in {"is_fp4_experts": True, **fields}.items():
-        setattr(quant_config, name, value)
-    return quant_config
-
-
-def empty(shape: Shape, device: str = "cpu", quant_config: Any = None, **options: Any) -> FusedMoE:
-    with torch.device(device):
-        return FusedMoE(
-            num_experts=shape.experts,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            top_k=shape.top_k,
-            quant_config=quant_config or config(),
-            prefix="model.layers.0.mlp.experts",
-            **{"layer_id": 0, "params_dtype": torch.bfloat16, **V4, **options},
-        )
-
-
-def drawn(shape: Shape, device: str, rng: torch.Generator) -> Blocks:
-    """Some experts' sums are far beyond the limit of 10, others' are within."""
-    blocks = make_blocks(shape, "bf16", device, rng)
-    blocks.w13_scale[::2] += 4
-    return blocks
-
-
-def tensors_of(blocks: Blocks, *, codes: torch.dtype = torch.int8, scales: Any = torch.float8_e8m0fnu) -> Tensors:
-    """A checkpoint's, by the dtypes that it may have."""
-    bytes_of = blocks.w13_scale, blocks.w2_scale
-    of_scales = [scale.view(torch.float8_e8m0fnu) for scale in bytes_of]
-    kept = bytes_of if scales is torch.uint8 else [scale.to(scales) for scale in of_scales]
-    return {
-        "weight": parts(blocks.w13.view(codes), blocks.w2.view(codes)),
-        "weight_scale_inv": parts(*kept),
-    }
-
-
-def write(module: FusedMoE, tensors: Tensors, experts: Any = None) -> None:
-    """By SGLang's own loader, as the model's load_weights does; nothing is processed."""
-    for expert in experts if experts is not None else range(module.num_experts):
-        for suffix, tensor in tensors.items():
-            for shard in ("w1", "w3", "w2"):
-                parameter = getattr(module, f"{'w2' if shard == 'w2' else 'w13'}_{suffix}")
-                name = f"model.layers.0.mlp.experts.{'w2' if shard == 'w2' else 'w13'}_{suffix}"
-                parameter.weight_loader(parameter, tensor(expert, shard), name, shard_id=shard, expert_id=expert)
-
-
-def load(module: FusedMoE, tensors: Tensors) -> None:
-    write(module, tensors)
-    module.quant_method.process_weights_after_loading(module)
-
-
-def layer_of(blocks: Blocks, **options: Any) -> FusedMoE:
-    module = empty(blocks.shape, blocks.w13.device.type, **options)
-    load(module, tensors_of(blocks))
-    return module
-
-
-def numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """[R, C] of codes [R, C / 2], the even column in the low nibble, and scale bytes [R, C / 32]."""
-    of_nibbles = torch.cat([E2M1, -E2M1])
-    of_bytes = torch.stack([of_nibbles.repeat(16), of_nibbles.repeat_interleave(16)], 1).to(codes.device)
-    exact = of_bytes[codes.int()].flatten(-2).unflatten(-1, (-1, 32))
-    return (exact * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).double()
-
-
-def expected(blocks: Blocks, x: Tensor, weights: Tensor, ids: Tensor, *, factor: float = 1.5) -> Tensor:
-    """In fp64, without a rounding between: the gate bounded from above, up on both sides, then SiLU."""
-    result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for expert in ids[ids >= 0].unique().tolist():
-        tokens, slots = torch.where(ids == expert)
-        w13, w2 = (
-            numbers(blocks.w13[expert], blocks.w13_scale[expert]),
-            numbers(blocks.w2[expert], blocks.w2_scale[expert]),
-        )
-        gate, up = (x[tokens].double() @ w13.T).chunk(2, -1)
-        gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
-        hidden = gate * torch.sigmoid(gate) * up
-        result.index_add_(0, tokens, hidden @ w2.T * weights[tokens, slots, None].double())
-    return factor * result
-
-
-def close(result: Tensor, truth: Tensor) -> None:
-    """Row by row: GEMM1's output and the result are rounded to bf16."""
-    assert result.shape == truth.shape and result.dtype == torch.bfloat16
-    errors = (result.double() - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-30)
-    assert not (errors > 0.006).any(), errors.max()
-
-
-def routed(shape: Shape, tokens: int, device: str, rng: torch.Generator, pattern: str = "uniform") -> Any:
-    weights, ids = make_routing(pattern, tokens, shape.experts, shape.top_k, rng)
-    return StandardTopKOutput(weights.to(device), ids.to(device), None)
-
-
-def given(shape: Shape, tokens: int, device: str, rng: torch.Generator, pattern: str = "uniform") -> tuple[Tensor, Any]:
-    return make_x(tokens, shape, torch.bfloat16, device, rng), routed(shape, tokens, device, rng, pattern)
-
-
 # Numbers
 
 
-@pytest.mark.parametrize("shape", [FLASH, PRO_TP8], ids=lambda shape: shape.name)
-def test_true_sizes(shape: Shape, device: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("shape", [FLASH, PRO_TP8, NOT_PACKED_IN_PLACE], ids=lambda shape: shape.name)
+def test_sizes(shape: Shape, device: str, rng: torch.Generator) -> None:
     """Calls of no token, of one and of some."""
     blocks, (x, topk) = drawn(shape, device, rng), given(shape, 6, device, rng)
     weights, ids = topk.topk_weights, topk.topk_ids
@@ -245,115 +132,6 @@ def test_scales_that_are_no_powers_of_two(shard: str, scale: float, rng: torch.G
         with pytest.raises(ValueError, match=rf"layer 0: {name}: scales of MXFP4 experts must be powers of two.*got"):
             parameter.weight_loader(parameter, wrong, name, shard_id=shard, expert_id=1)
     assert all(same_bits(*pair) for pair in zip((p.data for p in module.parameters()), before, strict=True))
-
-
-# Routing
-
-
-def true_topk(scores: Tensor, choice: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    ids = choice.topk(top_k, dim=1).indices
-    weights = scores.gather(1, ids)
-    return weights / weights.sum(1, keepdim=True), ids
-
-
-@pytest.mark.parametrize("experts", [256, 384])
-@pytest.mark.parametrize("tokens", [1, 17])
-@pytest.mark.parametrize("hashed", [False, True], ids=["top-k", "hash"])
-@pytest.mark.usefixtures("in_torch")
-def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) -> None:
-    """sqrt(softplus) with a bias for the choice, and the first layers' table of token ids: SGLang's modules."""
-    shape = Shape("v4-routed", experts, 6, 128, 64)
-    blocks, x = drawn(shape, "cpu", rng), make_x(tokens, shape, torch.bfloat16, "cpu", rng)
-    logits, bias = torch.randn((tokens, experts), generator=rng), torch.randn(experts, generator=rng)
-    scores = torch.nn.functional.softplus(logits.double()).sqrt()
-    with server():
-        module = layer_of(blocks)
-        if hashed:
-            fused = (
-                {}
-                if "num_fused_shared_experts" not in HashTopK.__init__.__code__.co_varnames
-                else {"num_fused_shared_experts": 0}
-            )
-            router = HashTopK(6, experts, vocab_size=512, **fused)
-            with torch.no_grad():
-                router.tid2eid.copy_(torch.rand((512, experts), generator=rng).topk(6).indices)
-            tokens_of = torch.randint(512, (tokens,), generator=rng)
-            topk = router(x, logits, tokens_of)
-            ids = router.tid2eid[tokens_of].long()
-            weights = scores.gather(1, ids)
-            weights = weights / weights.sum(1, keepdim=True)
-        else:
-            router = TopK(
-                6,
-                layer_id=0,
-                renormalize=True,
-                use_grouped_topk=False,
-                scoring_func="sqrtsoftplus",
-                correction_bias=bias,
-                routed_scaling_factor=1.5,
-                apply_routed_scaling_factor_on_output=module.should_fuse_routed_scaling_factor_in_topk,
-                is_fp4_experts=True,
-            )
-            with torch.compiler.set_stance("force_eager"):
-                topk = (router.forward_native if IN_TORCH else router.forward_cpu)(x, logits)
-            weights, ids = true_topk(scores, scores + bias, 6)
-        close(forward(module, x, topk), expected(blocks, x, weights, ids))
-
-
-class NoExperts(torch.nn.Module):
-    """In the place of the shared experts, whose fp8 linear layers need a GPU."""
-
-    gate_up_proj = SimpleNamespace(weight=torch.empty(0), quant_method=None)
-
-    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        return torch.zeros_like(x)
-
-
-@only_cores
-@pytest.mark.parametrize("layer_id", [0, 3])
-@pytest.mark.usefixtures("in_torch")
-def test_the_models_moe_block(layer_id: int, rng: torch.Generator) -> None:
-    """SGLang's module of this model: gate, router (a table of token ids in layer 0), dispatcher, experts."""
-    from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
-
-    shape = Shape("v4-block", 64, 6, 256, 64)
-    blocks, x = drawn(shape, "cpu", rng), make_x(11, shape, torch.bfloat16, "cpu", rng)
-    model = SimpleNamespace(
-        n_routed_experts=64, num_experts_per_tok=6, hidden_size=256, moe_intermediate_size=64, n_shared_experts=None
-    )
-    vars(model).update(routed_scaling_factor=1.5, norm_topk_prob=True, scoring_func="sqrtsoftplus", swiglu_limit=10.0)
-    vars(model).update(n_group=8, topk_group=8, topk_method="noaux_tc", hidden_act="silu", num_hash_layers=3)
-    vars(model).update(vocab_size=512, model_type="deepseek_v4", quantization_config=CHECKPOINT)
-    default = torch.get_default_dtype()
-    tokens = torch.randint(512, (11,), generator=rng)
-    with server():
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            block = DeepseekV2MoE(
-                model, layer_id, quant_config=config(), prefix="model.layers.0.mlp", is_deepseek_v4=True
-            )
-        finally:
-            torch.set_default_dtype(default)
-        block.shared_experts, block._moe_quant_once = NoExperts(), False
-        load(block.experts, tensors_of(blocks))
-        gate = torch.randn((64, 256), generator=rng).mul_(0.1).bfloat16()
-        block.gate.weight.data.copy_(gate)
-        scores = torch.nn.functional.softplus(x.double() @ gate.double().T).sqrt()
-        if layer_id == 0:
-            assert isinstance(block.topk, HashTopK)
-            ids = block.topk.tid2eid[tokens].long()
-            weights = scores.gather(1, ids)
-            weights = weights / weights.sum(1, keepdim=True)
-        else:
-            bias = torch.arange(64).flip(0) * 0.5
-            block.gate.e_score_correction_bias.data.copy_(bias)
-            weights, ids = true_topk(scores, scores + bias, 6)
-        with torch.no_grad():
-            result = block.forward(x.clone(), input_ids=tokens, input_ids_global=tokens)
-    # Where there is no CUDA, SGLang's module multiplies by the factor once more.
-    error = (result.double() - expected(blocks, x, weights, ids, factor=1.5**2)).norm(dim=1)
-    # The router's logits are bf16.
-    assert (error / result.double().norm(dim=1)).max() < 0.02
 
 
 # Ranks
@@ -649,6 +427,7 @@ def test_beside_sglangs_marlin(rng: torch.Generator) -> None:
 
     shape = Shape("v4-marlin", 64, 6, 4096, 2048)
     blocks, (x, topk) = drawn(shape, "cuda", rng), given(shape, 33, "cuda", rng)
+    topk = topk._replace(router_logits=torch.zeros((33, shape.experts), device="cuda"))
     theirs = Fp8Config.from_config(dict(CHECKPOINT))
     theirs.is_fp4_experts = True
     with server("marlin"):
