@@ -107,9 +107,9 @@ def minimax_m3(quantised: Config | None = None) -> Config:
     return _nested("MiniMaxM3SparseForConditionalGeneration", _model("", 60, 6144, quantised, **sizes))
 
 
-def mimo() -> Config:
+def mimo(quantised: Config = FP8) -> Config:
     sizes = _many(256, 8, 2048, n_shared_experts=None, moe_layer_freq=[0, *[1] * 47])
-    return _model("MiMoV2FlashForCausalLM", 48, 4096, FP8, **sizes)
+    return _model("MiMoV2FlashForCausalLM", 48, 4096, quantised, **sizes)
 
 
 def step(quantised: Config | None = None) -> Config:

@@ -26,6 +26,7 @@ from check_configs import (
     deepseek_v4,
     glm_air,
     gpt_oss,
+    mimo,
     minimax_m3,
     qwen3_30b,
     qwen3_235b,
@@ -270,8 +271,13 @@ def test_the_bytes_of_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_fp4_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"})
     report = check(tmp_path, capsys, named, "--sglang", "0.5.18")
-    assert "SGLang before 0.5.20 is not known to read" in report["refused"][0]
-    assert check(tmp_path, capsys, named, "--sglang", "0.5.20")["served"]
+    assert "by routed_experts_quant_method the experts of this fp8 checkpoint are MXFP4, but" in report["refused"][0]
+    assert check(tmp_path, capsys, named, "--sglang", "0.5.19")["served"]
+    stored = mimo({**FP8, "store_dtype": "MXFP4"})
+    report = check(tmp_path, capsys, stored, "--sglang", "0.5.19")
+    assert "by store_dtype the experts of this fp8 checkpoint are MXFP4, but" in report["refused"][0]
+    report = check(tmp_path, capsys, stored, "--sglang", "0.5.20")
+    assert {kind["format"] for kind in moe(report)} == {"MXFP4 in an fp8 checkpoint"}
     other = deepseek_v4({**FP8, "routed_experts_quant_method": "fp8"})
     assert {kind["format"] for kind in moe(check(tmp_path, capsys, other))} == {"fp8, 128 x 128 blocks"}
 

@@ -124,7 +124,7 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         family,
         nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
         f16=dtype == "float16",
-        named_fp4=releases.reads_fp4_by_name(server.sglang),
+        fp4_fields=releases.fp4_fields(server.sglang),
     )
     groups: dict[tuple[Format, str], list[int]] = {}
     activations: dict[str, dict[str, Any]] = {}

@@ -83,10 +83,17 @@ def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | N
 
 
 def of_layers(
-    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, nvfp4: bool, f16: bool, named_fp4: bool
+    checkpoint: Checkpoint,
+    text: Fields,
+    architecture: str,
+    family: Family,
+    *,
+    nvfp4: bool,
+    f16: bool,
+    fp4_fields: frozenset[str],
 ) -> Formats:
     """The format of each layer's experts. nvfp4: whether release and GPU have that of compressed-tensors; f16: whether
-    unquantised layers are; named_fp4: whether the release reads the names of MXFP4 experts in an fp8 config."""
+    unquantised layers are; fp4_fields: by which an fp8 config can say that experts are MXFP4."""
     config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
     if config is None:
         return lambda layer: plain
@@ -101,13 +108,15 @@ def of_layers(
     if method == "mxfp4":
         return lambda layer: MXFP4
     if method in ("fp8", "mxfp8"):
-        return _fp8(checkpoint, config, architecture, family, named_fp4=named_fp4)
+        return _fp8(checkpoint, config, architecture, family, fp4_fields)
     if method in formats.COMPRESSED:
         return _compressed(config, family, nvfp4=nvfp4)
     raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
 
 
-def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, *, named_fp4: bool) -> Formats:
+def _fp8(
+    checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fp4_fields: frozenset[str]
+) -> Formats:
     blocks, scheme = config.get("weight_block_size"), config.text("activation_scheme")
     if not formats.served_fp8(config.values):
         raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
@@ -116,7 +125,7 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
         raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
     if (config.text("moe_quant_algo") or "").upper() == "NVFP4":
         raise Refused(f"moe_quant_algo NVFP4: {_MODELOPT}")
-    fp4 = _has_fp4(checkpoint, config, architecture, family, named=named_fp4)
+    fp4 = _has_fp4(checkpoint, config, architecture, family, fp4_fields)
     ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
     label = _ONE_SCALE.format(scheme)
     one_scale = _format(
@@ -130,18 +139,18 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
     return of_layer
 
 
-def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, *, named: bool) -> bool:
+def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fields: frozenset[str]) -> bool:
     """Whether the experts are MXFP4, as SGLang tells it: by the config, and for DeepSeek-V4 by the tensors, else as its
     default is."""
-    told = config.text("routed_experts_quant_method")
-    stored = (config.text("store_dtype") or "").lower()
-    if family.fp4_by_default and (told is None or not named):
+    named = config.text("routed_experts_quant_method")
+    if family.fp4_by_default and (named is None or "routed_experts_quant_method" not in fields):
         return set().union(*checkpoint.dtypes.values()) != {"F8_E4M3"}
-    if told != "mxfp4" and not (architecture.startswith("MiMoV2") and stored == "mxfp4"):
-        return False
-    if not named:
-        raise Refused("the experts of this fp8 checkpoint are MXFP4, which SGLang before 0.5.20 is not known to read")
-    return True
+    stored = config.text("store_dtype") if architecture.startswith("MiMoV2") else None
+    telling = {"routed_experts_quant_method": named, "store_dtype": (stored or "").lower()}
+    by = [field for field, value in telling.items() if value == "mxfp4"]
+    if by and not fields.intersection(by):
+        raise Refused(f"by {by[0]} the experts of this fp8 checkpoint are MXFP4, but this SGLang does not read it")
+    return bool(by)
 
 
 def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:

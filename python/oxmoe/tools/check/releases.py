@@ -35,7 +35,7 @@ def layer_decides(version: str) -> bool:
     return _since(version, "0.5.23")
 
 
-def reads_fp4_by_name(version: str) -> bool:
-    """Whether the config of an fp8 checkpoint of any model can say that its experts are MXFP4; read in 0.5.20, and not
-    there in 0.5.18."""
-    return _since(version, "0.5.20")
+def fp4_fields(version: str) -> frozenset[str]:
+    """The fields of an fp8 checkpoint's config that can say that experts are MXFP4, and that the release reads."""
+    since = {"routed_experts_quant_method": "0.5.19", "store_dtype": "0.5.20"}
+    return frozenset(name for name, first in since.items() if _since(version, first))
