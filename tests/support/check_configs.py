@@ -73,6 +73,11 @@ def deepseek_v4(quantised: Config = FP8) -> Config:
     return _model("DeepseekV4ForCausalLM", 43, 4096, quantised, **sizes)
 
 
+def deepseek_v4_pro() -> Config:
+    sizes = _many(384, 6, 3072, swiglu_limit=10.0, num_hash_layers=3)
+    return _model("DeepseekV4ForCausalLM", 61, 7168, FP8, **sizes)
+
+
 def glm_air(quantised: Config | None = None) -> Config:
     return _model("Glm4MoeForCausalLM", 46, 4096, quantised, **_many(128, 8, 1408))
 
@@ -112,9 +117,9 @@ def minimax_m3(quantised: Config | None = None) -> Config:
     return _nested("MiniMaxM3SparseForConditionalGeneration", _model("", 60, 6144, quantised, **sizes))
 
 
-def mimo() -> Config:
+def mimo(quantised: Config = FP8) -> Config:
     sizes = _many(256, 8, 2048, n_shared_experts=None, moe_layer_freq=[0, *[1] * 47])
-    return _model("MiMoV2FlashForCausalLM", 48, 4096, FP8, **sizes)
+    return _model("MiMoV2FlashForCausalLM", 48, 4096, quantised, **sizes)
 
 
 def step(quantised: Config | None = None) -> Config:
@@ -295,6 +300,15 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
         24,
         ["--quantization oxmoe"],
     ),
+    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "MXFP4 in an fp8 checkpoint", 43, []),
+    "DeepSeek-V4-Pro": (deepseek_v4_pro(), 8, "MXFP4 in an fp8 checkpoint", 61, []),
+    "MXFP4 experts by name": (
+        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
+        8,
+        "MXFP4 in an fp8 checkpoint",
+        58,
+        [],
+    ),
     "NVFP4 of compressed-tensors": (qwen3_30b(NVFP4), 4, "NVFP4 of compressed-tensors, bf16 activations", 48, []),
     "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "NVFP4 of ModelOpt, bf16 activations", 58, []),
     "DeepSeek-V4-NVFP4": (deepseek_v4(HYBRID), 4, "NVFP4 of ModelOpt, bf16 activations", 43, []),
@@ -315,11 +329,10 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     "DeepSeek-R1-NVFP4 AWQ": (deepseek_v3({**MODELOPT, "quant_algo": "NVFP4_AWQ"}), 8, "quant_algo NVFP4_AWQ is not"),
     "NVFP4 with other groups": (deepseek_v3({**MODELOPT, "group_size": 32}), 8, "group_size 32: served is 16"),
     "DeepSeek-R1-W4AFP8": (deepseek_v3({"quant_method": "w4afp8"}), 8, "no kernels for int4 weights"),
-    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "the experts of this fp8 checkpoint are MXFP4"),
-    "MXFP4 experts by name": (
-        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
-        8,
-        "the experts of this fp8 checkpoint are MXFP4",
+    "MXFP4 experts that are cut between two blocks of scales": (
+        deepseek_v4() | {"moe_intermediate_size": 1344},
+        16,
+        "MXFP4 in an fp8 checkpoint: .* must be multiples of 32, got intermediate_size of a rank 84",
     ),
     "Kimi-K2.5": (kimi_k25(), 8, "'int' num_bits 4"),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
