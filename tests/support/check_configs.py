@@ -313,6 +313,7 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "NVFP4 of ModelOpt, bf16 activations", 58, []),
     "DeepSeek-V4-NVFP4": (deepseek_v4(HYBRID), 4, "NVFP4 of ModelOpt, bf16 activations", 43, []),
     "Nemotron-3-Nano-NVFP4": (nemotron(MODELOPT), 1, "NVFP4 of ModelOpt, bf16 activations", 21, []),
+    "Nemotron-3-Nano-FP8": (nemotron(MODELOPT_FP8), 1, "fp8, a scale a matrix, static activations", 21, []),
     "Nemotron-3-Super-FP8": (
         nemotron(MODELOPT_FP8, moe_latent_size=1024, moe_intermediate_size=2688),
         1,
