@@ -186,16 +186,12 @@ def _check_order(name: str, g_idx: Any, columns: int, groups: int) -> None:
         return
     if g_idx.shape[-1] != columns:
         raise ValueError(f"{name}: expected [..., {columns}], got shape {tuple(g_idx.shape)}")
-    if not bool((g_idx == trivial_order(columns, groups, device=g_idx.device)).all()):
+    plain = torch.arange(columns, device=g_idx.device) // (columns // groups)
+    if not bool((g_idx == plain).all()):
         raise NotImplementedError(
             f'{name}: groups of columns in activation order (desc_act, actorder "group") are not served; supported: '
             f"column k in group k // {columns // groups}"
         )
-
-
-def trivial_order(columns: int, groups: int, *, first: int = 0, device: Any = None) -> Tensor:
-    """The g_idx of weights without an activation order; first: the column of the whole matrix that is the first."""
-    return torch.arange(first, first + columns, device=device, dtype=torch.int32) // (columns // groups)
 
 
 # Moves, of one matrix

@@ -14,7 +14,7 @@ from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeQuantInfo, reg
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import add_quantization_method_choices
 
-from oxmoe.sglang import capabilities, collective, deepep
+from oxmoe.sglang import capabilities, collective, deepep, int4
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import (
     NAME,
@@ -77,9 +77,10 @@ def install_oxmoe() -> str:
         raise ValueError(f"SGLang already has a quantization {NAME!r}")
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
+    int4.install(OxmoeUnquantizedFusedMoEMethod)
     return (
-        f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8, and bf16 and f16 ones "
-        f"with --quantization {NAME}"
+        f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8 and int4, AWQ and GPTQ, "
+        f"and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

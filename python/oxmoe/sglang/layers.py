@@ -166,8 +166,9 @@ _DRAFT = (
 _MEND = {
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
     "or weight_block_size [128, 128]",
-    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and on Hopper, "
-    "where SGLang can load them there, of NVFP4; serve others without moe",
+    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8 and int4, and on "
+    "Hopper, where SGLang can load them there, of NVFP4; serve others without moe",
+    "MoeWNA16Method": "start without --quantization moe_wna16",
     "ModelOptNvFp4FusedMoEMethod": "serve this model without moe (SGLang keeps ModelOpt's checkpoints; NVFP4 of "
     "compressed-tensors is served)",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",

@@ -83,8 +83,8 @@ def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
 
 def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
     """`new`; after an update of a layer's weights `old`, with what is in `new`: CUDA graphs know its addresses."""
-    # On a CPU there are none, and the global scales of NVFP4 are not among the tensors.
-    if old is None or (new.format == "nvfp4" and new.w13_packed is None):
+    # On a CPU there are none, and the global scales of NVFP4 and int4's zero points are not among the tensors.
+    if old is None or (new.format in ("nvfp4", "int4-zeros") and new.w13_packed is None):
         return new
     for to, tensor in zip(_tensors(old), _tensors(new), strict=True):
         if to is not None and tensor is not None and to.data_ptr() != tensor.data_ptr():
