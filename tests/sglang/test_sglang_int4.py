@@ -227,7 +227,9 @@ def test_parameters_have_the_names_of_sglangs(config: dict[str, Any]) -> None:
         theirs.moe_runner_config = module.moe_runner_config
         scheme.create_weights(theirs, SHAPE.experts, SHAPE.hidden, SHAPE.intermediate, params_dtype=torch.bfloat16)
     names = {name for name, _ in theirs.named_parameters() if "g_idx" not in name}
-    assert names == {name for name, _ in module.named_parameters()}
+    more = {name for name, _ in module.named_parameters()} - names
+    # Older releases have no zero points.
+    assert names <= {name for name, _ in module.named_parameters()} and all("zero_point" in name for name in more)
 
 
 @pytest.mark.parametrize("name", ["awq_marlin", "gptq_marlin"])

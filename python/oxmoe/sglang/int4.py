@@ -190,9 +190,12 @@ class _Int4Experts:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        made = super().from_config(config)  # type: ignore[misc]
-        made.checkpoint = config
-        return made
+        return super().from_config(config).of(config)  # type: ignore[misc]
+
+    def of(self, checkpoint: dict[str, Any]) -> Any:
+        """This configuration, which knows what it was read from."""
+        self.checkpoint = checkpoint
+        return self
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, FusedMoE):
