@@ -1,7 +1,8 @@
-"""checkpoint.py FOLDER qwen|qwen-fp8|qwen-fp8-tensor|gpt [LAYERS [SEED]]: random weights with a model's MoE layers.
+"""checkpoint.py FOLDER qwen|qwen-fp8|qwen-fp8-tensor|qwen-int4|gpt [LAYERS [SEED]]: random weights with a model's MoE layers.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. fp8: experts with a
-scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. Small on a machine without a GPU.
+scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. int4: as compressed-tensors packs them, with a
+scale for each 32 columns. Small on a machine without a GPU.
 """
 
 import json
@@ -109,6 +110,17 @@ if fp8 or fp8_tensor:
         **({"weight_block_size": [128, 128]} if fp8 else {}),
         "modules_to_not_convert": [*projections, *(f"model.layers.{n}.mlp.gate" for n in range(layers)), "lm_head"],
     }
+int4 = kind == "qwen-int4"
+if int4:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": None}, "input_activations": None}
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
 config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2}
 json.dump(config, open(f"{folder}/config.json", "w"))
 
@@ -125,6 +137,16 @@ index = {}
 def save(name, tensors):
     save_file({key: value.contiguous() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
     index.update(dict.fromkeys(tensors, f"{name}.safetensors"))
+
+
+def to_int4(weight):
+    """Words of eight codes, scales of 32 columns, and the shape."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
+    codes = (groups / scale.float()).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return {"weight_packed": words, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}
 
 
 for n in range(layers):
@@ -146,6 +168,9 @@ for n in range(layers):
         for e in range(E):
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
                 weight = randn(*size)
+                if int4:
+                    t |= {f"{p}mlp.experts.{e}.{name}.{part}": value for part, value in to_int4(weight).items()}
+                    continue
                 if fp8 or fp8_tensor:
                     rows, columns = (128, 128) if fp8 else size
                     blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))

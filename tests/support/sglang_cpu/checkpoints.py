@@ -32,6 +32,12 @@ def make(folder: Path, kind: str, seed: int) -> Path:
 def _numbers(name: str, weights: dict[str, Tensor]) -> tuple[str, Tensor]:
     """A weight's name and fp32 numbers as a model without a quantization has them."""
     weight = weights[name]
+    if name.endswith("weight_packed"):
+        codes = (weight[..., None].long() >> 4 * torch.arange(8)) & 15
+        scales = weights[f"{name.removesuffix('_packed')}_scale"]
+        # The product is rounded once, as it is in every bf16 layer of such weights.
+        numbers = (codes.flatten(1) - 8) * scales.float().repeat_interleave(32, 1)
+        return name.removesuffix("_packed"), numbers.bfloat16().float()
     if weight.dtype == torch.float8_e4m3fn:
         blocks = weights.get(f"{name}_scale_inv")
         if blocks is None:
@@ -55,7 +61,7 @@ class Reference:
         weights: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
-        plain = [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales"))]
+        plain = [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales", "_shape"))]
         config = transformers.AutoConfig.from_pretrained(folder)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
