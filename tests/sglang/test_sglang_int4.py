@@ -425,5 +425,3 @@ def _scheme(kind: Kind) -> int4_schemes.Scheme:
     if kind.config["quant_method"] != "compressed-tensors":
         return int4_schemes.of_checkpoint(kind.config)
     return int4_schemes.of_weights(kind.config["config_groups"]["group_0"]["weights"], kind.config["format"])
-
-

@@ -10,7 +10,7 @@ from typing import Any
 import oxmoe
 from oxmoe.hopper import untried
 from oxmoe.peers.sglang import expert_options
-from oxmoe.sglang import formats
+from oxmoe.sglang import formats, int4_schemes
 from oxmoe.tools.check import quantization, releases
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, Unreadable, shown
 from oxmoe.tools.check.families import FAMILIES, Family
@@ -172,7 +172,7 @@ def _experts(
         _check_format(format, options, server)
         if format is quantization.MXFP4:
             columns = -(-columns // _PACKED) * _PACKED
-        formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+        _check_sizes(format, experts, columns, server)
         rows = 3 if options["gated"] else 2
         kind.bytes_per_rank = round(kind.count * local * rows * experts.hidden * columns * format.bits / 8)
         kind.times = [_time(experts, local, columns, format, options["gated"], count, server) for count in tokens]
@@ -195,12 +195,19 @@ def _check_format(format: Format, options: dict[str, Any], server: Server) -> No
         raise Refused(f"oxmoe has no kernels for {format.label} with alternating rows of gate and up")
 
 
+def _check_sizes(format: Format, experts: _Experts, columns: int, server: Server) -> None:
+    """NotImplementedError where a rank's share has no kernel."""
+    formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+    if format.scheme is not None:
+        int4_schemes.groups_of(format.scheme, experts.hidden, columns, server.tp // server.ep)
+
+
 def _better(format: Format, experts: _Experts, server: Server) -> str:
     """The least --ep-size with which a rank's share has a kernel."""
     for ep in range(server.ep + 1, server.tp + 1):
         try:
             _, columns = _share(experts, Server(server.sglang, server.tp, ep, server.gpu))
-            formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+            _check_sizes(format, experts, columns, Server(server.sglang, server.tp, ep, server.gpu))
         except (Refused, NotImplementedError):
             continue
         return f". With --ep-size {ep} the sizes are served"
