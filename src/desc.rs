@@ -1,6 +1,7 @@
 //! Shapes of a layer, as plain data: what plans are made from.
 
 use crate::params::Dtype;
+use crate::quant::fp8::GROUP;
 use crate::quant::Format;
 
 /// Everything a plan needs to know of a layer's weights.
@@ -21,5 +22,16 @@ impl LayerDesc {
     /// Rows of w13 of an expert.
     pub fn up_rows(&self) -> i64 {
         self.intermediate * if self.gated { 2 } else { 1 }
+    }
+
+    /// Columns of a row between the GEMMs, as it lies in memory: of fp8 whole blocks, and those behind `intermediate` are zeros.
+    pub fn inner(&self) -> i64 {
+        let block = if self.format.is_fp8() { GROUP as i64 } else { 1 };
+        (self.intermediate + block - 1) / block * block
+    }
+
+    /// Whether a part of an expert's rows of w13, or a row of its w2, ends inside a block.
+    pub fn is_cut(&self) -> bool {
+        self.inner() != self.intermediate
     }
 }

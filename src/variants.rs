@@ -39,6 +39,7 @@ pub enum Family {
     // e4m3 weights on Hopper.
     GroupedGemmFp8Sm90,
     GroupedGemmFp8WideSm90,
+    GroupedGemmFp8WideCutSm90,
     GroupedGemmFp8OrderedSm90,
     GroupedGemmFp8StationarySm90,
     RoutedLayerFp8Sm90,
@@ -100,7 +101,7 @@ pub enum Family {
 }
 
 /// Every family.
-pub static FAMILIES: [Row; 63] = [
+pub static FAMILIES: [Row; 64] = [
     sm90::GEMM,
     layer::LAYER,
     layer::ROUTED_LAYER,
@@ -112,6 +113,7 @@ pub static FAMILIES: [Row; 63] = [
     packed::MXFP4_LAYER,
     fp8::GEMM,
     fp8::WIDE,
+    fp8::WIDE_CUT,
     fp8::ORDERED,
     fp8::STATIONARY,
     fp8::LAYER,

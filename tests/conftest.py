@@ -81,6 +81,14 @@ def _default_generator(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_captures_without_caching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sanitizer sees single tensors only where torch caches no memory, and then torch captures no allocation."""
+    if _GPUS and os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
+        reason = "PYTORCH_NO_CUDA_MEMORY_CACHING=1: torch captures no graph that allocates"
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda *_, **__: pytest.skip(reason))
+
+
+@pytest.fixture(autouse=True)
 def _share_the_gpu() -> Iterator[None]:
     """Gives back what torch keeps of a large test: test processes beside each other have one GPU's memory."""
     yield

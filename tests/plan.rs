@@ -17,7 +17,7 @@ use std::collections::HashSet;
 const ARCHS: [u32; 7] = [80, 86, 89, 90, 100, 103, 120];
 
 /// (experts, top_k, hidden, intermediate): models' layers, their slices under tensor and expert parallelism, and awkward sizes.
-const LAYERS: [(i64, i64, i64, i64); 17] = [
+const LAYERS: [(i64, i64, i64, i64); 19] = [
     (128, 8, 2048, 768),
     (128, 8, 4096, 1536),
     (128, 8, 2048, 192),
@@ -30,6 +30,8 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
     (384, 8, 7168, 512),
     (512, 10, 2048, 512),
     (64, 6, 2048, 1408),
+    (128, 8, 4096, 704),
+    (4, 2, 128, 16),
     (1, 1, 64, 32),
     (5, 2, 136, 136),
     (3, 2, 130, 70),
@@ -39,7 +41,7 @@ const LAYERS: [(i64, i64, i64, i64); 17] = [
 
 const TOKENS: [i64; 18] = [1, 2, 3, 4, 7, 16, 17, 64, 100, 129, 256, 700, 1024, 1025, 4096, 16384, 65536, 300_000];
 
-const FORMATS: [Format; 11] = [
+const FORMATS: [Format; 13] = [
     Format::Bf16,
     Format::F16,
     Format::Mxfp4,
@@ -51,6 +53,8 @@ const FORMATS: [Format; 11] = [
     Format::Fp8TensorStatic,
     Format::Nvfp4,
     Format::Nvfp4A4,
+    Format::Int4,
+    Format::Int4Zeros,
 ];
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
@@ -59,8 +63,9 @@ fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
         let fits = move |format: Format| {
             let whole = |size: i64, block: i64| size % block == 0;
             match format {
-                _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 128),
-                Format::Mxfp8 => whole(hidden, 32) && whole(intermediate, 32),
+                Format::Fp8Block => whole(hidden, 128) && whole(intermediate, 128),
+                _ if format.is_fp8() => whole(hidden, 128) && whole(intermediate, 16),
+                Format::Mxfp8 | Format::Int4 | Format::Int4Zeros => whole(hidden, 32) && whole(intermediate, 32),
                 _ if format.weights() == Weights::Nvfp4 => whole(hidden, 16) && whole(intermediate, 16),
                 _ => whole(intermediate, format.spec().block),
             }
@@ -141,7 +146,8 @@ fn masked_plans_fit() {
             // What a launch without a schedule counts in; x in codes is of fp8 formats.
             let alone = plan.schedule.is_none() && desc.quantizes_x;
             assert!(!alone || w.counters.bytes >= 4 * (2 + desc.layer.experts as usize), "{desc:?} on {device:?}");
-            let finds = matches!(desc.layer.format, Format::Mxfp4 | Format::Nvfp4) && desc.layer.experts <= 128;
+            let finds = matches!(desc.layer.format, Format::Mxfp4 | Format::Nvfp4 | Format::Int4 | Format::Int4Zeros)
+                && desc.layer.experts <= 128;
             let own = if finds { 2 + desc.layer.experts as usize } else { 0 };
             assert_eq!(w.counters.bytes, 4 * awaited.max(own).max(4));
             let asked = plan.launches();
@@ -210,7 +216,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::quant::CONVERSIONS);
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack];
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack];
     chosen.extend(packers.map(Variant::of));
     // For scales of tokens that a caller quantised.
     chosen.insert(Variant::of(Family::ExpandScales));
@@ -338,7 +344,7 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
             alone.extend(numbers.then_some(desc.layer.format.spec().name));
         }
     }
-    assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4"]));
+    assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4", "int4", "int4-zeros"]));
 }
 
 #[test]
@@ -420,7 +426,8 @@ fn schedule_fits_its_range() {
 fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
-    let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * layer.intermediate as usize);
+    let inner = (layer.intermediate as usize).next_multiple_of(if layer.format.is_fp8() { 128 } else { 1 });
+    let (x, hidden) = (tokens as usize * layer.hidden as usize, slots * inner);
     let fp8 = usize::from(layer.format.is_fp8());
     let e4m3 = usize::from(layer.format == Format::Mxfp4A8);
     let rounded = usize::from(matches!(layer.format, Format::Mxfp8 | Format::Nvfp4A4));
@@ -434,7 +441,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
         (w.place_of_slot.offset, w.place_of_slot.bytes, slots * 4),
         (w.slot_of_place.offset, w.slot_of_place.bytes, slots * 4),
         (w.tile_count.offset, w.tile_count.bytes, 4),
-        (w.hidden.offset, w.hidden.bytes, slots * layer.intermediate as usize * element),
+        (w.hidden.offset, w.hidden.bytes, hidden * element),
         (w.rows.offset, w.rows.bytes, x_e4m3.max(slots * layer.hidden as usize * element)),
         (w.x_codes.offset, w.x_codes.bytes, fp8 * x),
         (w.x_scales.offset, w.x_scales.bytes, fp8 * x / 128 * 4),

@@ -16,7 +16,7 @@ use _oxmoe::params::{PackMxfp4Params, Tile, W13Layout};
 use _oxmoe::quant::layouts::{cutlass, hopper, Conversion, Layout, Matrices};
 use _oxmoe::quant::nvfp4::ScaleLayout;
 use _oxmoe::quant::packed::{Extent, Form};
-use _oxmoe::quant::{fp8, mxfp4, mxfp8, Format, Weights};
+use _oxmoe::quant::{fp8, mxfp4, mxfp8, Format};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
@@ -55,7 +55,7 @@ where
 
 // Plans
 
-const FORMATS: [Format; 11] = [
+const FORMATS: [Format; 13] = [
     Format::Bf16,
     Format::F16,
     Format::Mxfp4,
@@ -67,6 +67,8 @@ const FORMATS: [Format; 11] = [
     Format::Fp8TensorStatic,
     Format::Nvfp4,
     Format::Nvfp4A4,
+    Format::Int4,
+    Format::Int4Zeros,
 ];
 
 /// Sizes of every magnitude up to 2^bits.
@@ -87,12 +89,7 @@ fn devices() -> impl Strategy<Value = Device> {
 fn layers() -> impl Strategy<Value = LayerDesc> {
     (prop::sample::select(&FORMATS[..]), size(9), size(13), size(13), any::<bool>()).prop_map(
         |(format, experts, hidden, intermediate, gated)| {
-            let unit = match format {
-                _ if format.is_fp8() => 128,
-                Format::Mxfp8 | Format::Mxfp4 | Format::Mxfp4A8 => 32,
-                _ if format.weights() == Weights::Nvfp4 => 16,
-                _ => 1,
-            };
+            let unit = format.spec().block;
             let whole = |size: i64| (size + unit - 1) / unit * unit;
             let (hidden, intermediate) = (whole(hidden), whole(intermediate));
             LayerDesc { experts: experts.min(512), hidden, intermediate, gated, dtype: format.spec().compute, format }

@@ -1,8 +1,11 @@
-"""checkpoint.py FOLDER qwen|qwen-fp8|qwen-fp8-tensor|qwen-int4|gpt [LAYERS [SEED]]: random weights with a model's MoE layers.
+"""checkpoint.py FOLDER KIND [LAYERS [SEED]]: random weights with a model's MoE layers.
+
+KIND: qwen, qwen-fp8, qwen-fp8-tensor, qwen-int4, qwen-nvfp4, qwen-nvfp4-file or gpt.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. fp8: experts with a
-scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. int4: as compressed-tensors packs them, with a
-scale for each 32 columns. Small on a machine without a GPU.
+scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. int4: as compressed-tensors packs them, with
+a scale for each 32 columns. nvfp4: experts as NVIDIA's ModelOpt has them, told by config.json, or (nvfp4-file) by
+hf_quant_config.json. Small on a machine without a GPU.
 """
 
 import json
@@ -31,7 +34,7 @@ def ones(n):
     return torch.ones(n, dtype=torch.bfloat16)
 
 
-fp8, fp8_tensor = kind == "qwen-fp8", kind == "qwen-fp8-tensor"
+fp8, fp8_tensor, nvfp4 = kind == "qwen-fp8", kind == "qwen-fp8-tensor", kind.startswith("qwen-nvfp4")
 if kind != "gpt":
     H, heads, kv, hd, E, K, inner = (
         (256, 4, 2, 64, 8, 2, 256 if fp8 or fp8_tensor else 96) if small else (2048, 32, 4, 128, 128, 8, 768)
@@ -121,6 +124,24 @@ if int4:
         },
         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
     }
+if nvfp4:
+    left = [f"model.layers.{n}.{module}" for n in range(layers) for module in ("self_attn*", "mlp.gate")]
+    producer = {"name": "modelopt", "version": "0.39"}
+    if kind == "qwen-nvfp4":
+        weights = {"num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": weights, "input_activations": weights, "targets": ["Linear"]}
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": group},
+            "ignore": [*left, "lm_head"],
+            "producer": producer,
+        }
+    else:
+        section = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+        section["exclude_modules"] = [*left, "lm_head"]
+        with open(f"{folder}/hf_quant_config.json", "w") as file:
+            json.dump({"producer": producer, "quantization": section}, file)
 config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2}
 json.dump(config, open(f"{folder}/config.json", "w"))
 
@@ -147,6 +168,18 @@ def to_int4(weight):
     words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     return {"weight_packed": words, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}
+
+
+def to_nvfp4(weight):
+    """Codes, scales of 16 and the scale of all, which is a power of two so that numbers are bf16's."""
+    other = 2 * torch.rand((), generator=rng, device=dev).cpu()
+    power = torch.round(torch.log2(weight.abs().amax().float() / (6 * 448)) + other)
+    blocks = weight.float().unflatten(1, (-1, 16)) / torch.exp2(power)
+    scale = (blocks.abs().amax(-1, keepdim=True) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    near = (blocks / scale.float()).abs()[..., None].sub(steps).abs().argmin(-1) + 8 * (blocks < 0)
+    codes = near.flatten(1).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scale[..., 0], torch.exp2(power)
 
 
 for n in range(layers):
@@ -182,6 +215,11 @@ for n in range(layers):
                     else:
                         size_of = 2 ** (2 * torch.rand((), generator=rng, device=dev).cpu() - 1)
                         t[f"{p}mlp.experts.{e}.{name}.weight_scale"] = scale.view(()) * size_of
+                if nvfp4:
+                    weight, scale, scale_2 = to_nvfp4(weight)
+                    t[f"{p}mlp.experts.{e}.{name}.weight_scale"] = scale
+                    t[f"{p}mlp.experts.{e}.{name}.weight_scale_2"] = scale_2
+                    t[f"{p}mlp.experts.{e}.{name}.input_scale"] = torch.tensor(0.01)
                 t[f"{p}mlp.experts.{e}.{name}.weight"] = weight
     else:
         for name, rows in (("q", heads * hd), ("k", kv * hd), ("v", kv * hd), ("o", H)):

@@ -7,7 +7,9 @@
 // four neighbouring K of a row, which become its four elements of an mma of f16: K is in another order there, in both operands
 // the same. A stage is a block of 128 K with its scales: its product is added to the sums times those of its rows and tokens.
 //
-// Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), no interleaved rows, 16-byte aligned x and weights.
+// Needs k % 16 == 0, out_columns % 16 == 0, no interleaved rows, 16-byte aligned x and weights. Rows of x and out lie at
+// multiples of 128 columns: those of out that `out_columns` does not have are zeros, those of x that `k` does not have are not
+// read. Scales of weights count blocks of 128 from the first row of gate and from that of up.
 #pragma once
 #include "../common/e4m3_f16.cuh"
 #include "grouped_gemm_portable.cuh"
@@ -16,7 +18,8 @@ namespace oxmoe {
 
 template <bool Gated, int Tokens, int Rows, int Warps, int Stages>
 struct GroupedGemmFp8Portable {
-    using Base = GroupedGemmPortable<__nv_bfloat16, Gated, Tokens, Rows, Warps, Stages, 8>;
+    static constexpr int kColumns = 128;  // of a scale
+    using Base = GroupedGemmPortable<__nv_bfloat16, Gated, Tokens, Rows, Warps, Stages, 8, kColumns / 2, kColumns>;
     using Shape = typename Base::Shape;
     using Loop = PortableLoop<GroupedGemmFp8Portable>;
     using Addresses = typename Base::Addresses;
@@ -24,14 +27,14 @@ struct GroupedGemmFp8Portable {
 
     // A stage has the codes of weights, the scales of tokens and those of gate and up rows (the same one twice where there is no
     // gate).
-    static constexpr int kScaleRows = 128;
     static constexpr int kTokenScales = Base::kWeightBytes, kRowScales = kTokenScales + Tokens * 4;
     static constexpr int kWeightBytes = (kRowScales + 8 + 127) / 128 * 128;
     static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 1;
     static constexpr bool kScaled = false, kRowsScaled = true;
     static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
     static_assert(Tokens + 2 <= kThreads && Tokens % 2 == 0, "a thread copies one scale, a lane loads two");
-    static_assert(Shape::kUnitColumns <= kScaleRows, "the rows of a unit share a scale, or two");
+    static_assert(Shape::kBlockK == kColumns / 2, "a stage is a block");
+    static_assert(Shape::kUnitColumns <= kColumns, "the rows of a unit share a scale, or two");
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) { Loop::run(p); }
 
@@ -50,10 +53,11 @@ struct GroupedGemmFp8Portable {
                 scale = p.x_scales + int64_t(row) * blocks;
             } else {
                 real = token < Tokens + 2;
-                const int row = Shape::weight_row(p, row_block * Shape::kUnitColumns, token > Tokens) / kScaleRows;
-                const int row_blocks = p.rows / kScaleRows;
+                const int part_blocks = Shape::all_columns(p) / kColumns;
+                const bool second = Gated && (token > Tokens) == (p.layout == W13Layout::GateUp);
+                const int row = row_block * Shape::kUnitColumns / kColumns + (second ? part_blocks : 0);
                 scale = reinterpret_cast<const float*>(p.block_scales) +
-                        (int64_t(tile.expert) * row_blocks + (real ? row : 0)) * blocks;
+                        (int64_t(tile.expert) * part_blocks * (Gated ? 2 : 1) + (real ? row : 0)) * blocks;
             }
         }
 
@@ -63,7 +67,9 @@ struct GroupedGemmFp8Portable {
             ++scale;
         }
 
-        static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return p.k / Shape::kBlockK; }
+        static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
+            return Shape::x_columns(p) / Shape::kBlockK;
+        }
     };
 
     template <int Groups>

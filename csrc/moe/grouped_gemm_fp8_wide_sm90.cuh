@@ -27,7 +27,8 @@
 
 namespace oxmoe {
 
-template <bool Gated, int Stages>
+// Cut: grouped_gemm_fp8_wide_cut_sm90.cuh.
+template <bool Gated, int Stages, bool Cut = false>
 struct GroupedGemmFp8WideSm90 : Fp8Block {
     static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2;
     // Its units are 256 weight rows, and all tiles of an expert before the next.
@@ -96,7 +97,22 @@ private:
         sm90::barrier_init_fence();
     }
 
-    // ---- weights: one thread, two boxes a stage ----
+    // ---- weights: one thread, two boxes a stage, cut eight ----
+
+    static constexpr int kStripBytes = kRunStride * 128;
+
+    // Block i of a unit, strip by strip.
+    static __device__ __forceinline__ void copy_strips(const CUtensorMap& weights, const GroupedGemmParams& p,
+                                                       const WorkUnit& work, int block, int i, uint8_t (&to)[kBlockBytes],
+                                                       uint64_t* full) {
+        const int part = Gated ? kBlocks * work.expert + i : work.expert;
+        const int row = (Gated ? work.row_block : block_of(p, work, i)) * kBlockRows;
+#pragma unroll
+        for (int strip = 0; strip < kBlockStrips; ++strip) {
+            sm90::copy_tensor_5d(to + strip * kStripBytes, &weights,
+                                 {block * Base::kBlockK, 0, (row + strip * kRunStride) / 8, 0, part}, full);
+        }
+    }
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
@@ -115,8 +131,12 @@ private:
                 sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlocks * kBlockBytes);
 #pragma unroll
                 for (int i = 0; i < kBlocks; ++i) {
-                    sm90::copy_tensor_5d(shared.stage[ring.slot].weights[i], &weights,
-                                         {block * Base::kBlockK, 0, 0, 0, strips[i]}, &shared.full[ring.slot]);
+                    if constexpr (Cut) {
+                        copy_strips(weights, p, work, block, i, shared.stage[ring.slot].weights[i], &shared.full[ring.slot]);
+                    } else {
+                        sm90::copy_tensor_5d(shared.stage[ring.slot].weights[i], &weights,
+                                             {block * Base::kBlockK, 0, 0, 0, strips[i]}, &shared.full[ring.slot]);
+                    }
                 }
             }
         }

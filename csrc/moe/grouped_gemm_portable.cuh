@@ -7,12 +7,14 @@
 
 namespace oxmoe {
 
-template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
+// `InColumns`, `OutColumns`: as of PortableShape.
+template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector, int InColumns = 1,
+          int OutColumns = 1>
 struct GroupedGemmPortable {
     // Wide tiles are square a warp: the fewest shared-memory reads.
     static constexpr int kTokenWarps = (Tokens == 128) ? Warps / 2 : (Warps * 32 > Rows) ? Warps * 32 / Rows : 1;
     using Order = DealtRows<Gated>;
-    using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, kTokenWarps, Vector, Order>;
+    using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, kTokenWarps, Vector, Order, InColumns, OutColumns>;
     using Loop = PortableLoop<GroupedGemmPortable>;
 
     static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 2;

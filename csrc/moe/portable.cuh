@@ -44,8 +44,10 @@ struct StraightRows {
 };
 
 // A CTA's shape and the parts that know nothing of weights. `TokenWarps` of the warps lie along the tokens. Vector 8 needs
-// k % 8 == 0 and 16-byte aligned x; Vector 1 takes any k with loads of single elements.
-template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int TokenWarps, int Vector, typename Order>
+// k % 8 == 0 and 16-byte aligned x; Vector 1 takes any k with loads of single elements. Rows of x and out lie at multiples of
+// `InColumns` and `OutColumns` elements: what is between a row's end and the next row is not read, and written as zeros.
+template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int TokenWarps, int Vector, typename Order,
+          int InColumns = 1, int OutColumns = 1>
 struct PortableShape {
     static_assert(Vector == 8 || Vector == 1, "a load is 16 bytes or one element");
     static_assert(Rows == 64 || Rows == 128, "a stage has 64 or 128 weight rows");
@@ -62,6 +64,14 @@ struct PortableShape {
     static_assert(kWarpRows % 32 == 0 && kWarpTokens % 8 == 0, "a warp stores pairs of slices, 8 tokens at a time");
 
     using Sums = float[kSlices][kGroups][4];
+
+    // Columns of a row of x and of out, in memory.
+    static __device__ __forceinline__ int x_columns(const GroupedGemmParams& p) {
+        return InColumns == 1 ? p.k : (p.k + InColumns - 1) / InColumns * InColumns;
+    }
+    static __device__ __forceinline__ int all_columns(const GroupedGemmParams& p) {
+        return OutColumns == 1 ? p.out_columns : (p.out_columns + OutColumns - 1) / OutColumns * OutColumns;
+    }
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     static __device__ __forceinline__ int first_warp_row() { return threadIdx.x / 32 % kRowWarps * kWarpRows; }
@@ -125,7 +135,7 @@ struct PortableShape {
 #pragma unroll
             for (int i = 0; i < kPasses; ++i)
                 if (kPassRows <= Tokens || copy_row() < Tokens)
-                    PortableShape::copy(to + copy_offset() + i * kPassRows * kRowBytes, x + int64_t(rows[i]) * p.k,
+                    PortableShape::copy(to + copy_offset() + i * kPassRows * kRowBytes, x + int64_t(rows[i]) * x_columns(p),
                                         rows[i] >= 0 ? left : 0);
         }
     };
@@ -233,11 +243,11 @@ struct PortableShape {
 
     static __device__ __forceinline__ void store(const GroupedGemmParams& p, const Tile& tile, int first_column,
                                                  const Sums& sums) {
-        const bool wide = p.out_columns % 4 == 0;
+        const bool wide = all_columns(p) % 4 == 0;
         const int first_token = first_warp_token() + lane() / 4, column = first_column + Order::first_column();
-        Element* out = reinterpret_cast<Element*>(p.out) + size_t(tile.first + first_token) * p.out_columns + column;
+        Element* out = reinterpret_cast<Element*>(p.out) + size_t(tile.first + first_token) * all_columns(p) + column;
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n, out += 8 * size_t(p.out_columns)) {
+        for (int n = 0; n < kGroups; ++n, out += 8 * size_t(all_columns(p))) {
 #pragma unroll
             for (int q = 0; q < (Gated ? kSlices / 2 : kSlices); ++q) {
                 const float* low = Gated ? sums[2 * q][n] : sums[q][n];
@@ -246,11 +256,11 @@ struct PortableShape {
                                                         sm80::transpose(pack<Element>(high[0], high[1])));
                 if (first_token + n * 8 >= tile.count) continue;
                 if (wide) {
-                    if (column + q * 16 < p.out_columns) *reinterpret_cast<uint2*>(out + q * 16) = results;
+                    if (column + q * 16 < all_columns(p)) *reinterpret_cast<uint2*>(out + q * 16) = results;
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (column + q * 16 + i < p.out_columns)
+                        if (column + q * 16 + i < all_columns(p))
                             reinterpret_cast<uint16_t*>(out)[q * 16 + i] =
                                 uint16_t((i < 2 ? results.x : results.y) >> i % 2 * 16);
                 }
@@ -282,7 +292,7 @@ struct PortableLoop {
         pdl::wait();
         pdl::launch_dependents();
 
-        const int row_blocks = (p.out_columns + Shape::kUnitColumns - 1) / Shape::kUnitColumns;
+        const int row_blocks = (Shape::all_columns(p) + Shape::kUnitColumns - 1) / Shape::kUnitColumns;
         const int units = *p.tile_count * row_blocks, k_blocks = (p.k + kBlockK - 1) / kBlockK;
         const typename Kernel::Addresses addresses;
         Loader loader(p, units, row_blocks);

@@ -3,11 +3,9 @@
 //
 // NOTE: its successor does not start early: what is packed is older than any kernel that reads it.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
+#include "../common/element.cuh"
 #include "../common/int4.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/int4.rs.h"
@@ -39,7 +37,7 @@ struct Int4Pack {
                 const int column = 64 * k_block + 32 * group;
                 if (row < 0 || column >= p.k) continue;
                 const size_t first = size_t(expert) * p.rows + row, at = first * (p.k / p.group) + column / p.group;
-                scales[group] |= uint32_t(scale_of(p, at)) << 16 * half;
+                scales[group] |= scale_of(p, at) << 16 * half;
                 if (p.zeros) {
                     const int byte = 8 * (2 * group + half);
                     zeros = (zeros & ~(0xFFu << byte)) | uint32_t(p.zeros[at]) << byte;
@@ -72,16 +70,12 @@ private:
         }
     }
 
-    // The bits of a scale in bf16.
-    static __device__ __forceinline__ uint16_t scale_of(const PackInt4Params& p, size_t at) {
-        switch (p.scale_dtype) {
-            case Dtype::Bf16:
-                return reinterpret_cast<const uint16_t*>(p.scales)[at];
-            case Dtype::F16:
-                return __bfloat16_as_ushort(__float2bfloat16_rn(__half2float(reinterpret_cast<const __half*>(p.scales)[at])));
-            default:
-                return __bfloat16_as_ushort(__float2bfloat16_rn(reinterpret_cast<const float*>(p.scales)[at]));
-        }
+    // The bits of a scale, rounded to bf16.
+    static __device__ __forceinline__ uint32_t scale_of(const PackInt4Params& p, size_t at) {
+        if (p.scale_dtype == Dtype::Bf16) return reinterpret_cast<const uint16_t*>(p.scales)[at];
+        const float scale = p.scale_dtype == Dtype::F16 ? to_float(reinterpret_cast<const __half*>(p.scales)[at])
+                                                        : reinterpret_cast<const float*>(p.scales)[at];
+        return pack<__nv_bfloat16>(scale, 0) & 0xFFFF;
     }
 };
 

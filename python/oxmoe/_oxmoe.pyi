@@ -178,7 +178,7 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """fp8 experts with one scale for an expert's matrix, as SGLang's Fp8MoEMethod holds them: a weight is its code
         times that scale; or with one for each row of the matrix, as compressed-tensors' "channel" strategy has them.
-        H and I are multiples of 128: NotImplementedError for others and for layout="interleaved".
+        H is a multiple of 128 and I of 16: NotImplementedError for others and for layout="interleaved".
 
         x is bf16. Its rows, and GEMM1's activated output rounded to bf16, become e4m3: x times the rounded reciprocal
         of the scale, to nearest, ties to even, at most 448. Scales that are not given are amax / 448, amax at least
@@ -189,7 +189,9 @@ class ExpertWeights:
         SGLang's Triton kernel multiplies the whole sum by every scale; results differ by what fp32 rounds.
 
         w13_scale and w2_scale of the result are tables as fp8_block takes them, made of those given; a change of the
-        scales given has no effect. Those of rows are the tensors given.
+        scales given has no effect. Those of rows are the tensors given. Where I is no multiple of 128 a Hopper GPU
+        reads copies of w13's scales of rows and of b13 that have zeros behind each half; w13_scale and b13 of the
+        result are then these.
 
         w13: float8_e4m3fn [El, 2I, H], or [El, I, H] when not gated.
         w2: float8_e4m3fn [El, H, I].

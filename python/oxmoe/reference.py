@@ -294,8 +294,8 @@ def mxfp8_rows(x: Tensor) -> Tensor:
 
 
 def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tensor, Tensor]:
-    """x [M, K] as codes and scales [M, K / 128]: of this scale, of amax of all ("tensor") or of a row ("token"), or of
-    groups of 128 columns."""
+    """x [M, K] as codes and scales [M, K / 128], rounded up: of this scale, of amax of all ("tensor") or of a row
+    ("token"), or of groups of 128 columns."""
     if scale is None and dynamic is None:
         return fp8_groups(x)
     if scale is None:
@@ -303,22 +303,23 @@ def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tens
         amax = amax.amax(-1, keepdim=True) if dynamic == "token" else amax.max() if amax.numel() else amax.sum()
         scale = amax.clamp(min=1e-10) / torch.tensor(448.0, device=x.device)
     codes = (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes, scale.broadcast_to((x.shape[0], x.shape[1] // 128))
+    return codes, scale.broadcast_to((x.shape[0], -(-x.shape[1] // 128)))
 
 
 def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
     """e4m3 rows [M, K] with scales [M, K / 128] times e4m3 weights [N, K] transposed with scales [N / 128, K / 128]:
     the fp32 products of every 128 columns are added in fp32, times both scales. Scales [N] or [N, 1], of rows of
-    weights, multiply the sums."""
+    weights, multiply the sums; N and K are then any sizes."""
     codes, row_scales = rows
     if scales.shape[0] == weights.shape[0] and scales.numel() == weights.shape[0]:
-        ones = scales.new_ones((weights.shape[0] // 128, weights.shape[1] // 128))
+        ones = scales.new_ones((-(-weights.shape[0] // 128), -(-weights.shape[1] // 128)))
         return fp8_product(rows, weights, ones) * scales.flatten()
     total = torch.zeros((codes.shape[0], weights.shape[0]), device=codes.device)
-    for block in range(weights.shape[1] // 128):
+    for block in range(scales.shape[1]):
         columns = slice(128 * block, 128 * block + 128)
         product = codes[:, columns].float() @ weights[:, columns].float().T
-        total += product * (row_scales[:, block, None] * scales[:, block].repeat_interleave(128))
+        of_rows = scales[:, block].repeat_interleave(128)[: weights.shape[0]]
+        total += product * (row_scales[:, block, None] * of_rows)
     return total
 
 
@@ -350,9 +351,11 @@ def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).flatten(-2)
 
 
-def int4_weights(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Weights [..., K] in dtype of int4 pairs uint8 [..., K / 2], scales [..., G] and zero points [..., G] (None: 8): the
-    scale and then the product are rounded to dtype."""
+def int4_weights(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Weights [..., K] in dtype of int4 pairs uint8 [..., K / 2], scales [..., G] and zero points [..., G] (None: 8).
+    The scale and then the product are rounded to dtype."""
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).unflatten(-1, (scales.shape[-1], -1)).double()
     less = 8 if zeros is None else zeros.double()[..., None]
     return ((numbers - less) * scales.to(dtype).double()[..., None]).flatten(-2).to(dtype)

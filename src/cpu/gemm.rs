@@ -22,6 +22,7 @@ use crate::parallel::*;
 use super::{activation, for_dtype, Element, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
 use crate::quant::blocks::{Blocks, Nvfp4};
+use crate::quant::fp8::GROUP;
 use crate::quant::int4::Rounds;
 use crate::quant::mxfp4::BLOCK;
 use crate::quant::nvfp4::ScaleLayout;
@@ -236,6 +237,20 @@ impl<'a> Panel<'a> {
         }
     }
 
+    /// Columns of a row of `out` in memory: of fp8 whole groups, those behind `out_columns` zeros.
+    fn out_stride(&self) -> usize {
+        (self.p.out_columns as usize).next_multiple_of(if self.p.x_scales.is_null() { 1 } else { GROUP })
+    }
+
+    /// Of fp8: the block of weights, among all experts', that the panel's row `row` lies in. Each part of an expert's rows begins with one.
+    fn block_of_scales(&self, row: usize) -> usize {
+        let part_blocks = self.out_stride() / GROUP;
+        let (parts, is_up) = (if self.gated { 2 } else { 1 }, row >= self.columns);
+        let second = self.gated && is_up != (self.p.layout == W13Layout::UpGate);
+        let block = (self.first_column + row % self.columns) / GROUP + usize::from(second) * part_blocks;
+        self.tile.expert as usize * parts * part_blocks + block
+    }
+
     /// # Safety
     /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
     unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expansion)>) {
@@ -388,14 +403,18 @@ impl<'a> Panel<'a> {
         let (gate, up) = sums.split_at_mut(self.columns);
         // SAFETY: one number an expert, by the caller's contract.
         activation::apply(&unsafe { activation::of_expert(p, self.tile.expert as usize) }, gate, up);
-        // SAFETY: this panel's columns of the place's row, which only this thread writes.
+        let (stride, end) = (self.out_stride(), self.first_column + self.columns);
+        let behind = if end == p.out_columns as usize { stride - end } else { 0 };
+        // SAFETY: this panel's columns of the place's row, those of the last panel up to the row's end, which only this thread writes.
         let out = unsafe {
-            let first = place * p.out_columns as usize + self.first_column;
-            std::slice::from_raw_parts_mut(p.out.cast::<T>().add(first), self.columns)
+            let first = place * stride + self.first_column;
+            std::slice::from_raw_parts_mut(p.out.cast::<T>().add(first), self.columns + behind)
         };
-        for (out, value) in out.iter_mut().zip(gate) {
+        let (own, zeros) = out.split_at_mut(self.columns);
+        for (out, value) in own.iter_mut().zip(gate) {
             *out = T::from_f32(*value);
         }
+        zeros.fill(T::from_f32(0.0));
     }
 }
 

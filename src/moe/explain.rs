@@ -61,9 +61,11 @@ fn described(
             contract!("{name}: expected 1 to {most}, got {got}");
         }
     }
-    for (name, got) in [("hidden_size", hidden_size), ("intermediate_size", intermediate_size)] {
-        if got % spec.block != 0 {
-            contract!("{name}: expected a multiple of {} for format {format:?}, got {got}", spec.block);
+    let multiples =
+        [("hidden_size", hidden_size, spec.block), ("intermediate_size", intermediate_size, spec.inner_block)];
+    for (name, got, multiple) in multiples {
+        if got % multiple != 0 {
+            contract!("{name}: expected a multiple of {multiple} for format {format:?}, got {got}");
         }
     }
     if !(0..=1 << 24).contains(&num_tokens) {

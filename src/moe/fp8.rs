@@ -49,17 +49,29 @@ impl Activations {
 #[derive(Clone, Copy, Debug)]
 pub struct Scaling {
     pub activations: Activations,
-    /// Those of each row of w13 and w2, fp32 [E, 2I] and [E, H], or null.
+    /// Those of each row of w13 and w2, fp32 [E, 2I] and [E, H], or null. Those of w13 and `bias` have zeros up to whole blocks where
+    /// `pads` says so.
     pub rows: [*const f32; 2],
+    /// Such a copy of b13, or null.
+    pub bias: *const u8,
 }
 
 impl From<Activations> for Scaling {
     fn from(activations: Activations) -> Scaling {
-        Scaling { activations, rows: [std::ptr::null(); 2] }
+        Scaling { activations, rows: [std::ptr::null(); 2], bias: std::ptr::null() }
     }
 }
 
-/// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases.
+/// Whether the layer's kernels read the scales of w13's rows and b13 in whole blocks, which gate and up rows do not fill.
+pub fn pads(place: Place, desc: &LayerDesc) -> Result<bool> {
+    match place {
+        Place::Cuda(ordinal) if desc.is_cut() => Ok(fp8_sm90::serves(&gpu(ordinal)?.device, desc)),
+        _ => Ok(false),
+    }
+}
+
+/// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases. Of fp8_tensor I / 128 is
+/// rounded up, in each half of w13.
 pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_>) -> Result<Layer> {
     let activations = scaling.activations;
     let name = if activations.format().is_fp8_tensor() { "fp8_tensor" } else { "fp8_block" };
@@ -78,18 +90,32 @@ pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_
     contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden")], &[Elem::E4M3])?;
     let (rows, hidden, intermediate) = (w13.shape()[1], w13.shape()[2], intermediate_size(w13, gated)?);
     check_sizes(w13, hidden)?;
-    for (size_name, size, dimension) in [("hidden", hidden, 2), ("intermediate", intermediate, 1)] {
-        if size % block != 0 {
+    let spec = activations.format().spec();
+    for (size_name, size, dimension, multiple) in
+        [("hidden", hidden, 2, spec.block), ("intermediate", intermediate, 1, spec.inner_block)]
+    {
+        if size % multiple != 0 {
+            let why = if multiple == block { " (a block has one scale)" } else { "" };
             return Err(Error::Unsupported(format!(
-                "w13: dimension {dimension} gives {size_name} {size} for {name} experts; supported: multiples of {block} (a block has one scale)"
+                "w13: dimension {dimension} gives {size_name} {size} for {name} experts; supported: multiples of {multiple}{why}"
             )));
         }
     }
+    let desc = LayerDesc {
+        experts: w13.shape()[0],
+        hidden,
+        intermediate,
+        gated,
+        dtype: Dtype::Bf16,
+        format: activations.format(),
+    };
+    let inner = desc.inner();
     let of = |name, size: i64| Dim::Is(name, size / block);
     contract.check("w2", w2, &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)], &[Elem::E4M3])?;
-    let (of_rows, of_hidden) = (of("rows of w13 / 128", rows), of("hidden / 128", hidden));
+    let all_blocks = rows / intermediate * inner;
+    let (of_rows, of_hidden) = (of("rows of w13 / 128", all_blocks), of("hidden / 128", hidden));
     contract.check("w13_scale", w13_scale, &[experts, of_rows, of_hidden], &[Elem::F32])?;
-    let of_intermediate = of("intermediate / 128", intermediate);
+    let of_intermediate = of("intermediate / 128", inner);
     contract.check("w2_scale", w2_scale, &[experts, of_hidden, of_intermediate], &[Elem::F32])?;
     check_biases(&mut contract, operands, Dim::Named("hidden"), &[Elem::Bf16, Elem::F32])?;
     // Kernels read codes and biases 16 bytes at a time, the scales of w2 two.
@@ -116,15 +142,13 @@ pub fn layer(operands: &Operands<'_>, scaling: Scaling, options: &Options<'_, '_
             ..Matrix::new(t, bias, Dtype::Bf16, size)
         },
     );
-    let desc = LayerDesc {
-        experts: w13.shape()[0],
-        hidden,
-        intermediate,
-        gated,
-        dtype: Dtype::Bf16,
-        format: activations.format(),
-    };
     let mut layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
+    if pads(layer.place, &desc)? {
+        layer.up.numbers = all_blocks;
+        if !scaling.bias.is_null() {
+            layer.up.bias = scaling.bias;
+        }
+    }
     if let Place::Cuda(ordinal) = layer.place {
         let gpu = gpu(ordinal)?;
         plan::require(&desc, &gpu.device)?;
@@ -216,9 +240,10 @@ pub fn round_rows(
     (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
 ) -> ([Option<Rounding>; 2], Option<Between>) {
     let (rows, [of_x, of_hidden]) = (i64::from(schedule.rows), outputs(workspace));
+    let inner = layer.desc.inner() as i32;
     let both = [
         (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
-        (in_groups(up.out, rows, down.k, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
+        (in_groups(up.out, rows, inner, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
     ];
     let [x, hidden] = both.map(|(params, fixed, peak)| QuantizeFp8Params {
         scaling: scaling_of(layer.desc.format),
@@ -267,7 +292,7 @@ pub fn round_slots(
     let of_x = (Counters::PEAK_X, layer.up.x_scale);
     let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
     let mut x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
-    let mut hidden = params(up.out, (slots, placed), down.k, outputs[1], of_hidden);
+    let mut hidden = params(up.out, (slots, placed), layer.desc.inner() as i32, outputs[1], of_hidden);
     if fp8_sm90::in_order(route.tile_tokens) {
         // A row of x for each slot and then its scales, where GEMM2 writes once GEMM1 has read them.
         let (codes, bytes) = (ws.rows.at::<u8>(base), slots * layer.desc.hidden);

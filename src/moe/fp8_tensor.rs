@@ -1,10 +1,13 @@
 //! e4m3 experts whose matrices have one scale, or one for each row: the block scales that kernels read, and the scales of activations.
 
-use super::fp8::{Activations, Scaling};
+use super::fp8::{pads, Activations, Scaling};
 use super::operands::Extra;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::error::{Error, Result};
-use crate::quant::fp8::GROUP;
+use crate::params::Dtype;
+use crate::quant::fp8::{GROUP, LEAST_COLUMNS};
+use crate::quant::Format;
 use crate::tensor::{self, Borrowed, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
@@ -13,6 +16,8 @@ pub struct Fp8Tensor<'py> {
     pub tables: [Bound<'py, PyAny>; 2],
     /// Of each row, where the tables are of ones.
     rows: [Option<Borrowed<'py>>; 2],
+    /// b13 in whole blocks, where kernels read those alone.
+    bias: Option<Borrowed<'py>>,
     activations: Activations,
     /// What `Activations::Static` points at.
     scales: Option<[Borrowed<'py>; 2]>,
@@ -25,19 +30,25 @@ impl<'py> Fp8Tensor<'py> {
     pub fn scaling(&self) -> Scaling {
         let address =
             |rows: &Option<Borrowed<'_>>| rows.as_ref().map_or(std::ptr::null(), |t| t.data.cast_const().cast());
-        Scaling { activations: self.activations, rows: self.rows.each_ref().map(address) }
+        let bias = self.bias.as_ref().map_or(std::ptr::null(), |bias| bias.data.cast_const());
+        Scaling { activations: self.activations, rows: self.rows.each_ref().map(address), bias }
     }
 
     /// What the layer reads beside the tables.
     pub fn tensors(&self) -> Vec<Extra<'py>> {
         let rows = OF_ROWS.into_iter().zip(&self.rows).filter_map(|(name, rows)| Some((name, rows.clone()?)));
         let scales = self.scales.iter().flatten().cloned();
-        rows.chain(OF_ACTIVATIONS.into_iter().zip(scales)).collect()
+        let bias = self.bias.iter().map(|bias| ("b13", bias.clone()));
+        rows.chain(OF_ACTIVATIONS.into_iter().zip(scales)).chain(bias).collect()
     }
 
-    /// Makes the scales attributes: those of rows in place of the tables of w13 and w2, and those of activations before each.
-    pub fn show(self, [w13_scale, w2_scale, a13_scale, a2_scale]: [&mut Option<Py<PyAny>>; 4]) {
+    /// Makes what is read attributes: the scales of rows in place of the tables of w13 and w2, those of activations before each, and b13 in
+    /// whole blocks.
+    pub fn show(self, [w13_scale, w2_scale, a13_scale, a2_scale, b13]: [&mut Option<Py<PyAny>>; 5]) {
         let object = |tensor: Borrowed<'_>| Some(tensor.into_object().unbind());
+        if let Some(bias) = self.bias {
+            *b13 = object(bias);
+        }
         for (rows, attribute) in self.rows.into_iter().zip([w13_scale, w2_scale]) {
             if let Some(rows) = rows {
                 *attribute = object(rows);
@@ -52,7 +63,7 @@ impl<'py> Fp8Tensor<'py> {
 /// `given`: scales of activations, both or none; without them, `per_token`, by default a scale for each row, else one for all of a call.
 pub fn prepare<'py>(
     contract: &mut Contract<'_>,
-    (w13, w2): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    (w13, w2, b13): (&Bound<'py, PyAny>, &Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
     scales: [Option<&Bound<'py, PyAny>>; 2],
     given: [Option<&Bound<'py, PyAny>>; 2],
     per_token: Option<bool>,
@@ -62,8 +73,13 @@ pub fn prepare<'py>(
         contract!("w13_scale and w2_scale: both are needed for format \"fp8_tensor\"");
     };
     let (w13, w2) = (tensor::describe("w13", w13)?, tensor::describe("w2", w2)?);
-    let (w13_table, w13_rows) = table(contract, "w13_scale", w13_scale, &w13, if gated { 2 } else { 1 })?;
-    let (w2_table, w2_rows) = table(contract, "w2_scale", w2_scale, &w2, 1)?;
+    let up = Parts::new(if gated { 2 } else { 1 }, &w13)?;
+    let (w13_table, w13_rows) = table(contract, "w13_scale", w13_scale, &w13, up)?;
+    let (w2_table, w2_rows) = table(contract, "w2_scale", w2_scale, &w2, Parts { count: 1, rows: 0, pads: false })?;
+    let bias = match b13 {
+        Some(bias) if up.pads => up.padded(contract, "b13", bias)?,
+        _ => None,
+    };
     let (activations, scales) = match given {
         [None, None] if per_token.unwrap_or(true) => (Activations::Token, None),
         [None, None] => (Activations::Tensor, None),
@@ -77,26 +93,68 @@ pub fn prepare<'py>(
         }
         _ => contract!("a13_scale and a2_scale: give both or none"),
     };
-    Ok(Fp8Tensor { tables: [w13_table, w2_table], rows: [w13_rows, w2_rows], activations, scales })
+    Ok(Fp8Tensor { tables: [w13_table, w2_table], rows: [w13_rows, w2_rows], bias, activations, scales })
 }
 
-/// The scales of `weights`' blocks: its scale repeated, or what is such a table already, or ones beside the scales of rows. `parts`: of its
-/// rows that may differ.
+/// The parts of an expert's rows whose scales may differ: the halves of a gated w13, else all of them.
+#[derive(Clone, Copy)]
+struct Parts {
+    count: i64,
+    /// Of all parts.
+    rows: i64,
+    /// Kernels read what there is of each row in whole blocks, which a part does not fill.
+    pads: bool,
+}
+
+impl Parts {
+    /// Those of w13.
+    fn new(count: i64, w13: &View) -> Result<Parts> {
+        let &[experts, rows, hidden] = w13.shape() else { return Ok(Parts { count, rows: 0, pads: false }) };
+        let (intermediate, format) = (rows / count, Format::Fp8TensorToken);
+        let desc = LayerDesc { experts, hidden, intermediate, gated: count == 2, dtype: Dtype::Bf16, format };
+        Ok(Parts { count, rows, pads: rows % (count * LEAST_COLUMNS) == 0 && pads(w13.place, &desc)? })
+    }
+
+    /// Numbers [experts, rows] of rows, those of each part behind zeros up to whole blocks. None: another shape, which the contract of the
+    /// layer refuses.
+    fn padded<'py>(
+        self,
+        contract: &mut Contract<'_>,
+        name: &'static str,
+        object: &Bound<'py, PyAny>,
+    ) -> Result<Option<Borrowed<'py>>> {
+        let given = contract.input(name, object)?;
+        let experts = match *given.shape() {
+            [experts, rows] | [experts, rows, 1] if rows == self.rows => experts,
+            _ => return Ok(None),
+        };
+        let (own, block) = (self.rows / self.count, GROUP as i64);
+        let whole = (own + block - 1) / block * block;
+        let parts = object.call_method1("reshape", ((experts, self.count, own),))?;
+        let padded = object.call_method1("new_zeros", ((experts, self.count, whole),))?;
+        padded.call_method1("narrow", (2, 0, own))?.call_method1("copy_", (parts,))?;
+        let padded = padded.call_method1("view", ((experts, self.count * whole),))?;
+        Ok(Some(contract.input(name, &padded)?))
+    }
+}
+
+/// The scales of `weights`' blocks: its scale repeated, or what is such a table already, or ones beside the scales of rows.
 fn table<'py>(
     contract: &mut Contract<'_>,
     name: &'static str,
     object: &Bound<'py, PyAny>,
     weights: &View,
-    parts: i64,
+    of: Parts,
 ) -> Result<(Bound<'py, PyAny>, Option<Borrowed<'py>>)> {
-    let block = GROUP as i64;
+    let (block, parts) = (GROUP as i64, of.count);
     let &[experts, rows, columns] = weights.shape() else { return Ok((object.clone(), None)) };
-    if rows % (parts * block) != 0 || columns % block != 0 {
+    if rows % (parts * LEAST_COLUMNS) != 0 || columns % LEAST_COLUMNS != 0 {
         // The contract of the weights says it.
         return Ok((object.clone(), None));
     }
     let scale = contract.input(name, object)?;
-    let shape = [experts, rows / block, columns / block];
+    let blocks = |size: i64| (size + block - 1) / block;
+    let shape = [experts, parts * blocks(rows / parts), blocks(columns)];
     if scale.shape() == shape {
         return Ok((object.clone(), None));
     }
@@ -124,7 +182,8 @@ fn table<'py>(
                 );
             }
             let ones = object.call_method1("new_ones", (shape,))?;
-            return Ok((ones, Some(scale)));
+            let padded = if of.pads { of.padded(contract, name, object)? } else { None };
+            return Ok((ones, Some(padded.unwrap_or(scale))));
         }
         _ => {
             let halves = if parts > 1 { format!(", [{experts}, {parts}]") } else { String::new() };

@@ -39,6 +39,7 @@ const IDENTITY: Activation = Activation {
 
 /// GEMM1 and GEMM2.
 pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
+    let inner = |own: i64| if layer.counts_whole_blocks() { layer.desc.inner() } else { own };
     let up = GroupedGemmParams {
         x: rows.x,
         row_scales: std::ptr::null(),
@@ -59,9 +60,9 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         awaited: std::ptr::null(),
         awaited_ctas: 0,
         awaited_units: 0,
-        rows: layer.up.rows as i32,
+        rows: layer.up.numbers as i32,
         k: layer.up.k as i32,
-        out_columns: layer.desc.intermediate as i32,
+        out_columns: inner(layer.desc.intermediate) as i32,
         layout: layer.layout,
         activation: layer.activation,
         expert_alpha: layer.per_expert.alpha,
@@ -84,7 +85,7 @@ pub fn params(layer: &Layer, rows: &Rows) -> [GroupedGemmParams; 2] {
         slot_weights: std::ptr::null(),
         out: rows.out,
         rows: layer.down.rows as i32,
-        k: layer.down.k as i32,
+        k: inner(layer.down.k) as i32,
         out_columns: layer.desc.hidden as i32,
         activation: IDENTITY,
         next_unit: rows.counters.wrapping_add(Counters::NEXT_DOWN),
@@ -159,9 +160,10 @@ pub fn launch(
             };
             stream.launch(op, launch, (map()?, &tokens, &p))
         }
-        Family::GroupedGemmFp8Sm90 | Family::GroupedGemmFp8WideSm90 | Family::GroupedGemmFp8StationarySm90 => {
-            stream.launch(op, launch, (map()?, &pairs))
-        }
+        Family::GroupedGemmFp8Sm90
+        | Family::GroupedGemmFp8WideSm90
+        | Family::GroupedGemmFp8WideCutSm90
+        | Family::GroupedGemmFp8StationarySm90 => stream.launch(op, launch, (map()?, &pairs)),
         _ => stream.launch(op, launch, p),
     }
 }

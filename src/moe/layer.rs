@@ -49,6 +49,11 @@ impl Layer {
         spans.filter(|span| span.start != 0 && !span.is_empty()).collect()
     }
 
+    /// Whether kernels count whole blocks of rows of w13 and of columns of w2, where these end inside a block.
+    pub fn counts_whole_blocks(&self) -> bool {
+        self.up.numbers != self.up.rows
+    }
+
     /// Without tensor maps, and without numbers of single experts.
     pub fn described(
         (desc, place): (LayerDesc, Place),
@@ -93,6 +98,9 @@ pub struct Matrix {
     pub one_x_scale: bool,
     /// Of an expert, padding included.
     pub rows: i64,
+    /// Numbers that an expert has in `bias` and `row_scales`, and rows of which kernels know. Where these take whole blocks alone that is more
+    /// than `rows`: each part of the rows is followed by zeros, which tensor maps and copies of these numbers make.
+    pub numbers: i64,
     /// Columns that are multiplied.
     pub k: i64,
 }
@@ -116,6 +124,7 @@ impl Matrix {
             one_x_scale: false,
             row_scales: std::ptr::null(),
             rows,
+            numbers: rows,
             k,
         }
     }
@@ -155,11 +164,16 @@ impl Matrix {
             x_scale,
             one_x_scale: _,
             rows,
+            numbers,
             k,
         } = *self;
         let (rows, k, experts, number) = (rows as usize, k as usize, desc.experts as usize, size_of::<f32>());
-        let all_rows = experts * rows;
+        let (all_rows, all_numbers) = (experts * rows, experts * numbers as usize);
         let bytes_of = |dtype| if dtype == Dtype::F32 { 4 } else { 2 };
+        let mut names = names;
+        if blocks.is_some_and(|blocks| blocks.int4.is_some()) {
+            names[2] = if names[0] == "w13" { "w13_zeros" } else { "w2_zeros" };
+        }
         let none = (std::ptr::null(), 0);
         let (weights, scales, of_rows) = if let Some(Packed { form, codes, scales, expert_scales }) = packed {
             let extent = Extent { form, experts: desc.experts, rows: self.rows, k: self.k };
@@ -177,8 +191,10 @@ impl Matrix {
             let codes = (data, all_rows * row_blocks * blocks.code_bytes());
             (codes, (scales, experts * blocks.scale_bytes(rows)), factors)
         } else if !block_scales.is_null() {
-            let blocks = (block_scales.cast(), all_rows * k / (GROUP * GROUP) * number);
-            ((data, all_rows * k), blocks, (row_scales.cast(), all_rows * number))
+            let parts = if names[0] == "w13" && desc.gated { 2 } else { 1 };
+            let row_blocks = experts * parts * (rows / parts).div_ceil(GROUP);
+            let blocks = (block_scales.cast(), row_blocks * k.div_ceil(GROUP) * number);
+            ((data, all_rows * k), blocks, (row_scales.cast(), all_numbers * number))
         } else {
             ((data, all_rows * k * bytes_of(desc.dtype)), none, none)
         };
@@ -187,7 +203,7 @@ impl Matrix {
         } else {
             (x_scale.cast(), number * if desc.format.weights() == Weights::Nvfp4 { experts } else { 1 })
         };
-        let parts = [weights, scales, of_rows, (bias, all_rows * bytes_of(bias_dtype)), of_x];
+        let parts = [weights, scales, of_rows, (bias, all_numbers * bytes_of(bias_dtype)), of_x];
         let mut i = 0;
         names.map(|name| {
             i += 1;

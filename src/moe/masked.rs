@@ -117,7 +117,7 @@ impl Stages {
 /// An error where kernels could not count the rows: rows in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
 fn require_countable(operand: &str, layer: &LayerDesc, rows: i64) -> Result<()> {
     let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
-    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    let elements = rows.saturating_mul(layer.hidden.max(layer.inner()));
     if rows > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
         return Err(Error::Unsupported(format!(
             "{operand}: {rows} rows are beyond 2^30, or beyond {vector} x 2^31 elements; split the batch"

@@ -223,7 +223,7 @@ fn require_countable(operand: &str, layer: &LayerDesc, tokens: i64, top_k: i64) 
     let slots = tokens.saturating_mul(top_k);
     // Rows may be rounded once for each of their slots.
     let rows = if layer.format.activations() == Activations::Nvfp4 { slots } else { tokens };
-    let elements = rows.saturating_mul(layer.hidden.max(layer.intermediate));
+    let elements = rows.saturating_mul(layer.hidden.max(layer.inner()));
     if slots > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
         return Err(Error::Unsupported(format!(
             "{operand}: {tokens} tokens x top-{top_k} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch"
@@ -497,7 +497,8 @@ pub fn moe_tensors<'py>(
                 }
                 let per_token = format == Format::Fp8TensorToken;
                 let (scales, given) = ([w13_scale, w2_scale], [a13_scale, a2_scale]);
-                Some(fp8_tensor::prepare(&mut contract, (w13, w2), scales, given, Some(per_token), options.gated())?)
+                let weights = (w13, w2, b13);
+                Some(fp8_tensor::prepare(&mut contract, weights, scales, given, Some(per_token), options.gated())?)
             }
             None if a13_scale.is_some() || a2_scale.is_some() => {
                 contract!("a13_scale and a2_scale: only for format \"fp8_tensor\", got them with {format:?}")

@@ -57,7 +57,7 @@ pub struct MoeWorkspace {
     pub tile_count: Range,
     pub counters: Range,
     pub block_histogram: Range,
-    /// GEMM1's output, [slots, intermediate].
+    /// GEMM1's output, [slots, `LayerDesc::inner`].
     pub hidden: Range,
     /// GEMM2's output, [slots, hidden]; before it, x in e4m3.
     pub rows: Range,
@@ -112,15 +112,15 @@ impl MoeWorkspace {
                 "block_histogram",
                 routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
             ),
-            hidden: add("hidden", slots * layer.intermediate as usize * element),
+            hidden: add("hidden", slots * layer.inner() as usize * element),
             rows: add(
                 "rows",
                 (slots * layer.hidden as usize * element).max(only_e4m3(tokens as usize * e4m3_columns(layer.hidden))),
             ),
             x_codes: add("x_codes", fp8(tokens as usize, layer.hidden, 1)),
             x_scales: add("x_scales", fp8(tokens as usize, layer.hidden, GROUP / 4)),
-            hidden_codes: add("hidden_codes", fp8(slots, layer.intermediate, 1)),
-            hidden_scales: add("hidden_scales", fp8(slots, layer.intermediate, GROUP / 4)),
+            hidden_codes: add("hidden_codes", fp8(slots, layer.inner(), 1)),
+            hidden_scales: add("hidden_scales", fp8(slots, layer.inner(), GROUP / 4)),
             hidden_e4m3: add("hidden_e4m3", only_e4m3(slots * e4m3_columns(layer.intermediate))),
             row_scales: add("row_scales", only_e4m3(slots * 4)),
             x_rounded: add(

@@ -60,11 +60,18 @@ pub fn encode(
 }
 
 /// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
-/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh).
+/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh). Where a part, gate, up or all of an expert's rows, ends inside a block of 128, the wide one's
+/// counts parts and strips of 32 rows apart (csrc/moe/grouped_gemm_fp8_wide_cut_sm90.cuh): what lies behind a part's end is read as zeros.
+/// So is what lies behind k in all of them.
 fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
+    let parts = if gated { 2 } else { 1 };
+    let part_rows = rows / parts;
     let map = |tile: &Variant| -> Result<_> {
         let slices = 4 * tile.consumers;
         let dims = match gated {
+            _ if tile.family == Family::GroupedGemmFp8WideSm90 && part_rows % fp8::BLOCK_ROWS != 0 => {
+                [(2, 1, 2), (part_rows / 8, 8, 4), (4, 2, 4), (parts * experts, part_rows, 1)]
+            }
             _ if tile.family == Family::GroupedGemmFp8WideSm90 => {
                 [(2, 1, 2), (4, 8, 4), (4, 2, 4), (experts * rows / 32, 32, 4)]
             }

@@ -318,14 +318,14 @@ macro_rules! constructors {
                     let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
                     let (scales, of_x) = ([Some(w13_scale), Some(w2_scale)], [a13_scale, a2_scale]);
                     let gated = options.gated();
-                    let tensor = fp8_tensor::prepare(&mut contract, (w13, w2), scales, of_x, per_token, gated)?;
+                    let tensor = fp8_tensor::prepare(&mut contract, (w13, w2, b13), scales, of_x, per_token, gated)?;
                     let [w13_scale, w2_scale] = tensor.tables.each_ref().map(Some);
                     let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
                     let (numbers, extra) = (Numbers::Fp8(tensor.scaling()), tensor.tensors());
                     let mut made =
                         ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
-                    let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, .. } = &mut made;
-                    tensor.show([w13_scale, w2_scale, a13_scale, a2_scale]);
+                    let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, b13, .. } = &mut made;
+                    tensor.show([w13_scale, w2_scale, a13_scale, a2_scale, b13]);
                     Ok(made)
                 })
             }

@@ -6,6 +6,9 @@ use crate::cpu::Element;
 /// Columns of an activation row, and rows and columns of a weight matrix, that share a scale in `Format::Fp8Block`.
 pub const GROUP: usize = 128;
 
+/// Where a matrix has one scale, or one for each row, rows and columns between the GEMMs are multiples of this: kernels read 16 codes at a time.
+pub const LEAST_COLUMNS: i64 = 16;
+
 /// SGLang's default of `per_token_group_quant_fp8`: the least magnitude that a scale is made for.
 pub const EPS: f32 = 1e-10;
 

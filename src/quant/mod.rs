@@ -97,8 +97,9 @@ pub struct QuantSpec {
     pub compute: Dtype,
     /// Weight bits with scales, for the roofline.
     pub bits_per_weight: f64,
-    /// Hidden and intermediate size must be multiples of this.
+    /// The hidden size must be a multiple of this, and the intermediate size one of the next.
     pub block: i64,
+    pub inner_block: i64,
     /// Rate of its products on GPUs, as a multiple of that of 16-bit elements: for the roofline. e4m3's was measured on H200: 1400 and 790 TFLOP/s.
     pub speed: f64,
     /// Whether CUDA kernels exist.
@@ -114,6 +115,7 @@ pub const FORMATS: [QuantSpec; 14] = [
     MXFP4,
     QuantSpec {
         bits_per_weight: 8.0 + 32.0 / (fp8::GROUP * fp8::GROUP) as f64,
+        inner_block: fp8::GROUP as i64,
         ..fp8(Format::Fp8Block, "fp8_block", Fp8Scaling::Groups)
     },
     QuantSpec {
@@ -131,6 +133,7 @@ pub const FORMATS: [QuantSpec; 14] = [
         compute: Dtype::Bf16,
         bits_per_weight: 8.25,
         block: mxfp8::BLOCK as i64,
+        inner_block: mxfp8::BLOCK as i64,
         speed: 1.0,
         cuda: true,
     },
@@ -157,6 +160,7 @@ const MXFP4: QuantSpec = QuantSpec {
     compute: Dtype::Bf16,
     bits_per_weight: 4.25,
     block: mxfp4::BLOCK as i64,
+    inner_block: mxfp4::BLOCK as i64,
     speed: 1.0,
     cuda: true,
 };
@@ -167,6 +171,7 @@ const NVFP4: QuantSpec = QuantSpec {
     weights: Weights::Nvfp4,
     bits_per_weight: 4.5,
     block: nvfp4::BLOCK as i64,
+    inner_block: nvfp4::BLOCK as i64,
     ..MXFP4
 };
 
@@ -181,7 +186,7 @@ const INT4: QuantSpec = QuantSpec {
 };
 
 const fn plain(format: Format, name: &'static str, compute: Dtype, bits_per_weight: f64) -> QuantSpec {
-    QuantSpec { format, name, weights: Weights::Plain, compute, bits_per_weight, block: 1, ..MXFP4 }
+    QuantSpec { format, name, weights: Weights::Plain, compute, bits_per_weight, block: 1, inner_block: 1, ..MXFP4 }
 }
 
 const fn fp8(format: Format, name: &'static str, scaling: Fp8Scaling) -> QuantSpec {
@@ -193,6 +198,7 @@ const fn fp8(format: Format, name: &'static str, scaling: Fp8Scaling) -> QuantSp
         compute: Dtype::Bf16,
         bits_per_weight: 8.0,
         block: fp8::GROUP as i64,
+        inner_block: fp8::LEAST_COLUMNS,
         speed: E4M3_SPEED,
         cuda: true,
     }

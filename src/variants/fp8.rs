@@ -36,6 +36,15 @@ pub const WIDE: Row = Row {
     ..GEMM
 };
 
+/// The same for gate and up rows, or rows of w13 without gates, that end inside a block.
+pub const WIDE_CUT: Row = Row {
+    family: Family::GroupedGemmFp8WideCutSm90,
+    name: "grouped_gemm_fp8_wide_cut_sm90",
+    device_type: "GroupedGemmFp8WideCutSm90",
+    header: "moe/grouped_gemm_fp8_wide_cut_sm90.cuh",
+    ..WIDE
+};
+
 /// For many tokens whose rows lie in the order of places: 192 of them, and 128 weight rows, gated 256.
 pub const ORDERED: Row = Row {
     family: Family::GroupedGemmFp8OrderedSm90,
@@ -99,6 +108,23 @@ pub const ORDERED_TOKENS: u32 = 192;
 pub const TILES: [Variant; 4] =
     [tile(16, 1, 7), tile(16, 2, 4), tile(64, 2, 8), wide(Family::GroupedGemmFp8WideSm90, WIDE_TOKENS, 4)];
 
+/// The wide kernel for rows that end inside a block.
+pub const WIDE_CUT_TILE: Variant = Variant { family: Family::GroupedGemmFp8WideCutSm90, ..TILES[3] };
+
+/// Weight rows of a block.
+#[allow(dead_code)] // the build script does not plan
+pub const BLOCK_ROWS: u64 = 128;
+
+/// GEMM1's tile where gate and up rows end inside a block: the narrow ones need no kernel of their own, since their tensor maps leave out what
+/// is behind.
+#[allow(dead_code)] // the build script does not plan
+pub fn cut(tile: Variant) -> Variant {
+    match tile.family {
+        Family::GroupedGemmFp8WideSm90 => Variant { family: Family::GroupedGemmFp8WideCutSm90, ..tile },
+        _ => tile,
+    }
+}
+
 /// Blocks of 128 weight rows of the units that tokens stay for.
 pub const STATIONARY_BLOCKS: [u32; 2] = [4, 16];
 
@@ -140,6 +166,7 @@ pub fn all() -> Vec<Variant> {
         .chain([true, false].into_iter().flat_map(layers))
         .chain([true, false].map(ordered))
         .chain(STATIONARY_BLOCKS.map(stationary))
+        .chain(both_forms(&[WIDE_CUT_TILE]))
         .collect()
 }
 

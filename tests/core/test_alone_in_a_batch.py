@@ -12,6 +12,7 @@ from torch import Tensor
 import oxmoe
 from cases import Shape, make_layer, make_routing
 from fp8_cases import make_fp8, make_fp8_tensor
+from int4_cases import make as make_int4
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
 from nvfp4_cases import make as make_nvfp4
@@ -23,7 +24,7 @@ TOKENS, SEEN = 64, (0, 1, 17, 40, 63)
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 FORMATS = (
     *("bf16", "f16", "fp8_block", "fp8_tensor", "fp8_tensor-rows", "fp8_tensor-static", "mxfp8", "mxfp4", "mxfp4-a8"),
-    *("nvfp4", "nvfp4-a4"),
+    *("nvfp4", "nvfp4-a4", "int4", "int4-zeros"),
 )
 PLACES = [("cpu", "f32"), *(("cpu", name) for name in FORMATS)]
 PLACES += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in FORMATS]  # type: ignore[list-item]
@@ -41,6 +42,8 @@ def experts(format: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeigh
     if format.startswith("mxfp4"):
         options = {"activation_dtype": torch.float8_e4m3fn} if format.endswith("a8") else {}
         return make_blocks(SHAPE, "bf16", device, rng).weights(**options)
+    if format.startswith("int4"):
+        return make_int4(SHAPE, rng, zeros=format.endswith("zeros")).to(device).weights()
     if format.startswith("nvfp4"):
         made = make_nvfp4(SHAPE, rng, format.endswith("a4"))
         return (made if device == "cpu" else on_cuda(made)).weights()

@@ -104,6 +104,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         ExpertWeights.nvfp4,
         lambda: {**codes_of(BYTES, BYTES, H // 2, 1, 16), **GLOBAL, **ROUNDED, **biases(), "limit": 7.0},
     ),
+    "int4": (
+        ExpertWeights.int4,
+        lambda: {
+            **codes_of(BYTES, torch.bfloat16, H // 2, 1, 32),
+            **{"w13_zeros": torch.full((E, 2 * H, H // 32), 8, dtype=BYTES)},
+            **{"w2_zeros": torch.full((E, H, H // 32), 8, dtype=BYTES), **biases(), "limit": 7.0},
+        },
+    ),
     "moe": (_oxmoe.moe, lambda: {"x": plain(T, H), "weights": bf16_experts(), **chosen(), "out": plain(T, H)}),
     "moe, workspace": (
         _oxmoe.moe,

@@ -329,26 +329,29 @@ def test_limits_of_routing(sizes: tuple[int, int], refused: tuple[int, int]) -> 
         oxmoe.explain(*refused, 256, 256, 1, arch="sm_90")
 
 
-def multiples() -> dict[str, int]:
-    """The format's name and the multiple that limits.md gives."""
+def multiples() -> dict[str, tuple[int, int]]:
+    """The format's name and the multiples of hidden and intermediate size that limits.md gives."""
     found = {}
     for cells in rows(DOCS / "limits.md"):
         number = re.match(r"multiples of (\d+)", cells[1]) if len(cells) > 3 else None
         if number is not None:
+            of_intermediate = re.search(r"; of (\d+) for the intermediate size$", cells[1]) or number
             names = re.findall(r"`(\w+)`", cells[0])
-            found.update({"mxfp4-a8" if "e4m3" in cells[0] else name: int(number[1]) for name in names})
+            both = int(number[1]), int(of_intermediate[1])
+            found.update({"mxfp4-a8" if "e4m3" in cells[0] else name: both for name in names})
     return found
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "cpu"])
 @pytest.mark.parametrize("format", sorted(multiples()))
 def test_multiples(format: str, arch: str) -> None:
-    multiple = multiples()[format]
-    oxmoe.explain(8, 2, 3 * multiple, 5 * multiple, 1, format=format, arch=arch)
-    for hidden, intermediate in ((multiple // 2, multiple), (multiple, multiple // 2)):
+    of_hidden, of_intermediate = multiples()[format]
+    oxmoe.explain(8, 2, 3 * of_hidden, 5 * of_intermediate, 1, format=format, arch=arch)
+    wrong = (of_hidden // 2, of_intermediate, of_hidden), (of_hidden, of_intermediate // 2, of_intermediate)
+    for hidden, intermediate, multiple in wrong:
         with pytest.raises((ValueError, NotImplementedError), match=f"multiples? of {multiple}"):
             oxmoe.explain(8, 2, hidden, intermediate, 1, format=format, arch=arch)
 
 
 def test_there_are_multiples() -> None:
-    assert set(multiples()) == {"fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "mxfp4-a8", "nvfp4"}
+    assert set(multiples()) == {"fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "mxfp4-a8", "nvfp4", "int4"}

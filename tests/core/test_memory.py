@@ -59,11 +59,15 @@ def operands(format: str, device: str, rng: torch.Generator) -> dict[str, Any]:
     if format == "mxfp4":
         scales = {f"{name}_scale": bytes_of(*size[:2], size[2] // 32) // 128 + 118 for name, size in both.items()}
         return codes | scales
+    if format == "int4":
+        groups = {name: (*size[:2], size[2] // 32) for name, size in both.items()}
+        zeros = {f"{name}_zeros": bytes_of(*size) % 17 for name, size in groups.items()}
+        return codes | zeros | {f"{name}_scale": randn(*size) / 8 for name, size in groups.items()}
     scales = {f"{name}_scale": ones(*size[:2], size[2] // 16).to(E4M3) for name, size in both.items()}
     return codes | scales | {"w13_global_scale": ones(E, 2), "w2_global_scale": ones(E)}
 
 
-FORMATS = ("bf16", "f16", "f32", "fp8_block", "fp8_tensor", "fp8_rows", "mxfp8", "mxfp4", "nvfp4")
+FORMATS = ("bf16", "f16", "f32", "fp8_block", "fp8_tensor", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int4")
 # Copied when they are given, so that the caller's tensor may change afterwards.
 COPIED = ("w13_global_scale", "w2_global_scale")
 

@@ -13,6 +13,7 @@ from cases import ACTIVATIONS, Shape, make_routing
 from int4_cases import Int4, make
 from oxmoe import reference
 from oxmoe.testing import assert_close_ulp, same_bits
+from oxmoe.tools.bench import layers
 
 # Kimi K2's sizes a rank and Qwen3's, narrowed; odd row and column counts; sizes of 2880, 704 and 1408.
 SHAPES = (
@@ -39,7 +40,9 @@ def fits(shape: Shape, kind: str) -> bool:
     return shape.hidden % group == 0 and shape.intermediate % group == 0
 
 
-FITTING = [pytest.param(shape, kind, id=f"{shape.name}-{kind}") for shape in SHAPES for kind in KINDS if fits(shape, kind)]
+FITTING = [
+    pytest.param(shape, kind, id=f"{shape.name}-{kind}") for shape in SHAPES for kind in KINDS if fits(shape, kind)
+]
 
 
 def layer_of(shape: Shape, kind: str, device: str, rng: torch.Generator) -> Int4:
@@ -52,7 +55,10 @@ def rows_of(tokens: int, shape: Shape, device: str, rng: torch.Generator) -> tor
 
 def check(layer: Int4, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Against the reference of plain weights, with outputs that were poisoned before."""
-    weights, w13, w2 = layer.weights(), *layer.plain(x.dtype)
+    weights = layer.weights()
+    # The reference takes one expert after the other: a whole layer of Kimi K2 in doubles is larger than a GPU's memory.
+    w13 = layers.Int4(layer.w13, layer.w13_scale, layer.w13_zeros)
+    w2 = layers.Int4(layer.w2, layer.w2_scale, layer.w2_zeros)
     out = torch.full_like(x, torch.nan)
     got = oxmoe.moe(x, weights, *routing, out=out)
     assert got.data_ptr() == out.data_ptr()
@@ -60,7 +66,7 @@ def check(layer: Int4, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tenso
     wanted = reference.moe(x, w13, w2, topk_weights=routing[0], topk_ids=routing[1], **options)
     assert_close_ulp(got, wanted)
     if x.device.type == "cpu":
-        plain = oxmoe.ExpertWeights.bf16(w13, w2, **options)
+        plain = oxmoe.ExpertWeights.bf16(*layer.plain(), **options)
         assert same_bits(got, oxmoe.moe(x, plain, *routing))
 
 
@@ -117,7 +123,7 @@ def test_other_dtypes_on_cpus(dtype: torch.dtype, rng: torch.Generator) -> None:
 
 
 def test_weights_at_the_ends_of_bf16(device: str, rng: torch.Generator) -> None:
-    """Scales that are infinite, NaN, zero, and so small that products are subnormal, give what bf16 arithmetic gives."""
+    """Scales that are infinite, NaN, zero, and so small that products are subnormal give bf16 arithmetic."""
     shape = Shape("ends", 2, 1, 64, 64)
     layer = make(shape, rng)
     layer.w2_scale[:] = 0.05
@@ -188,10 +194,26 @@ def test_what_is_refused(device: str, rng: torch.Generator) -> None:
     wide = dataclasses.replace(layer, w13_scale=layer.w13_scale[:, :, :1].repeat(1, 1, 3))
     cases: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "w2_zeros: needed where w13_zeros", lambda: layer.weights(w2_zeros=None)),
-        (ValueError, "w13_zeros: expected zero points from 0 to 16, got 17", lambda: layer.weights(w13_zeros=layer.w13_zeros + 17)),
-        (ValueError, "w13_scale: dimension 2 has 3 groups of 64 columns", lambda: wide.weights(w13_zeros=None, w2_zeros=None)),
-        (ValueError, "w13: dimension 2 gives hidden 62", lambda: dataclasses.replace(layer, w13=layer.w13[..., :31].contiguous()).weights()),
-        (ValueError, "w2_scale: ", lambda: dataclasses.replace(layer, w2_scale=layer.w2_scale[:, :5].contiguous()).weights()),
+        (
+            ValueError,
+            "w13_zeros: expected zero points from 0 to 16, got 17",
+            lambda: layer.weights(w13_zeros=layer.w13_zeros + 17),
+        ),
+        (
+            ValueError,
+            "w13_scale: dimension 2 has 3 groups of 64 columns",
+            lambda: wide.weights(w13_zeros=None, w2_zeros=None),
+        ),
+        (
+            ValueError,
+            "w13: dimension 2 gives hidden 62",
+            lambda: dataclasses.replace(layer, w13=layer.w13[..., :31].contiguous()).weights(),
+        ),
+        (
+            ValueError,
+            "w2_scale: ",
+            lambda: dataclasses.replace(layer, w2_scale=layer.w2_scale[:, :5].contiguous()).weights(),
+        ),
         (ValueError, "dtype: expected", lambda: layer.weights(dtype="int4")),
         (NotImplementedError, "int4 experts as bare tensors", lambda: _bare(layer)),
     ]
@@ -218,6 +240,18 @@ def test_kimi_k2(tokens: int, zeros: bool, rng: torch.Generator) -> None:
     layer = make(shape, rng, group=128 if zeros else 32, zeros=zeros).to("cuda")
     routing = tuple(t.to("cuda") for t in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
     check(layer, rows_of(tokens, shape, "cuda", rng), (routing[0], routing[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("columns", [(512, 256), (320, 96)], ids=str)
+def test_every_tile(columns: tuple[int, int], zeros: bool, rng: torch.Generator) -> None:
+    """Means of an expert's slots on either side of the tiles' borders; K of whole stages of four blocks and not."""
+    shape = Shape("tiles", 4, 2, *columns, bias=True)
+    layer = make(shape, rng, zeros=zeros).to("cuda")
+    for mean in (1, 9, 12, 18, 22, 30, 48, 60, 70, 90, 110, 140, 200, 420):
+        routing = tuple(t.to("cuda") for t in make_routing("uniform", 2 * mean, shape.experts, shape.top_k, rng))
+        check(layer, rows_of(2 * mean, shape, "cuda", rng), (routing[0], routing[1]))
 
 
 @pytest.mark.gpu

@@ -37,6 +37,8 @@ KERNELS = {
     "fewest_plain": "GroupedGemmFp8Sm90<false, 16, 1, 7>",
     "gated": "GroupedGemmFp8WideSm90<true, 4>",
     "plain": "GroupedGemmFp8WideSm90<false, 4>",
+    "cut_gated": "GroupedGemmFp8WideCutSm90<true, 4>",
+    "cut_plain": "GroupedGemmFp8WideCutSm90<false, 4>",
     "ordered_gated": "GroupedGemmFp8OrderedSm90<true, 3>",
     "ordered_plain": "GroupedGemmFp8OrderedSm90<false, 5>",
     "stationary_4": "GroupedGemmFp8StationarySm90<4>",
@@ -70,6 +72,8 @@ class Case:
     strided: bool = False  # units in a fixed stride
     by_group: bool = False  # scales of neighbouring rows beside each other
     together: bool = False  # an expert's tiles without a gap
+    own_columns: int | None = None  # that the weights have of each part, where kernels count more
+    own_inner: int | None = None
 
     @property
     def gated(self) -> bool:
@@ -84,6 +88,7 @@ class Case:
 
     def unit_columns(self, quantised: bool) -> int:
         columns = {"gated": 128, "ordered_gated": 128, "plain": 256, "ordered_plain": 128}
+        columns |= {"cut_gated": 128, "cut_plain": 256}
         columns |= {"few_gated": 64, "few_plain": 128, "fewest_gated": 64, "fewest_plain": 64}
         few = self.kernel.startswith("few")
         return 128 if few and quantised else (columns | {"stationary_4": 512, "stationary_16": 2048})[self.kernel]
@@ -127,6 +132,21 @@ CASES = {
     "stationary-16": Case("stationary_16", 256, 2304, bias=F32),
     "stationary-rows": Case("stationary_4", 256, 640, bias=BF16, of_rows=True),
     "stationary-16-k3": Case("stationary_16", 768, 384),
+    "cut-gated": Case("cut_gated", 384, 256, SWIGLU, own_columns=176),
+    "cut-gated-rows": Case("cut_gated", 256, 384, SWIGLU, bias=F32, of_rows=True, own_columns=352),
+    "cut-gated-up-gate": Case("cut_gated", 128, 256, GEGLU, up_gate=True, bias=BF16, weighted=True, own_columns=192),
+    "cut-gated-strip": Case("cut_gated", 128, 128, SWIGLU, strided=True, own_columns=16),
+    "cut-plain": Case("cut_plain", 256, 384, RELU2, bias=BF16, own_columns=272),
+    "cut-plain-rows": Case("cut_plain", 384, 256, RELU2, weighted=True, of_rows=True, own_columns=240),
+    "cut-few-gated": Case("few_gated", 256, 256, SWIGLU, own_columns=176),
+    "cut-few-gated-rows": Case("few_gated", 128, 384, SWIGLU, up_gate=True, bias=F32, of_rows=True, own_columns=304),
+    "cut-few-plain": Case("few_plain", 256, 384, RELU2, of_rows=True, own_columns=272),
+    "cut-fewest-gated": Case("fewest_gated", 256, 384, SWIGLU, bias=BF16, own_columns=352),
+    "down-few": Case("few_plain", 256, 384, bias=F32, own_inner=176),
+    "down-fewest": Case("fewest_plain", 384, 256, of_rows=True, own_inner=304),
+    "down-wide": Case("plain", 384, 384, bias=BF16, own_inner=352),
+    "down-ordered": Case("ordered_plain", 768, 256, by_group=True, own_inner=704),
+    "down-stationary": Case("stationary_4", 256, 640, own_inner=192),
 }
 
 
@@ -175,6 +195,7 @@ class Gemm:
         self.factors[slot_of_place[self.inside]] = torch.rand(len(self.inside), generator=rng) + 0.5
 
         poison_idle({expert for expert, _ in case.tiles}, self.weights, self.scales, self.bias, self.of_rows)
+        self.own_weights = self.cut(used)
         self.expected = []
         for (expert, _, _, _), rows_of in zip(self.tiles, self.placed.of_tiles, strict=True):
             row = source[rows_of]
@@ -186,6 +207,19 @@ class Gemm:
                 layout = "up_gate" if case.up_gate else "gate_up"
                 sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation], **case.numbers)
             self.expected.append(sums.bfloat16())
+
+    def cut(self, used: Tensor) -> Tensor:
+        """Makes zeros of what the weights do not have; the rest of them."""
+        case, parts = self.case, 2 if self.case.gated else 1
+        columns, inner = case.own_columns or case.columns, case.own_inner or case.inner
+        weights = self.weights.view(EXPERTS, parts, case.columns, case.inner).view(torch.uint8)
+        weights[:, :, columns:] = weights[..., inner:] = 0
+        for numbers in (self.bias, self.of_rows):
+            if numbers is not None:
+                numbers.view(EXPERTS, parts, -1)[:, :, columns:] = 0
+        self.x.view(torch.uint8)[used, inner:] = 0
+        own = weights[:, :, :columns, :inner].reshape(EXPERTS, parts * columns, inner)
+        return own.contiguous().view(self.weights.dtype)
 
     def add(
         self, kernels: HostGemms, *, quantised: bool, tiles: int | None = None, **others: int
@@ -204,7 +238,7 @@ class Gemm:
         # Kept until they have run.
         self.buffers = [x_scales, tile_count, next_unit]
         kernels.add(
-            case.kernel, self.weights, places, strides, GRID,
+            case.kernel, self.own_weights, places, strides, GRID, rows=self.weights.shape[1],
             x=self.x.data_ptr(), x_scales=x_scales.data_ptr(),
             slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
             tiles=self.placed.table.data_ptr(), tile_count=tile_count.data_ptr(),
@@ -248,6 +282,7 @@ def test_sums(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
         assert_close_ulp(out, expected, BAR)
     else:
         assert same_bits(out, expected)
+    assert case.own_columns is None or not bool(out[:, case.own_columns :].any())
     if case.quantised:
         codes, scales = gemm.run(kernels, rng, quantised=True)
         expected_codes, expected_scales = reference.fp8_groups(out)

@@ -22,6 +22,7 @@ PLAIN_TILES = {16: (4, 5), 64: (4, 3), 128: (4, 3)}
 MXFP4_TILES = {16: (4, 6), 64: (4, 4), 128: (4, 2)}
 MXFP8_TILES = {64: (4, 3)}
 NVFP4_TILES = {64: (4, 3)}
+INT4_TILES = {64: (4, 3)}
 FP8_TILES = {16: (4, 2), 64: (4, 2)}
 
 
@@ -69,6 +70,18 @@ def nvfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return HostCtas(tmp_path_factory.mktemp("nvfp4"), headers, kernels, request.param)
 
 
+@pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
+def int4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
+    kernels = {
+        f"{name}{zeros}": (kernel.replace(", 64,", f", {'true' if zeros else 'false'}, 64,", 1), struct)
+        for zeros in ("", "_zeros")
+        for name, (kernel, struct) in gemms("Int4", INT4_TILES).items()
+    }
+    headers = ["moe/grouped_gemm_int4_portable.cuh", "quant/pack_int4.cuh"]
+    pack = {"pack": ("Int4Pack", "PackInt4Params")}
+    return HostCtas(tmp_path_factory.mktemp("int4"), headers, kernels | pack, request.param)
+
+
 @pytest.fixture(scope="module", params=[800, 890], ids=lambda arch: f"sm_{arch // 10}")
 def fp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     headers = ["moe/grouped_gemm_fp8_portable.cuh"]
@@ -105,10 +118,11 @@ class Gemm:
         self.slots = order if gather else torch.arange(places, dtype=torch.int32)
         self.row_of = (self.slots // self.divisor).long()
         self.gather, self.rows = gather, out * (2 if gated else 1)
+        self.stride = out  # columns of a row of the result
 
     def call(self, kernels: HostCtas, name: str, x: Tensor, layout: str, vector: str = "", **operands: Any) -> Tensor:
-        """bf16 [places, out]; rows behind the last place must stay as they were."""
-        result = torch.full((self.places + 3, self.out), 7.0, dtype=torch.bfloat16)
+        """bf16 [places, stride]; rows behind the last place must stay as they were."""
+        result = torch.full((self.places + 3, self.stride), 7.0, dtype=torch.bfloat16)
         addresses = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in operands.items()}
         kind = addresses.pop("activation")
         activation = STRUCTS["Activation"](kind, 1.0, 0.0, math.inf, math.inf, math.inf)
@@ -268,6 +282,38 @@ def test_fp8(tile: int, kind: int, layout: str, size: tuple[int, int], fp8: Host
     close(result, expected, exact=not gated)
 
 
+@pytest.mark.parametrize("size", [(16, 16), (176, 96), (352, 176), (96, 352)], ids=str)
+@pytest.mark.parametrize(("layout", "kind"), [("gate_up", SWIGLU), ("up_gate", SWIGLU), ("gate_up", RELU2)], ids=str)
+@pytest.mark.parametrize("tile", FP8_TILES)
+def test_fp8_of_cut_blocks(
+    tile: int, kind: int, layout: str, size: tuple[int, int], fp8: HostCtas, rng: torch.Generator
+) -> None:
+    """Rows and K that end inside a block. What is behind K in rows of x is NaN, what is behind a row of out zeros."""
+    (k, out), gated = size, kind == SWIGLU
+    gemm = Gemm(tile, k, out, gated, rng)
+    parts, all_k = 2 if gated else 1, -(-k // 128) * 128
+    gemm.stride = -(-out // 128) * 128
+    weights = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.experts, gemm.rows, k), generator=rng)]
+    shape = (gemm.experts, parts, gemm.stride // 128, all_k // 128)
+    scales = POWERS[torch.randint(len(POWERS), shape, generator=rng)] * (2**-7 if gated else 1)
+    x = torch.full((gemm.places, all_k), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x[:, :k] = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.places, k), generator=rng)]
+    x_scales = POWERS[torch.randint(len(POWERS), (gemm.places, all_k // 128), generator=rng)]
+    of_rows = POWERS[torch.randint(len(POWERS), (gemm.experts, gemm.rows), generator=rng)]
+    bias = torch.randint(-8, 9, (gemm.experts, gemm.rows), generator=rng).float()
+    result = gemm.call(
+        fp8, "Fp8", x, layout, k=k // 2, bias=bias, activation=kind, weights=weights, block_scales=scales,
+        x_scales=x_scales, expert_scales=of_rows, slot_weights=0,
+    )  # fmt: skip
+    assert not bool(result[:, out:].view(torch.int16).any())
+    # Powers of two and small whole numbers: exact in fp64.
+    dense = scales.double().repeat_interleave(128, 2)[:, :, :out].repeat_interleave(128, 3)[..., :k].flatten(1, 2)
+    tokens = x[:, :k].double() * x_scales.double().repeat_interleave(128, 1)[:, :k]
+    sums = torch.einsum("pk,prk->pr", tokens[gemm.row_of], (weights.double() * dense)[gemm.expert_of])
+    sums = (sums * of_rows[gemm.expert_of]).float()
+    close(result[:, :out].contiguous(), gemm.finish(sums, bias, None, layout, kind), exact=not gated)
+
+
 @pytest.mark.parametrize("counts", [[1], [0, 7, 1], [16, 2]], ids=str)
 @pytest.mark.parametrize("tile", FP8_TILES)
 def test_fp8_of_every_code(tile: int, counts: list[int], fp8: HostCtas, rng: torch.Generator) -> None:
@@ -350,6 +396,44 @@ def test_nvfp4(
     dense = reference.nvfp4_numbers(codes, scales) * of_rows[..., None]
     operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
     check_dense(gemm, nvfp4, "Nvfp4", layout, kind, dense, "", **operands)
+
+
+@pytest.mark.parametrize("size", [(96, 32), (352, 96), (64, 160)], ids=str)
+@pytest.mark.parametrize("counts", [None, [0, 9, 33]], ids=str)
+@pytest.mark.parametrize("zeros", ["", "_zeros"], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("layout", "kind"), [("interleaved", SWIGLU), ("up_gate", SWIGLU), ("gate_up", IDENTITY)])
+def test_int4(
+    layout: str,
+    kind: int,
+    zeros: str,
+    counts: list[int] | None,
+    size: tuple[int, int],
+    int4: HostCtas,
+    rng: torch.Generator,
+) -> None:
+    """Weights through the packer; K and rows that end within a block; groups of 32 and of a row; a NaN scale is its
+    row's."""
+    (k, out), gated = size, kind == SWIGLU
+    for group, scale_dtype, number in ((32, torch.bfloat16, 2), (k, torch.float32, 0), (32, torch.float16, 1)):
+        gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
+        codes = torch.randint(0, 256, (gemm.experts, gemm.rows, k // 2), generator=rng, dtype=torch.uint8)
+        powers = torch.tensor([2.0**-4, -0.5, 0.25, 1, -2, 0]).to(scale_dtype)
+        scales = powers[torch.randint(len(powers), (gemm.experts, gemm.rows, k // group), generator=rng)]
+        scales[-1, 9, -1] = torch.nan
+        points = torch.randint(0, 17, scales.shape, generator=rng, dtype=torch.uint8) if zeros else None
+        tiles = (gemm.experts, -(-gemm.rows // 64), -(-k // 64))
+        packed = torch.full((*tiles, 2048), 0xA5, dtype=torch.uint8)
+        packed_scales = torch.full((*tiles, 384 if zeros else 256), 0xA5, dtype=torch.uint8)
+        factors = torch.full((gemm.experts,), torch.nan)
+        int4.run(
+            "pack", tiles[0] * tiles[1] * -(-tiles[2] // 4), 1, codes=codes.data_ptr(), scales=scales.data_ptr(),
+            scale_dtype=number, zeros=0 if points is None else points.data_ptr(), group=group, experts=gemm.experts,
+            rows=gemm.rows, k=k, gated=gated, layout=LAYOUTS[layout], packed_codes=packed.data_ptr(),
+            packed_scales=packed_scales.data_ptr(), expert_scales=factors.data_ptr(),
+        )  # fmt: skip
+        dense = reference.int4_weights(codes, scales, points).float()
+        operands = {"weights": packed, "block_scales": packed_scales, "expert_scales": factors}
+        check_dense(gemm, int4, "Int4", layout, kind, dense, zeros, **operands)
 
 
 @pytest.mark.parametrize("columns", [32, 96, 352])

@@ -105,6 +105,29 @@ def test_fp8_tensor(layer: dict[str, Any], mode: str, gpu: dict[str, Any], drive
         assert (p.block_scales, q.block_scales) == tables
 
 
+def test_fp8_of_cut_blocks(gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
+    """Weights and numbers of their rows as they are; rows between the GEMMs and scales of blocks are whole blocks."""
+    layer = {"experts": 128, "hidden": 4096, "intermediate": 704}
+    asks = {"top_k": 4, "tokens": TOKENS, "mode": "token", "of_rows": True, "bias": True}
+    result = execute(driver, tmp_path, "fp8_tensor_calls", {**layer, **asks}, **gpu)
+    addresses = result["addresses"]
+    assert result["shapes"] == {
+        "w13_scale": [128, 1408],
+        "w2_scale": [128, 4096],
+        "b13": [128, 1408],
+        "b2": [128, 4096],
+    }
+    assert not named(result["load"], "cuTensorMapEncodeTiled")
+    for call in result["calls"]:
+        made, ranges, place = stages_of(call, gpu)
+        (p,), (of_hidden,), (q,) = map(parameters_of, made[place : place + 3])
+        assert (p.rows, p.out_columns, p.k, p.out) == (1408, 704, 2048, ranges["hidden"])
+        assert (q.rows, q.out_columns, q.k, q.x) == (4096, 4096, 352, ranges["hidden_codes"])
+        assert (of_hidden.columns, of_hidden.row_stride, of_hidden.group_stride) == (768, 6, 1)
+        assert (p.expert_scales, p.bias) == (addresses["w13_scale"], addresses["b13"])
+        assert (p.weights, q.weights) == (addresses["w13"], addresses["w2"])
+
+
 @pytest.mark.parametrize("form", ["rows", "columns", "packed"])
 def test_quantised_tokens(form: str, gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     call = execute(driver, tmp_path, "fp8_tokens", {"tokens": 33, "form": form}, **gpu)

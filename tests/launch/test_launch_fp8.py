@@ -258,6 +258,72 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
         assert (p.schedule_is_older, q.schedule_is_older) == (True, True)
 
 
+# GLM-4.5-Air's between 2 ranks, a part that is less than a block, and one without gates (Nemotron-3).
+CUT_LAYERS = [
+    {"experts": 128, "hidden": 4096, "intermediate": 704, "gated": True},
+    {"experts": 16, "hidden": 2048, "intermediate": 96, "gated": True},
+    {"experts": 128, "hidden": 2688, "intermediate": 1856, "gated": False},
+]
+
+
+def end_of(record: dict[str, Any]) -> int:
+    """Where a tensor map's last byte lies behind its first."""
+    last = [(size - 1) * stride for size, stride in zip(record["sizes"][1:], record["strides"], strict=True)]
+    return sum(last) + 2 * record["sizes"][0]
+
+
+@pytest.mark.parametrize("mode", SCALING)
+@pytest.mark.parametrize("layer", CUT_LAYERS, ids=lambda layer: str(layer["intermediate"]))
+def test_rows_that_end_inside_a_block(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -> None:
+    """Kernels count whole blocks. Tensor maps end where the weights do, of gate and of up; numbers of rows are copies
+    with zeros."""
+    asks = {"top_k": 4, "tokens": [1, 7, 64, 300, 2000, 20000], "mode": mode, "of_rows": True, "bias": True}
+    result = execute(driver, tmp_path, "fp8_tensor_calls", {**layer, **asks})
+    experts, hidden, own = layer["experts"], layer["hidden"], layer["intermediate"]
+    parts, whole = 2 if layer["gated"] else 1, -(-own // 128) * 128
+    addresses, kernels = result["addresses"], set()
+    assert result["shapes"]["w13_scale"] == result["shapes"]["b13"] == [experts, parts * whole]
+    assert result["shapes"]["w2_scale"] == result["shapes"]["b2"] == [experts, hidden]
+    maps = {record["map"]: record for record in named(result["load"], "cuTensorMapEncodeTiled")}
+    sizes = {addresses["w13"]: experts * parts * own * hidden, addresses["w2"]: experts * hidden * own}
+    assert {record["address"] for record in maps.values()} == set(sizes)
+    assert all(end_of(record) == sizes[record["address"]] for record in maps.values()), "every byte, and none behind"
+    for call in result["calls"]:
+        made, ranges, slots = launches(call["records"]), ranges_of(call), 4 * call["tokens"]
+        assert [asked(launch) for launch in made] == planned(call["explain"])
+        up, down = (launch for launch in made if launch["kernel"].startswith("grouped_gemm"))
+        kernels |= {up["kernel"], down["kernel"]}
+        (up_map, p), (down_map, *_, q) = parameters_of(up), parameters_of(down)
+        q = getattr(q, "gemm", q)
+        # Pairs of elements.
+        assert (p.rows, p.out_columns, p.k) == (parts * whole, whole, hidden // 2)
+        assert (q.rows, q.out_columns, q.k) == (hidden, hidden, whole // 2)
+        assert (p.expert_scales, p.bias) == (addresses["w13_scale"], addresses["b13"])
+        assert (q.expert_scales, q.bias) == (addresses["w2_scale"], addresses["b2"])
+        wide, record = "wide" in up["kernel"], maps[up_map[0]]
+        assert wide == ("wide_cut" in up["kernel"]) and record["address"] == addresses["w13"] == p.weights
+        if wide:
+            assert record["sizes"] == [hidden // 2, 2, own // 8, 4, parts * experts]
+            assert record["box"] == [64, 2, 4, 4, 1]
+            assert record["strides"] == [hidden, 8 * hidden, 2 * hidden, own * hidden]
+        elif layer["gated"]:
+            assert record["sizes"] == [hidden // 2, 8, 2, own // 8, experts]
+            assert record["strides"] == [hidden, own * hidden, 8 * hidden, 2 * own * hidden]
+        else:
+            assert record["sizes"] == [hidden // 2, 8, 2, own // 16, experts]
+            assert record["strides"] == [hidden, 8 * hidden, 16 * hidden, own * hidden]
+        record = maps[down_map[0]]
+        assert record["address"] == addresses["w2"] == q.weights and record["sizes"][0] == own // 2
+        of_hidden = [p for launch in made for p in parameters_of(launch) if getattr(p, "codes", 0) == q.x]
+        for of in of_hidden:
+            assert (of.x, of.rows, of.columns, of.row_stride) == (ranges["hidden"], slots, whole, whole // 128)
+            assert (of.scales, of.group) == (ranges["hidden_scales"], 128)
+        assert of_hidden and ranges["rows"] - ranges["hidden"] >= 2 * slots * whole
+        assert (q.x, q.x_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
+    assert any("wide_cut" in name for name in kernels) and any("_t16_" in name for name in kernels)
+    assert not any("ordered_sm90_gated" in name for name in kernels)
+
+
 @pytest.mark.parametrize("tokens", [5, 2000])
 @pytest.mark.parametrize("form", ["rows", "columns", "packed", "token", "one"])
 def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) -> None:

@@ -128,6 +128,27 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
     assert tiles[True, 2048, 16] < tiles[True, 2048, 2048]
 
 
+@pytest.mark.parametrize("format", FP8_TENSOR)
+def test_rows_that_end_inside_a_block(format: str, driver: Path, tmp_path: Path) -> None:
+    """GEMM1 has no kernel for rows in order there; rows between the GEMMs are whole blocks."""
+    experts, hidden, own, whole = 32, 2048, 704, 768
+    arguments = {"format": format, "experts": experts, "hidden": hidden, "intermediate": own, "rooms": ROOMS}
+    kernels = set()
+    for call in execute(driver, tmp_path, "expert_order_calls", arguments)["calls"]:
+        made, rows = launches(call["records"]), experts * call["m"]
+        assert not named(call["records"], "cuTensorMapEncodeTiled")
+        up, down = (launch for launch in made if launch["kernel"].startswith("grouped_gemm"))
+        kernels |= {up["kernel"], down["kernel"]}
+        p, q = parameters_of(up)[-1], parameters_of(down)[-1]
+        assert (p.rows, p.out_columns, q.rows, 2 * q.k) == (2 * whole, whole, hidden, whole)
+        of_hidden = [of for launch in made for of in parameters_of(launch) if getattr(of, "codes", 0) == q.x]
+        assert of_hidden and all((of.x, of.columns, of.row_stride) == (p.out, whole, 6) for of in of_hidden)
+        base, size = call["workspace"]
+        ends = (p.out + 2 * rows * whole, q.x + rows * whole, q.x_scales + 4 * rows * 6)
+        assert base <= p.out and ends[0] <= q.x and ends[1] <= q.x_scales and ends[2] <= base + size
+    assert any("wide_cut" in name for name in kernels) and not any("ordered" in name for name in kernels)
+
+
 def check_one_launch(
     call: dict[str, Any], made: list[dict[str, Any]], layer: dict[str, int], packed: list[list[int]]
 ) -> None:

@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from cases import Shape
-from check_configs import AWQ, GPTQ, INT4, MODELOPT, MXFP4, MXFP8, ONE_SCALE, Config, changed, gpt_oss, qwen3_30b
+from check_configs import (
+    AWQ,
+    GPTQ,
+    INT4,
+    MODELOPT,
+    MODELOPT_FP8,
+    MXFP4,
+    MXFP8,
+    ONE_SCALE,
+    Config,
+    changed,
+    gpt_oss,
+    qwen3_30b,
+)
 from oxmoe import __main__
 from oxmoe.sglang import capabilities
 from oxmoe.tools.check import skipping
@@ -59,6 +72,9 @@ QUANTISED: dict[str, Config | None] = {
     "gptq with an order": GPTQ | {"desc_act": True},
     "gptq, experts left": GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}},
     "ModelOpt": MODELOPT,
+    "ModelOpt W4A16": {**MODELOPT, "quant_algo": "W4A16_NVFP4"},
+    "ModelOpt AWQ": {**MODELOPT, "quant_algo": "NVFP4_AWQ"},
+    "ModelOpt fp8": MODELOPT_FP8,
     "MXFP4 without alpha": MXFP4,
 }
 
@@ -90,7 +106,10 @@ def fill(module: torch.nn.Module) -> None:
 def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
     """Loads SGLang's layer as a server would; why that cannot be, or None."""
     try:
-        if quantised is not None:
+        if quantised is not None and quantised["quant_method"] == "modelopt":
+            name = "modelopt_fp8" if quantised["quant_algo"] == "FP8" else "modelopt_fp4"
+            module = empty_layer(shape, quantised, "cpu", of=name, **options)
+        elif quantised is not None:
             ours = QUANTIZATION_METHODS["oxmoe"].override_quantization_method(copy.deepcopy(quantised), None)
             if ours != "oxmoe":
                 return "SGLang's own method"
@@ -121,7 +140,7 @@ def small(config: Config, shape: Shape, intermediate: str) -> Config:
     return {**config, **sizes, experts: shape.experts, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("intermediate", [256, 192, 96, 80])
+@pytest.mark.parametrize("intermediate", [256, 192, 96, 80, 88])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_formats(name: str, intermediate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, intermediate)
@@ -146,7 +165,7 @@ def test_gpt_oss(name: str, intermediate: int, tmp_path: Path, capsys: pytest.Ca
 @only_newest
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize(
-    "name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16", "int4", "int4 with zeros", "gptq"]
+    "name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16", "ModelOpt", "int4", "int4 with zeros", "gptq"]
 )
 def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, 384)
@@ -160,11 +179,27 @@ def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("name", ["fp8 one scale", "fp8 static", "channel", "tensor", "tensor, static"])
 def test_sizes_are_refused_before_a_checkpoint_is_read(name: str) -> None:
     """While SGLang builds the layer, which says what to do."""
-    message = "must be multiples of 128, got intermediate_size of a rank 192; start with --ep-size"
+    message = "must be a multiple of 128 and .* one of 16, got intermediate_size of a rank 200; start with --ep-size"
+    quantised = QUANTISED[name]
+    assert quantised is not None
+    with server():
+        with pytest.raises(NotImplementedError, match=message):
+            empty_layer(Shape("check", 8, 2, 256, 200), quantised, "cpu")
+        with pytest.raises(NotImplementedError, match="one of 16, got hidden_size 192; start"):
+            empty_layer(Shape("check", 8, 2, 192, 176), quantised, "cpu")
+        layer = empty_layer(Shape("check", 8, 2, 256, 176), quantised, "cpu")
+    assert layer.w13_weight.shape == (8, 352, 256) and layer.w2_weight.shape == (8, 256, 176)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed blocks"])
+@pytest.mark.parametrize("intermediate", [192, 160])
+def test_blocks_that_ranks_cut_are_refused_before_a_checkpoint_is_read(name: str, intermediate: int) -> None:
+    """Qwen3-235B's, MiniMax-M2's and Step-3.5's on eight ranks."""
+    message = f"must be multiples of 128, got intermediate_size of a rank {intermediate}; start with --ep-size"
     quantised = QUANTISED[name]
     assert quantised is not None
     with server(), pytest.raises(NotImplementedError, match=message):
-        empty_layer(Shape("check", 8, 2, 256, 192), quantised, "cpu")
+        empty_layer(Shape("check", 8, 2, 256, intermediate), quantised, "cpu")
 
 
 NAMES = [f"model.layers.{layer}.mlp.experts" for layer in (1, 7, 17)]
@@ -188,6 +223,18 @@ def test_layers_that_fp8_leaves(ignored: list[str]) -> None:
     config = Fp8Config.from_config({**CHECKPOINT, "modules_to_not_convert": list(ignored)})
     for name in NAMES:
         assert skipping.fp8_skips(name, ignored) == is_layer_skipped(name, config.ignored_layers)
+
+
+@only_newest
+@pytest.mark.parametrize(
+    "ignored",
+    [*IGNORED, ["*mlp*"], ["model.layers.7*"], ["7"], ["expert*"], ["*.mixer.*"], ["model.layers.1.mlp.expert"]],
+    ids=str,
+)
+def test_layers_that_modelopt_leaves(ignored: list[str]) -> None:
+    config = get_quantization_config("modelopt_fp4").from_config({**MODELOPT, "ignore": list(ignored)})
+    for name in [*NAMES, "language_model.model.layers.7.mlp.experts", "backbone.layers.7.mixer.experts"]:
+        assert skipping.modelopt_skips(name, ignored) == config.is_layer_excluded(name)
 
 
 @only_newest

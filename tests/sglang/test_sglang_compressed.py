@@ -81,8 +81,11 @@ MODES = {"channel": (CHANNEL, "token"), "tensor": (TENSOR, "token"), "static": (
 MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 
 
-def empty_layer(shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, **options: Any) -> FusedMoE:
-    quant_config = get_quantization_config("oxmoe").from_config(copy.deepcopy(config))
+def empty_layer(
+    shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, *, of: str = "oxmoe", **options: Any
+) -> FusedMoE:
+    """of: the quantization whose checkpoint it is."""
+    quant_config = get_quantization_config(of).from_config(copy.deepcopy(config))
     with torch.device(device):
         return FusedMoE(
             num_experts=shape.experts,
@@ -148,6 +151,26 @@ def test_fp8(device: str, name: str, tokens: int, options: dict[str, Any], rng: 
     scales: Any = (layer.a13_scale, layer.a2_scale) if mode == "static" else mode
     if tokens:
         assert relative_norm(result, layer.reference(x, weights, ids, scales=scales, **options)) < NORM
+
+
+@pytest.mark.parametrize("intermediate", [176, 96])
+@pytest.mark.parametrize("name", MODES)
+def test_parts_of_ranks_that_end_inside_a_block(
+    device: str, name: str, intermediate: int, rng: torch.Generator
+) -> None:
+    """The bits of ExpertWeights.fp8_tensor on the parameters' own weights."""
+    shape, (config, mode) = dataclasses.replace(SHAPE, intermediate=intermediate), MODES[name]
+    layer = drawn(name, device, rng, shape)
+    with server():
+        module = empty_layer(shape, config, device)
+        load(module, fp8_tensors(layer, mode))
+        assert module.quant_method.weights.w13.data_ptr() == module.w13_weight.data_ptr()
+        for tokens in (1, 33, 300):
+            x, (weights, ids, topk) = layer.x(tokens, rng), routed(tokens, device, rng)
+            result = forward(module, x, topk)
+            assert same_bits(result, oxmoe.moe(x, layer.weights(mode), weights, ids))
+            scales: Any = (layer.a13_scale, layer.a2_scale) if mode == "static" else mode
+            assert relative_norm(result, layer.reference(x, weights, ids, scales=scales)) < NORM
 
 
 @pytest.mark.parametrize("tokens", [0, 33])
@@ -228,15 +251,16 @@ def test_nvfp4_is_in_memory_once(rng: torch.Generator) -> None:
     assert addresses[0] == addresses[1]
 
 
+@pytest.mark.parametrize("intermediate", [384, 176])
 @pytest.mark.parametrize("name", MODES)
-def test_weights_are_updated_in_place(device: str, name: str, rng: torch.Generator) -> None:
+def test_weights_are_updated_in_place(device: str, name: str, intermediate: int, rng: torch.Generator) -> None:
     """CUDA graphs know addresses: after an update every tensor is where it was."""
-    config, mode = MODES[name]
-    layers = [drawn(name, device, rng) for _ in range(2)]
+    shape, (config, mode) = dataclasses.replace(SHAPE, intermediate=intermediate), MODES[name]
+    layers = [drawn(name, device, rng, shape) for _ in range(2)]
     layers[1].a13_scale *= 2
     x, (weights, ids, topk) = layers[0].x(9, rng), routed(9, device, rng)
     with server():
-        module = empty_layer(SHAPE, config, device)
+        module = empty_layer(shape, config, device)
         load(module, fp8_tensors(layers[0], mode))
         addresses = addresses_of(module.quant_method.weights)
         if mode == "static":
@@ -313,9 +337,8 @@ def test_refuses_other_checkpoints_and_tokens() -> None:
     for config, name in ((CHANNEL, "compressed-tensors"), (FP8, "fp8")):
         with server(), pytest.raises(NotImplementedError, match=message.format(name)):
             empty_layer(SHAPE, config, "cpu", params_dtype=torch.float16)
-    with server(), pytest.raises(NotImplementedError, match="128"):
-        module = empty_layer(dataclasses.replace(SHAPE, intermediate=192), CHANNEL, "cpu")
-        module.quant_method.process_weights_after_loading(module)
+    with server(), pytest.raises(NotImplementedError, match=r"intermediate_size of a rank one of 16, got .* 200"):
+        empty_layer(dataclasses.replace(SHAPE, intermediate=200), CHANNEL, "cpu")
 
 
 def test_layers_that_a_checkpoint_leaves_unquantised() -> None:

@@ -178,7 +178,7 @@ def test_sizes_and_dtypes_are_refused_by_name() -> None:
         for field, size in (("hidden", 144), ("intermediate", 80)):
             with pytest.raises(NotImplementedError, match=f"int4 experts: .* multiples of 32, got .* {size}"):
                 empty_layer(dataclasses.replace(SHAPE, **{field: size}), pack_quantized(), "cpu")
-        with pytest.raises(NotImplementedError, match="int4 experts need --dtype bfloat16, got torch.float16"):
+        with pytest.raises(NotImplementedError, match=r"int4 experts need --dtype bfloat16, got torch\.float16"):
             empty_layer(SHAPE, awq(), "cpu", params_dtype=torch.float16)
 
 

@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang_cpu.checkpoints import LAYERS, Reference, make
+from sglang_cpu.checkpoints import LAYERS, Reference, dequantised, make
 from sglang_cpu.launch import OLDEST, Answer, Server
 
 pytestmark = pytest.mark.server
@@ -31,7 +31,7 @@ _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 1024) for _ in range(length)] for length in (1, 2, 9, 33, 64, 150)]
 # Median distance of log-probabilities from fp32 by kind of checkpoint. On an idle CPU it is a quarter to a half of it;
 # a factor of 1.1 in w2 makes it 0.036 or more (GPT-OSS: 0.011), gate and up swapped 0.3 (0.1), stale scales 0.48.
-BARS = {"qwen": 0.02, "qwen-int4": 0.02, "qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "gpt": 0.01}
+BARS = {"qwen": 0.02, "qwen-int4": 0.02, "qwen-nvfp4": 0.02, "qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "gpt": 0.01}
 
 Checkpoints = Callable[[str, int], Path]
 Start = Callable[..., Server]
@@ -241,6 +241,23 @@ class TestGptOss:
         # The platform's attention under a name that SGLang lets this model have.
         server = start(checkpoint("gpt", 0), "--attention-backend", "aiter")
         assert_right_and_updated(server, "gpt", checkpoint)
+
+
+class TestModelOptNvfp4:
+    def test_tokens_are_those_of_the_same_numbers_in_bf16(
+        self, start: Start, checkpoint: Checkpoints, tmp_path: Path
+    ) -> None:
+        """By hf_quant_config.json; the update is to a checkpoint with all in config.json."""
+        server = start(checkpoint("qwen-nvfp4-file", 0))
+        plain = start(dequantised(checkpoint("qwen-nvfp4-file", 0), tmp_path), "--quantization", "oxmoe")
+        answers = server.generate(PROMPTS)
+        assert tokens(answers) == tokens(plain.generate(PROMPTS))
+        assert_near(answers, checkpoint("qwen-nvfp4-file", 0), "qwen-nvfp4")
+        assert_runs_on_oxmoe(server)
+        server.update(checkpoint("qwen-nvfp4", 1))
+        after = server.generate(PROMPTS)
+        assert tokens(after) != tokens(answers)
+        assert_near(after, checkpoint("qwen-nvfp4", 1), "qwen-nvfp4")
 
 
 # The oldest release, and what is not served

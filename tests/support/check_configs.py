@@ -11,7 +11,17 @@ ONE_SCALE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+HYBRID = {**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
+
+
+def mixed(**algorithms: str) -> dict[str, Any]:
+    """ModelOpt's, with these layers: "NVFP4" of backbone_layers_1 and so on."""
+    layers = {name.replace("_layers_", ".layers.") + ".mixer.experts.0.up_proj": of for name, of in algorithms.items()}
+    listed = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    return {**config, "kv_cache_quant_algo": None, "ignore": ["lm_head"]}
 
 
 def compressed(weights: Config, inputs: Config | None, **more: Any) -> Config:
@@ -190,6 +200,11 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     ),
     "GLM-4.5-Air": (glm_air(), 4, "bf16", 45, ["--quantization oxmoe"]),
     "GLM-4.5-Air-FP8": (glm_air(CHANNEL), 1, "fp8, a scale a channel, dynamic activations", 45, []),
+    **{
+        f"GLM-4.5-Air-FP8 on {tp}": (glm_air(CHANNEL), tp, "fp8, a scale a channel, dynamic activations", 45, [])
+        for tp in (2, 4, 8)
+    },
+    "Qwen3-30B-A3B, channels, on 8": (qwen3_30b(CHANNEL), 8, "fp8, a scale a channel, dynamic activations", 48, []),
     "GLM-4.6-FP8": (
         _model("Glm4MoeForCausalLM", 92, 5120, CHANNEL, **_many(160, 8, 1536, first_k_dense_replace=3)),
         4,
@@ -296,34 +311,38 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     "Qwen3 AWQ": (qwen3_30b(AWQ | {"group_size": 64}), 8, "int4 of AWQ, groups of 64, zero points", 48, []),
     "Mixtral GPTQ": (mixtral(GPTQ), 8, "int4 of GPTQ, groups of 128", 32, []),
     "NVFP4 of compressed-tensors": (qwen3_30b(NVFP4), 4, "NVFP4 of compressed-tensors, bf16 activations", 48, []),
+    "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "NVFP4 of ModelOpt, bf16 activations", 58, []),
+    "DeepSeek-V4-NVFP4": (deepseek_v4(HYBRID), 4, "NVFP4 of ModelOpt, bf16 activations", 43, []),
+    "Nemotron-3-Nano-NVFP4": (nemotron(MODELOPT), 1, "NVFP4 of ModelOpt, bf16 activations", 21, []),
+    "Nemotron-3-Super-FP8": (
+        nemotron(MODELOPT_FP8, moe_latent_size=1024, moe_intermediate_size=2688),
+        1,
+        "fp8, a scale a matrix, static activations",
+        21,
+        [],
+    ),
     "fp8, one scale": (qwen3_30b(ONE_SCALE), 2, "fp8, a scale a matrix, dynamic activations", 48, []),
     "fp8, static": (qwen3_30b(STATIC), 2, "fp8, a scale a matrix, static activations", 48, []),
 }
 
 # Name -> config, --tp-size, what the refusal says.
 REFUSED: dict[str, tuple[Config, int, str]] = {
-    "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "ModelOpt's checkpoints are not served"),
+    "DeepSeek-R1-NVFP4 AWQ": (deepseek_v3({**MODELOPT, "quant_algo": "NVFP4_AWQ"}), 8, "quant_algo NVFP4_AWQ is not"),
+    "NVFP4 with other groups": (deepseek_v3({**MODELOPT, "group_size": 32}), 8, "group_size 32: served is 16"),
     "DeepSeek-R1-W4AFP8": (
         deepseek_v3({"quant_method": "w4afp8"}),
         8,
         "takes int4 weights of compressed-tensors, awq and gptq alone",
     ),
     "DeepSeek-V4-Flash": (deepseek_v4(), 4, "the experts of this fp8 checkpoint are MXFP4"),
-    "DeepSeek-V4-NVFP4": (
-        deepseek_v4({**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}),
-        4,
-        "moe_quant_algo NVFP4: ModelOpt's",
-    ),
     "MXFP4 experts by name": (
         deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
         8,
         "the experts of this fp8 checkpoint are MXFP4",
     ),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
-    "GLM-4.5-Air-FP8 on two": (glm_air(CHANNEL), 2, "multiples of 128, got intermediate_size of a rank 704"),
     "Qwen3-235B on eight": (qwen3_235b(), 8, "intermediate_size of a rank 192.*--ep-size 2 the sizes are served"),
     "MiniMax-M2 on eight": (minimax_m2(), 8, "intermediate_size of a rank 192"),
-    "Nemotron-3-Nano-FP8": (nemotron({"quant_algo": "FP8"}), 1, "ModelOpt's checkpoints"),
     "int8": (qwen3_30b(changed(INT4, num_bits=8)), 1, "integers of 8 bits; served is int4"),
     "int4 with an order": (qwen3_30b(changed(INT4, actorder="group")), 1, "groups have columns in activation order"),
     "int4, groups of 16": (qwen3_30b(changed(INT4, group_size=16)), 1, "group size 16; served is int4"),
@@ -341,6 +360,19 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     "GPTQ with rules": (qwen3_30b({**GPTQ, "dynamic": {".*experts.*": {"bits": 8}}}), 1, "rules of their own"),
     "GPTQ, no rules": (qwen3_30b({**GPTQ, "dynamic": {"-:(": {}}}), 1, "which is no regular expression"),
     "auto-round": (mixtral({"quant_method": "auto-round", "bits": 4}), 2, "of compressed-tensors, awq and gptq alone"),
+    "fp8 of ModelOpt with other sizes": (
+        nemotron(MODELOPT_FP8, moe_intermediate_size=1848),
+        1,
+        "got intermediate_size of a rank 1848",
+    ),
+    "a mixture without NVFP4": (nemotron(mixed(backbone_layers_1="FP8")), 1, "takes it for W4AFP8"),
+    "a mixture with int4": (
+        nemotron(mixed(backbone_layers_1="NVFP4", backbone_layers_4="INT4_AWQ")),
+        1,
+        "experts of quant_algo 'INT4_AWQ' in a mixture",
+    ),
+    "Step-3.5 in fp8 on eight": (step(FP8), 8, "intermediate_size of a rank 160"),
+    "Qwen3-30B in channels on 32": (qwen3_30b(CHANNEL), 32, "intermediate_size of a rank one of 16, got .*rank 24;"),
     "fp8 of other blocks": (qwen3_30b({**FP8, "weight_block_size": [64, 64]}), 1, r"weight_block_size \[64, 64\]"),
     "MXFP4 without alpha": (qwen3_30b(MXFP4), 1, "without gemm1_alpha"),
     "a method that is not known": (qwen3_30b({"quant_method": "fp3"}), 1, "quant_method fp3: is not known"),

@@ -15,12 +15,31 @@ from mxfp4_cases import call
 from oxmoe import reference
 from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm, same_bits
 
-# A model's ratios, one block, an odd number of blocks in every place, and sizes that others pad: 704 is refused.
+# A model's ratios, one block, an odd number of blocks in every place, and sizes that others pad.
 SHAPES = (
     Shape("qwen3-small", 16, 8, 256, 128),
     Shape("one-block", 3, 2, 128, 128, bias=True),
     Shape("odd-blocks", 5, 3, 384, 640, bias=True),
     Shape("i1408", 4, 2, 256, 1408),
+)
+# Gate and up rows, and columns of w2, that end inside a block (fp8_tensor): the least, less than a block, GLM-4.5-Air's
+# between 2, 4 and 8 ranks, and many.
+CUT_SHAPES = (
+    Shape("i16", 3, 2, 128, 16, bias=True),
+    Shape("i96", 4, 2, 256, 96),
+    Shape("i176", 5, 2, 384, 176, bias=True),
+    Shape("i192", 16, 8, 256, 192),
+    Shape("i352", 4, 3, 128, 352, bias=True),
+    Shape("i704", 4, 2, 256, 704),
+    Shape("i1424", 3, 2, 128, 1424, bias=True),
+)
+CUT_MODELS = (
+    Shape("glm-4.5-air-tp2", 128, 8, 4096, 704),
+    Shape("glm-4.5-air-tp4", 128, 8, 4096, 352),
+    Shape("glm-4.5-air-tp8", 128, 8, 4096, 176),
+    Shape("qwen3-235b-tp8", 128, 8, 4096, 192),
+    Shape("qwen3-30b-tp8", 128, 8, 2048, 96),
+    Shape("nemotron-3-nano", 128, 6, 2688, 1856).with_options(activation="relu2", gated=False),
 )
 MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7168, 256))
 
@@ -170,11 +189,14 @@ class Fp8Tensor:
 
 
 def blocks_of(scale: Tensor, weights: Tensor) -> Tensor:
-    """[E] or [E, 2] as [E, N / 128, K / 128]; scales of rows stay as they are."""
+    """[E] or [E, 2] as [E, N / 128, K / 128], where N or K are no multiples of 128 as [E, N, 1]; scales of rows stay as
+    they are."""
     experts, rows, columns = weights.shape
     if scale.shape[1:2] == (rows,):
         return scale
     parts = scale.view(experts, -1)
+    if rows // parts.shape[1] % 128 or columns % 128:
+        return parts.repeat_interleave(rows // parts.shape[1], 1)[..., None]
     return parts.repeat_interleave(rows // 128 // parts.shape[1], 1)[..., None].repeat(1, 1, columns // 128)
 
 

@@ -6,7 +6,6 @@ the operands as they were before the call, so what a mutation made of them is ju
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,16 +19,15 @@ import oxmoe
 from cases import ACTIVATIONS, PATTERNS, Shape, make_layer, make_routing, tie_free_groups
 from fp8_cases import make_fp8, make_fp8_tensor
 from fuzz_dlpack import Foreign
+from fuzz_expected import E4M3, Operands, expected_moe, fp32, parts
+from int4_cases import make as make_int4
 from mxfp4_cases import DTYPES, make_blocks
 from mxfp8_cases import make_mxfp8
 from nvfp4_cases import make as make_nvfp4
 from oxmoe import _oxmoe, reference
-from oxmoe.nvfp4 import unswizzle_blockscale
 from oxmoe.testing import Bar, assert_close_ulp, relative_norm
 
-E4M3 = torch.float8_e4m3fn
-Operands = dict[str, Any]
-FORMATS = ("f32", "bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "nvfp4-a4")
+FORMATS = ("f32", "bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "nvfp4-a4", "int4")
 # A few rows of tiny layers: one value of GEMM1's output that rounds to its neighbour moves a whole row by an ulp or
 # two. What is looked for here is a wrong row, expert, scale or option; tests/core/test_moe.py has the bars of accuracy.
 BARS = {
@@ -106,7 +104,7 @@ def close(actual: Any, expected: Tensor, norm: float | None = None) -> None:
 def draw_experts(rng: random.Random, generator: torch.Generator, top_k: int, experts: int) -> tuple[str, Operands]:
     """(format, operands of its ExpertWeights, with the prefix "experts.")."""
     format = rng.choice(FORMATS)
-    step = {"fp8": 128, "mxf": 32, "nvf": 16}.get(format[:3], 1)
+    step = {"fp8": 128, "mxf": 32, "nvf": 16, "int": 32}.get(format[:3], 1)
     hidden, intermediate = (step * rng.randint(1, 2 if step == 128 else 4 if step > 1 else 70) for _ in range(2))
     options = dict(rng.choice(list(ACTIVATIONS.values())))
     if format.startswith(("fp8", "nvfp4")) and options.get("layout") == "interleaved":
@@ -139,6 +137,11 @@ def _experts(format: str, shape: Shape, rng: random.Random, generator: torch.Gen
         extra = {"per_token": True} if rng.random() < 0.6 else layer.scaling("static")
     elif format == "mxfp8":
         layer = make_mxfp8(shape, "cpu", generator)
+    elif format == "int4":
+        dtype, group = rng.choice(list(DTYPES)), rng.choice((32, None))
+        kind = DTYPES[rng.choice(list(DTYPES))]
+        layer = make_int4(shape, generator, group=group, zeros=rng.random() < 0.5, scale_dtype=kind)
+        extra = {"dtype": dtype, "w13_zeros": layer.w13_zeros, "w2_zeros": layer.w2_zeros}
     else:
         layer = make_nvfp4(shape, generator, a4=format.endswith("a4"))
         extra = {"w13_global_scale": layer.w13_global, "w2_global_scale": layer.w2_global}
@@ -155,18 +158,12 @@ def builder(format: str) -> Callable[..., oxmoe.ExpertWeights]:
     return getattr(oxmoe.ExpertWeights, format.partition("-")[0])
 
 
-def parts(operands: Operands) -> tuple[Operands, Operands]:
-    """(operands of ExpertWeights, the others)."""
-    experts = {name.partition(".")[2]: value for name, value in operands.items() if "." in name}
-    return experts, {name: value for name, value in operands.items() if "." not in name}
-
-
 def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
     """The contract of the weights' shapes and of x."""
     gated = operands.get("experts.gated")
     gated = operands.get("experts.activation") != "relu2" if gated is None else gated
     sizes = contract(operands, experts__w13="E W K", experts__w2="E N J", x=tokens)
-    per = {"mxfp4": 2, "nvfp4": 2}.get(format[:5], 1)
+    per = {"mxfp4": 2, "nvfp4": 2, "int4": 2}.get(format[:5], 1)
     hidden, intermediate = sizes["K"] * per, sizes["J"] * per
     sizes |= {"H": hidden} if "H" not in sizes else {}
     assert sizes["N"] == hidden == sizes["H"], "columns of x, w13 and rows of w2 differ"
@@ -175,108 +172,6 @@ def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
     for name in ("alpha", "beta", "limit"):
         if isinstance(operands.get(f"experts.{name}"), Tensor):
             assert operands[f"experts.{name}"].shape == (sizes["E"],), f"{name}: one number an expert"
-
-
-def fp32(name: str, value: Any) -> Any:
-    """A number as calls take it: integers too, where the operand is a real number."""
-    real = name.rpartition(".")[2].removeprefix("config_") in ("alpha", "beta", "limit", "routed_scaling_factor")
-    if type(value) is float or (real and type(value) is int):
-        return float(np.float32(float(value)))
-    return value
-
-
-def expected_moe(format: str, operands: Operands) -> Tensor:
-    """The reference's result of a call of `moe`."""
-    single = {name: fp32(name, value) for name, value in operands.items() if value is not None}
-    experts, call = parts(single)
-    for name in ("weights", "out", "workspace", "format"):
-        call.pop(name, None)
-    experts.pop("dtype", None)
-    w13, w2 = experts.pop("w13"), experts.pop("w2")
-    if format.startswith("nvfp4"):
-        return _expected_nvfp4(w13, w2, experts, call)
-    if format.startswith("mxfp4"):
-        activation_dtype = experts.pop("activation_dtype", None)
-        w13, w2 = (
-            torch.stack([_mxfp4(*one, call["x"].dtype, activation_dtype) for one in zip(w, scales, strict=True)])
-            for w, scales in ((w13, experts.pop("w13_scale")), (w2, experts.pop("w2_scale")))
-        )
-        return reference.moe(w13=w13, w2=w2, activation_dtype=activation_dtype, **experts, **call)
-    if format == "fp8_tensor":
-        given = experts.pop("a13_scale", None), experts.pop("a2_scale", None)
-        dynamic = "token" if experts.pop("per_token", False) else "tensor"
-        scales: Any = dynamic if given[0] is None else tuple(scale.max() for scale in given)
-        for name, w in (("w13_scale", w13), ("w2_scale", w2)):
-            if experts[name].shape[1:2] != (w.shape[1],):
-                of_experts = _of_experts(experts[name], w.shape[0])
-                rows = of_experts.repeat_interleave(w.shape[1] // 128 // of_experts.shape[1], 1)
-                experts[name] = rows[..., None].repeat(1, 1, w.shape[2] // 128)
-        return reference.moe(w13=w13, w2=w2, activation_scales=scales, **experts, **call)
-    return reference.moe(w13=w13, w2=w2, **experts, **call)
-
-
-def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype, activation_dtype: Any) -> Tensor:
-    if activation_dtype is not None:
-        codes, scales = reference.mxfp4_window(codes, scales)
-    return reference.mxfp4_weights(codes, scales, dtype)
-
-
-def _of_experts(scale: Any, experts: int) -> Tensor:
-    """[E, n] of one number for all experts or [E] or [E, n]."""
-    scale = torch.as_tensor(scale, dtype=torch.float32)
-    return scale.reshape(1, 1).expand(experts, 1) if scale.numel() == 1 else scale.view(experts, -1)
-
-
-def _row_scales(scales: Tensor, codes: Tensor) -> Tensor:
-    """NVFP4 scales row by row: of another shape than that they are swizzled, which a mutation may have made them."""
-    rows, columns = codes.shape[0], codes.shape[1] // 8
-    return (scales if scales.shape == (rows, columns) else unswizzle_blockscale(scales, rows, columns)).view(E4M3)
-
-
-def _expected_nvfp4(w13: Tensor, w2: Tensor, experts: Operands, call: Operands) -> Tensor:
-    x, count = call["x"], w13.shape[0]
-    weights, ids = call.get("topk_weights"), call.get("topk_ids")
-    if ids is None:
-        names = ("top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
-        routed = {name: call[name] for name in (*names, "num_token_non_padded") if name in call}
-        weights, ids = reference.topk(call["router_logits"], **routed)
-    assert weights is not None
-    ids = ids.long() - call.get("ep_rank", 0) * count if call.get("ep_size", 1) > 1 else ids.long()
-    rows = x.new_zeros((*ids.shape, x.shape[1]))
-    swiglu = {name: experts[name] for name in ("alpha", "beta", "limit") if name in experts}
-    options = {name: experts[name] for name in ("layout", "activation", "gated", "clamp") if name in experts}
-    of_experts = {name: _of_experts(experts[name], count) for name in experts if name.endswith("global_scale")}
-    halves = of_experts["w13_global_scale"]
-    for expert in range(count):
-        factor = halves[expert].repeat_interleave(w13.shape[1] // halves.shape[1])
-        roundings = None
-        if "input_global_scale" in experts:
-            names = ("input_global_scale", "a2_global_scale")
-            roundings = tuple(of_experts[name][expert, 0].item() for name in names)
-        token, slot = torch.nonzero(ids == expert, as_tuple=True)
-        if roundings is not None and not all(0 < scale < math.inf for scale in roundings):
-            rows[token, slot] = torch.nan  # rounding under such a scale has no definition
-            continue
-        numbers = {n: v[expert].item() if isinstance(v, Tensor) else v for n, v in swiglu.items()}
-        bias = {name: experts[name][expert] for name in ("b13", "b2") if name in experts}
-        rows[token, slot] = reference.nvfp4_expert(
-            x[token],
-            reference.nvfp4_numbers(w13[expert], _row_scales(experts["w13_scale"][expert], w13[expert])),
-            reference.nvfp4_numbers(w2[expert], _row_scales(experts["w2_scale"][expert], w2[expert])),
-            (factor, of_experts["w2_global_scale"][expert]),
-            roundings,
-            **bias,
-            **options,
-            **numbers,
-        )
-    present = ((ids >= 0) & (ids < count))[..., None]
-    weighted = not call.get("no_combine") or call.get("keep_router_weight")
-    terms = torch.where(present, (weights.float()[..., None] if weighted else 1.0) * rows.float(), 0.0)
-    total = terms if call.get("no_combine") else terms.sum(1)
-    return (call.get("routed_scaling_factor", 1.0) * total).to(x.dtype)
-
-
-# Layers
 
 
 def draw_x(format: str, operands: Operands, rng: random.Random, generator: torch.Generator, *rows: int) -> Tensor:

@@ -369,7 +369,7 @@ def draw_explain(rng: random.Random, generator: torch.Generator) -> Call:
         "hidden_size": 128 * rng.randint(1, 60),
         "intermediate_size": 128 * rng.randint(1, 60),
         "num_tokens": rng.choice((1, 2, 8, 100, 5000)),
-        "format": rng.choice(("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4")),
+        "format": rng.choice(("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "int4")),
         "gated": rng.random() < 0.8,
         "arch": rng.choice(("sm_80", "sm_90", "sm_100", "sm_120", "cpu")),
     }

@@ -236,6 +236,8 @@ def truth(rng: torch.Generator) -> torch.Tensor:
         ("f16", 1e-4, 5e-3),
         ("mxfp4", 1e-4, 5e-3),
         ("nvfp4", 1e-4, 5e-3),
+        ("int4", 1e-4, 5e-3),
+        ("int4-zeros", 1e-4, 5e-3),
         ("fp8_block", 1e-3, 3e-2),
         ("mxfp8", 1e-3, 3e-2),
         ("mxfp4-a8", 3e-2, 5e-2),

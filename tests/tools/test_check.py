@@ -18,6 +18,9 @@ import oxmoe
 from check_configs import (
     CHANNEL,
     FP8,
+    HYBRID,
+    MODELOPT,
+    MODELOPT_FP8,
     NVFP4,
     REFUSED,
     SERVED,
@@ -27,6 +30,8 @@ from check_configs import (
     glm_air,
     gpt_oss,
     minimax_m3,
+    mixed,
+    nemotron,
     qwen3_30b,
     qwen3_235b,
     step,
@@ -258,12 +263,61 @@ def test_modelopt_beside_the_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     written(tmp_path / "config.json", qwen3_30b())
     assert in_folder(tmp_path, capsys)["served"]
     written(tmp_path / "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}})
-    assert "quant_algo NVFP4: ModelOpt's" in in_folder(tmp_path, capsys)["refused"][0]
+    (kind,) = in_folder(tmp_path, capsys)["kinds"]
+    assert kind["served"] and kind["format"] == "NVFP4 of ModelOpt, bf16 activations"
     written(tmp_path / "hf_quant_config.json", {"quantization": {}})
     assert "is not known" in in_folder(tmp_path, capsys)["refused"][0]
     # config.json's word goes before it, as in SGLang.
     written(tmp_path / "config.json", qwen3_30b(FP8))
     assert in_folder(tmp_path, capsys)["served"]
+
+
+MIXED = nemotron(mixed(backbone_layers_1="NVFP4", backbone_layers_4="FP8"), moe_intermediate_size=2688)
+OLDER = {
+    "NVFP4": (deepseek_v3(MODELOPT), "0.5.12.post1", None),
+    "no group_size": (deepseek_v3({**MODELOPT, "group_size": None}), "0.5.17", None),
+    "no group_size before": (deepseek_v3({**MODELOPT, "group_size": None}), "0.5.16", "group_size None"),
+    "W4A16": (deepseek_v3({**MODELOPT, "quant_algo": "W4A16_NVFP4"}), "0.5.19", None),
+    "W4A16 before": (deepseek_v3({**MODELOPT, "quant_algo": "W4A16_NVFP4"}), "0.5.18", "W4A16_NVFP4 is not served"),
+    "hybrid": (deepseek_v4(HYBRID), "0.5.14", None),
+    "hybrid before": (deepseek_v4(HYBRID), "0.5.13", "SGLang 0.5.13 does not load it"),
+    "mixture": (MIXED, "0.5.12.post1", None),
+    "mixture of another model before": (deepseek_v3(mixed(model_layers_3="NVFP4")), "0.5.14", "for W4AFP8"),
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_modelopt_in_older_releases(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, release, why = OLDER[case]
+    report = check(tmp_path, capsys, config, "--sglang", release)
+    assert report["served"] is (why is None)
+    assert why is None or why in report["refused"][0]
+    notes = [note for kind in report["kinds"] for note in kind["notes"] if "NVFP4 linear layers" in note]
+    assert bool(notes) is (release == "0.5.12.post1")
+
+
+def test_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers by their own quant_algo, and those without one."""
+    report = check(tmp_path, capsys, MIXED)
+    kinds = {kind["format"]: kind["layers"] for kind in report["kinds"] if kind["kind"] == "moe"}
+    names = ["NVFP4 of ModelOpt, bf16 activations", "fp8, a scale a matrix, static activations", "bf16"]
+    assert report["served"] and list(kinds) == names
+    assert kinds[names[0]] == [1] and kinds[names[1]] == [4] and len(kinds["bf16"]) == 19
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "why"),
+    [
+        (deepseek_v3(MODELOPT), "sm_100", "NVFP4 experts on sm_90, not on sm_100"),
+        (qwen3_30b(MODELOPT_FP8), "sm_80", "SGLang serves ModelOpt's fp8 from sm_89 on, not on sm_80"),
+        (qwen3_30b(MODELOPT_FP8), "sm_89", None),
+    ],
+)
+def test_modelopt_on_other_gpus(
+    config: dict[str, Any], gpu: str, why: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check(tmp_path, capsys, config, "--gpu", gpu, "--tp", "2")
+    assert report["served"] is (why is None) and (why is None or why in report["refused"][0])
 
 
 def test_the_largest_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,4 +493,4 @@ def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
             oxmoe.explain(8, 2, hidden, intermediate, 4, format=format_name, arch="sm_90")
             assert early is None
         except ValueError:
-            assert early is not None and "multiples of" in early
+            assert early is not None and "must be" in early and "multiple" in early

@@ -123,6 +123,19 @@ def test_distance_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(0 < error < (2 if name in given else 0.15) for (_, name), error in errors.items()), errors
 
 
+def test_bench_of_one_scale_with_columns_that_end_inside_a_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(layers.SHAPES, "cut", dataclasses.replace(SHAPE, hidden=256, intermediate=176))
+    names = ["fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"]
+    arguments = ["bench", "--shapes", "cut", "--tokens", "5", "--device", "cpu", "--format", ",".join(names)]
+    assert __main__.main([*arguments, "--peers", "none"]) == 0
+    assert "WRONG" not in capsys.readouterr().out
+    assert __main__.main([*arguments, "--distance"]) == 0
+    errors = [float(line.split("|")[5]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(errors) == 6 and all(0 < error < 2 for error in errors)
+
+
 def test_bench_times_no_wrong_result(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +326,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert lines["oxmoe"].startswith(oxmoe.__version__) and lines["driver"]
     assert lines["torch"].startswith(torch.__version__)
     assert lines["formats"].startswith("bf16, f16, mxfp4, fp8_block, mxfp4-a8, mxfp8, nvfp4, fp8_tensor, ")
-    assert lines["formats"].endswith(", nvfp4-a4; on CPU also f32")
+    assert lines["formats"].endswith(", int4-zeros; on CPU also f32")
     assert lines["layer on cpu"].startswith("right, ")
 
 

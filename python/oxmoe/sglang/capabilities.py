@@ -23,6 +23,7 @@ _LAYER = "srt.layers.moe.fused_moe_triton.layer"
 _FUSION = "srt.layers.flashinfer_comm_fusion"
 _GROUPS = "srt.distributed.parallel_state"
 _ARGUMENTS = "srt.server_args"
+_MODELOPT = "srt.layers.quantization.modelopt_quant"
 _FIELDS = "srt.arg_groups.fields"
 
 FUSED = "flashinfer_allreduce_residual_rmsnorm"
@@ -78,6 +79,14 @@ def announces_updates() -> bool:
     return sources.mentions("srt.model_executor.model_runner_components.weight_updater", "begin_weight_update") and (
         sources.mentions("srt.model_loader.loader", "restore_weights_before_loading")
     )
+
+
+def finds_modelopt_by_name() -> bool:
+    """Whether SGLang looks ModelOpt's configurations up in its table of quantizations, also those of a file beside the
+    checkpoint's config.json."""
+    found = sources.function("srt.model_loader.weight_utils", "get_quant_config")
+    calls = (node.func for node in ast.walk(found) if isinstance(node, ast.Call)) if found is not None else ()
+    return any(getattr(call, "id", "") == "issubclass" for call in calls)
 
 
 def has_argument(name: str) -> bool:
@@ -224,6 +233,13 @@ NEEDS: dict[str, dict[str, str]] = {
         "srt.layers.quantization.base_config:FusedMoEMethodBase": "get_moe_runner_backend",
         "srt.layers.quantization.fp8": "Fp8Config Fp8LinearMethod Fp8MoEMethod",
         "srt.layers.quantization.mxfp4": "Mxfp4Config",
+        _MODELOPT: "ModelOptFp4LinearMethod ModelOptNvFp4FusedMoEMethod ModelOptFp8MoEMethod HybridFp8NvFp4Config",
+        f"{_MODELOPT}:ModelOptQuantConfig": "is_layer_excluded",
+        f"{_MODELOPT}:ModelOptFp4Config": "is_checkpoint_nvfp4_serialized is_awq group_size get_quant_method",
+        f"{_MODELOPT}:ModelOptFp8Config": "get_quant_method override_quantization_method",
+        f"{_MODELOPT}:ModelOptMixedPrecisionConfig": "get_quant_method _resolve_quant_algo fp8_config nvfp4_config "
+        "nvfp4a16_config mxfp8_config fp8_block_config",
+        f"{_MODELOPT}:HybridFp8NvFp4Config": "nvfp4_config",
         "srt.layers.quantization.unquant": "UnquantizedFusedMoEMethod UnquantizedLinearMethod",
         "srt.layers.quantization.utils": "is_layer_skipped",
         "srt.layers.quantization.compressed_tensors.schemes": "CompressedTensorsW8A8Fp8MoE "

@@ -1,8 +1,8 @@
 """Checkpoints of compressed-tensors (llm-compressor) in SGLang's quantization "oxmoe": their fp8, NVFP4 and
 int4 experts.
 
-Parameters and loading are those of SGLang's schemes (of int4 those of `int4`), whose processing after loading is left out: gate and up keep a
-scale each, and nothing is laid out for Marlin.
+Parameters and loading are those of SGLang's schemes (int4 has its own, in `int4`), whose processing after loading is
+left out: gate and up keep a scale each, and nothing is laid out for Marlin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 from oxmoe import ExpertWeights
 from oxmoe.sglang import formats, int4, int4_schemes
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
 # Older releases have NVFP4 layers, of linear ones too, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
@@ -60,7 +60,9 @@ class OxmoeCompressedTensorsMoEMethod(NeedsBfloat16, MadeAtLoad, _OfScheme):
 class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
     """fp8: a scale a tensor (gate's and up's each its own), a channel, or a block; used as they lie."""
 
-    sized_as = "fp8_tensor"
+    @property
+    def sized_as(self) -> str:  # type: ignore[override]
+        return "fp8_block" if self.scheme.block_quant else "fp8_tensor"
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         weights = layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale.data, layer.w2_weight_scale.data
@@ -92,10 +94,7 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
         )
 
     def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
-        for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
-            if packed is not None:
-                share_memory(getattr(layer, f"{name}_weight_packed"), packed[0])
-                share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
+        share_packed(layer, weights, "weight_packed")
 
 
 class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):

@@ -12,21 +12,32 @@ from oxmoe.sglang import int4_schemes
 FP8_BLOCK = 128  # rows and columns of one fp8 scale
 NVFP4_BLOCK = 16  # weights of one NVFP4 scale
 COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of such a checkpoint
-# Of hidden_size and of a rank's intermediate_size, as `oxmoe.explain` has them. SGLang's layers of MXFP4 round up.
-MULTIPLES = {"fp8_block": FP8_BLOCK, "fp8_tensor": FP8_BLOCK, "mxfp8": 32, "mxfp4": 32, "nvfp4": NVFP4_BLOCK}
-MULTIPLES["int4"] = int4_schemes.BLOCK
+# Of hidden_size, and of a rank's intermediate_size, as `oxmoe.explain` has them. SGLang's layers of MXFP4 round up.
+MULTIPLES = {
+    "fp8_block": (FP8_BLOCK, FP8_BLOCK),
+    "fp8_tensor": (FP8_BLOCK, 16),
+    "mxfp8": (32, 32),
+    "mxfp4": (32, 32),
+    "nvfp4": (NVFP4_BLOCK, NVFP4_BLOCK),
+    "int4": (int4_schemes.BLOCK, int4_schemes.BLOCK),
+}
 
 
 def check_sizes(format: str, hidden_size: int, intermediate_size: int, *, of: str) -> None:
     """NotImplementedError if no kernel takes experts of this format and these sizes; of: what they are called."""
-    multiple = MULTIPLES.get(format, 1)
-    sizes = {"hidden_size": hidden_size, "intermediate_size of a rank": intermediate_size}
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
+    multiples = dict(zip(("hidden_size", "intermediate_size of a rank"), MULTIPLES.get(format, (1, 1)), strict=True))
+    sizes = zip(multiples.items(), (hidden_size, intermediate_size), strict=True)
+    wrong = [f"{name} {size}" for (name, multiple), size in sizes if size % multiple]
     if wrong:
+        of_hidden, of_columns = multiples.values()
+        rule = (
+            f"hidden_size and intermediate_size of a rank must be multiples of {of_hidden}"
+            if of_hidden == of_columns
+            else f"hidden_size must be a multiple of {of_hidden} and intermediate_size of a rank one of {of_columns}"
+        )
         raise NotImplementedError(
-            f"oxmoe: {of}: hidden_size and intermediate_size of a rank must be multiples of {multiple}, got "
-            f"{' and '.join(wrong)}; start with --ep-size, so that fewer ranks share an expert, with another "
-            "--tp-size, or without moe"
+            f"oxmoe: {of}: {rule}, got {' and '.join(wrong)}; start with --ep-size, so that fewer ranks share an "
+            "expert, with another --tp-size, or without moe"
         )
 
 
@@ -35,6 +46,12 @@ def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
     config = checkpoint or {}
     blocks = config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
     return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
+
+
+def is_hybrid(checkpoint: dict[str, Any]) -> bool:
+    """Whether the experts of this fp8 quantization_config are NVFP4 of ModelOpt, as SGLang tells them."""
+    named = [str(checkpoint.get(name, "")).upper() for name in ("quant_algo", "moe_quant_algo")]
+    return named == ["MIXED_PRECISION", "NVFP4"] and checkpoint.get("group_size") is not None
 
 
 def compressed_kind(weights: Any) -> str | None:

@@ -23,7 +23,7 @@ from oxmoe import ExpertWeights
 from oxmoe.formats.int4 import Matrix, from_awq, from_gptq, from_pack_quantized
 from oxmoe.sglang import eplb, int4_schemes
 from oxmoe.sglang.int4_schemes import Scheme
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_memory
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
 _WORD = 8  # codes of an int32
 _ABSENT = -1  # in a g_idx that no checkpoint has filled
@@ -163,10 +163,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
         return own.view(-1).view(torch.uint8).view(codes.shape).copy_(codes)
 
     def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
-        for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
-            if packed is not None:
-                share_memory(getattr(layer, f"{name}_{self.names.codes}"), packed[0])
-                share_memory(getattr(layer, f"{name}_{self.names.scales}"), packed[1])
+        share_packed(layer, weights, self.names.codes, self.names.scales)
 
     def finish(self, layer: torch.nn.Module) -> None:
         # Kernels of a CPU read zero points: an expert that moves must take its own along.

@@ -121,7 +121,7 @@ def skips(config: dict[str, Any], prefix: str) -> bool:
 
 
 def _rule(rules: dict[str, Any], name: str) -> bool | None:
-    """False: not quantised; True: in another format; None: no rule is for this name. The first rule that fits counts."""
+    """False: not quantised; True: in another format; None: no rule is for this name. The first that fits counts."""
     for pattern, changes in rules.items():
         if pattern.startswith("-:"):
             if re.match(pattern[2:], name):

@@ -169,8 +169,9 @@ _MEND = {
     "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8 and int4, and on "
     "Hopper, where SGLang can load them there, of NVFP4; serve others without moe",
     "MoeWNA16Method": "start without --quantization moe_wna16",
-    "ModelOptNvFp4FusedMoEMethod": "serve this model without moe (SGLang keeps ModelOpt's checkpoints; NVFP4 of "
-    "compressed-tensors is served)",
+    "ModelOptNvFp4FusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's NVFP4 layers on Hopper; "
+    "serve others, and layers that SGLang quantises while it loads them, without moe",
+    "ModelOptFp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",

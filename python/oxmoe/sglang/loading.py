@@ -98,6 +98,14 @@ def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
         parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
 
 
+def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str, scales: str = "weight_scale") -> None:
+    """`share_memory` of a layer's codes, "w13_<codes>" and "w2_<codes>", and of their scales."""
+    for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
+        if packed is not None:
+            share_memory(getattr(layer, f"{name}_{codes}"), packed[0])
+            share_memory(getattr(layer, f"{name}_{scales}"), packed[1])
+
+
 def packed_parameters(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:
     """Names of the parameters whose memory holds packed weights, no longer the checkpoint's."""
     packed = [tensor for tensor in (*(weights.w13_packed or ()), *(weights.w2_packed or ())) if tensor is not None]

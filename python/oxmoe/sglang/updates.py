@@ -57,6 +57,11 @@ def local_experts(layer: Any, expert: int) -> list[int]:
     return [number for number in local if 0 <= number < layer.num_local_experts]
 
 
+def _is_gated(layer: Any) -> bool:
+    """Whether w13 has rows of gate and of up, which a checkpoint has apart."""
+    return bool(getattr(getattr(layer, "moe_runner_config", None), "is_gated", True))
+
+
 class Updates:
     """The writes to one layer's parameters. The first load is announced by itself."""
 
@@ -114,7 +119,7 @@ class Updates:
         """Of these parameters those that were not written whole: (parts that were written, parts that there are)."""
         found = {}
         for name in sorted(names - self._whole):
-            parts = getattr(layer, name).shape[0] * (2 if name.startswith("w13") else 1)
+            parts = getattr(layer, name).shape[0] * (2 if name.startswith("w13") and _is_gated(layer) else 1)
             written = len(self._written.get(name, ()))
             if written < parts:
                 found[name] = (written, parts)

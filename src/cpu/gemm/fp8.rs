@@ -49,7 +49,9 @@ pub(super) unsafe fn run(panel: &Panel, block: Block) {
 /// As for [`run`].
 unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
     let (p, rows) = (panel.p, panel.rows());
-    let (k, groups) = (p.k as usize, p.k as usize / GROUP);
+    // Rows of tokens are whole groups, those of weights may end inside one.
+    let k = p.k as usize;
+    let (groups, token_stride) = (k.div_ceil(GROUP), k.next_multiple_of(GROUP));
     // Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
     let stride = k.div_ceil(LINE) | 1;
     let weight_lines = rows.next_multiple_of(BLOCK_ROWS) * stride;
@@ -62,7 +64,8 @@ unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
         for (i, expert_row) in panel.expert_rows(row).into_iter().enumerate() {
             // SAFETY: a row of this expert's weights; rows of an expert are whole blocks.
             unsafe { expand(p.weights.add(expert_row * k), k, &mut weights[(row + i) * stride..]) };
-            weight_scales[row + i] = p.block_scales.cast::<f32>().wrapping_add(expert_row / GROUP * groups);
+            let scales = panel.block_of_scales((row + i).min(rows - 1)) * groups;
+            weight_scales[row + i] = p.block_scales.cast::<f32>().wrapping_add(scales);
         }
     }
     // SAFETY: the caller's contract.
@@ -79,7 +82,7 @@ unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
             // SAFETY: the caller's contract; the place is in the tile.
             unsafe {
                 let row = panel.x_number(first_place + i);
-                expand(p.x.add(row * k), k, &mut tokens[i * stride..]);
+                expand(p.x.add(row * token_stride), k, &mut tokens[i * stride..]);
                 *scales = p.x_scales.add(row * groups);
             }
         }
@@ -89,8 +92,12 @@ unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
             for k_group in 0..groups {
                 let addresses = std::array::from_fn(|i| at(weights, row + i, k_group * GROUP));
                 let token_rows: [_; BLOCK_TOKENS] = std::array::from_fn(|i| at(tokens, i, k_group * GROUP));
-                let operands =
-                    Operands { weights: addresses, next_weights: addresses, tokens: &token_rows[..members], k: GROUP };
+                let operands = Operands {
+                    weights: addresses,
+                    next_weights: addresses,
+                    tokens: &token_rows[..members],
+                    k: GROUP.min(k - k_group * GROUP),
+                };
                 // SAFETY: all rows hold this group.
                 let products = unsafe { block(&operands) };
                 for (i, (sums, products)) in block_sums[..members].iter_mut().zip(&products).enumerate() {

@@ -17,6 +17,8 @@ pub const KERNELS: KernelSet = KernelSet {
     serves,
     tile_tokens: |gemms| {
         let order = match gemms.rows {
+            // The kernel for rows in order reads whole blocks of rows.
+            _ if gemms.cut => Order::Gathered,
             Rows::Gathered { plain_x: true, .. } if by_groups(gemms.up.format) => Order::Possible,
             Rows::Gathered { .. } => Order::Gathered,
             Rows::InOrder { .. } => Order::Given,
@@ -40,7 +42,7 @@ pub const KERNELS: KernelSet = KernelSet {
         let launch = || layer(desc, &gemms.up, &gemms.down, gemms.device).map(Experts::Routed);
         block.then(launch).flatten()
     },
-    variants: |layer| variants(layer.gated),
+    variants,
 };
 
 /// GEMM1 and GEMM2.
@@ -50,6 +52,7 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
         true => quantising_gemm(up, tile_tokens, device),
         false => gemm(up, tile_tokens, device),
     };
+    let up = if gemms.cut { Launch { variant: fp8::cut(up.variant), ..up } } else { up };
     let down = match gemms.rows {
         Rows::Gathered { .. } => self::down(down, down_tile_tokens(down, tile_tokens).unwrap_or(tile_tokens), device),
         Rows::InOrder { .. } => down_of_rows((&likely[1], down), tile_tokens, device),
@@ -59,10 +62,11 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
 
 /// An error where no kernel takes the layer, these or the portable one of other GPUs.
 pub fn require(layer: &LayerDesc) -> Result<()> {
-    let (group, name) = (GROUP as i64, layer.format.spec().name);
-    if layer.hidden % group != 0 || layer.intermediate % group != 0 {
+    let spec = layer.format.spec();
+    let (name, block, inner_block) = (spec.name, spec.block, spec.inner_block);
+    if layer.hidden % block != 0 || layer.intermediate % inner_block != 0 {
         return Err(Error::Unsupported(format!(
-            "{name} experts of hidden {} and intermediate {}; supported: multiples of {group}",
+            "{name} experts of hidden {} and intermediate {}; supported: multiples of {block} and {inner_block}",
             layer.hidden, layer.intermediate
         )));
     }
@@ -291,10 +295,17 @@ fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Opt
 }
 
 /// Every kernel with a GEMM in it that a layer's calls may take.
-fn variants(gated: bool) -> Vec<Variant> {
+fn variants(layer: &LayerDesc) -> Vec<Variant> {
+    let gated = layer.gated;
     let gemms = fp8::TILES.iter().flat_map(|t| [gated, false].map(|gated| t.gated(gated)));
+    let cut = layer.is_cut().then(|| fp8::WIDE_CUT_TILE.gated(gated));
     let ordered = [fp8::ordered(gated), fp8::ordered(false)];
-    gemms.chain(ordered).chain(fp8::layers(gated)).chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary)).collect()
+    gemms
+        .chain(cut)
+        .chain(ordered)
+        .chain(fp8::layers(gated))
+        .chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary))
+        .collect()
 }
 
 #[cfg(test)]

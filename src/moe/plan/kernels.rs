@@ -13,6 +13,8 @@ pub struct Gemms<'a> {
     pub rows: Rows,
     pub up: GemmDesc,
     pub down: GemmDesc,
+    /// Parts of an expert's rows of w13, or rows of its w2, end inside a block (fp8); both GEMMs count whole blocks.
+    pub cut: bool,
     /// The same with as many slots as are likely, which choose tiles; grids hold all.
     pub likely: [GemmDesc; 2],
 }
@@ -30,21 +32,23 @@ impl<'a> Gemms<'a> {
     /// The GEMMs of `slots` slots of a layer.
     pub fn new(layer: &LayerDesc, slots: i64, rows: Rows, device: &'a Device) -> Gemms<'a> {
         let (element, format, experts) = (super::element(layer.dtype), layer.format, layer.experts);
-        let up =
-            GemmDesc { element, format, gated: layer.gated, slots, experts, rows: layer.up_rows(), k: layer.hidden };
-        let down = GemmDesc { gated: false, rows: layer.hidden, k: layer.intermediate, ..up };
+        let inner = layer.inner();
+        let rows_of_up = inner * if layer.gated { 2 } else { 1 };
+        let up = GemmDesc { element, format, gated: layer.gated, slots, experts, rows: rows_of_up, k: layer.hidden };
+        let down = GemmDesc { gated: false, rows: layer.hidden, k: inner, ..up };
         let slots = match rows {
             Rows::Gathered { .. } => slots,
             Rows::InOrder { expected, .. } => (expected * experts).clamp(1, slots.max(1)),
         };
-        Gemms { device, rows, up, down, likely: [up, down].map(|gemm| GemmDesc { slots, ..gemm }) }
+        let likely = [up, down].map(|gemm| GemmDesc { slots, ..gemm });
+        Gemms { device, rows, up, down, cut: layer.is_cut(), likely }
     }
 
     /// One GEMM in the place of both.
     #[cfg(test)]
     pub fn alone(gemm: &GemmDesc, device: &'a Device) -> Gemms<'a> {
         let rows = Rows::Gathered { tokens: gemm.slots, plain_x: true };
-        Gemms { device, rows, up: *gemm, down: *gemm, likely: [*gemm; 2] }
+        Gemms { device, rows, up: *gemm, down: *gemm, cut: false, likely: [*gemm; 2] }
     }
 }
 

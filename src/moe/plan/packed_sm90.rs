@@ -91,6 +91,13 @@ hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: 
 ///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
 const MXFP4_FEW_UNITS: u32 = 6;
 
+/// Where GEMM2's K is at most this, units of 64 rows are better up to `SHORT_FEW_UNITS`: a unit of GEMM2 is then little work beside what it
+/// costs to take one. us a layer of kimi-k2-tp8 (E384 k8 H7168 I256) on an H100, 128 and 64 rows, two runs of each in turn:
+///   MXFP4   M 8 (1.0 units)  76.5 78.3, 77.0 76.5;   M 16 (1.9)  121.5 126.5, 130.9 132.3;   M 64 (5.8)  302.9 301.7, 318.5 329.1
+///   int4    M 8              79.2 80.4, 80.8 80.0;   M 16        130.4 128.5, 134.6 136.1;   M 64        321.2 306.8, 333.8 337.5
+const SHORT_K: i64 = 512;
+const SHORT_FEW_UNITS: u32 = 1;
+
 /// Up to this many work units of 128 rows for each CTA that fits, units of 64 rows are better. us of GEMM1 and of GEMM2, 128 and 64 rows:
 ///   qwen3-30b-a3b, M = 1 (0.4 and 0.5 units)  12.0 + 5.7, 11.1 + 5.8;   M = 16 (3.7 and 5)  65.1 + 34.2, 64.8 + 34.2
 ///   dsv3-tp8, M = 16 (1.5 and 21)  95.4 + 48.3, 101.8 + 51.5
@@ -157,8 +164,10 @@ fn tile_tokens(gemm: &GemmDesc) -> i32 {
 /// GEMM1 and, where its launch has not both, GEMM2. A launch between them quantises e4m3 activations.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
-        let Tiles { tiles, fours, few_units, .. } = tiles_of(of.format);
-        let tile = tiles::narrowest_by_k((tiles, fours), *few_units, of, tile_tokens, gemms.device);
+        let Tiles { tiles, fours, few_units, .. } = *tiles_of(of.format);
+        let is_short = gemms_of.last().is_some_and(|last| last.k <= SHORT_K);
+        let few_units = if is_short { few_units.min(SHORT_FEW_UNITS) } else { few_units };
+        let tile = tiles::narrowest_by_k((tiles, fours), few_units, of, tile_tokens, gemms.device);
         tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device)
     };
     let (up, down) = (&gemms.up, &gemms.down);

@@ -316,6 +316,46 @@ def refused_nvfp4():
     return errors
 
 
+def int4_operands(experts, hidden, intermediate, gated=True, group=32, zeros=False, scale_dtype="bfloat16"):
+    """Operands of int4 experts by name."""
+    tensors = {}
+    for name, (rows, columns) in {
+        "w13": (intermediate * (2 if gated else 1), hidden),
+        "w2": (hidden, intermediate),
+    }.items():
+        groups = columns // (group or columns)
+        tensors[name] = Tensor((experts, rows, columns // 2), "uint8")
+        tensors[f"{name}_scale"] = Tensor((experts, rows, groups), scale_dtype)
+        if zeros:
+            tensors[f"{name}_zeros"] = Tensor((experts, rows, groups), "uint8")
+    return tensors
+
+
+def int4_calls(top_k, tokens, experts, hidden, intermediate, gated=True, **operands):
+    """int4 experts at each token count: plan as text, addresses, what they were packed into, records."""
+    tensors = int4_operands(experts, hidden, intermediate, gated, **operands)
+    weights = oxmoe.ExpertWeights.int4(**tensors, **({} if gated else {"activation": "relu2"}))
+    packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
+    load = records()
+    calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate)
+    addresses = {name: tensor.address for name, tensor in tensors.items()}
+    return {"addresses": addresses, "packed": packed, "load": load, "calls": calls, "format": weights.format}
+
+
+def refused_int4():
+    """What int4 experts raise on a GPU."""
+    tensors, make = int4_operands(4, 128, 64, zeros=True), oxmoe.ExpertWeights.int4
+    return {
+        "right": attempt(make, **tensors),
+        "f16": attempt(make, **tensors, dtype="f16"),
+        "device": attempt(make, **{**tensors, "w2_zeros": Tensor((4, 128, 2), "uint8", device=1)}),
+        "groups": attempt(make, **{**tensors, "w2_zeros": Tensor((4, 128, 1), "uint8")}),
+        "dtype": attempt(make, **{**tensors, "w13_scale": Tensor((4, 128, 4), "uint8")}),
+        "explain": attempt(oxmoe.explain, 4, 2, 128, 64, 5, format="int4"),
+        "explain-zeros": attempt(oxmoe.explain, 4, 2, 128, 64, 5, format="int4-zeros"),
+    }
+
+
 def expert_order_weights(format, experts, hidden, intermediate):
     """Experts of a format, and the addresses of what they were made of."""
     if format in ("bf16", "f16"):
@@ -329,6 +369,9 @@ def expert_order_weights(format, experts, hidden, intermediate):
         roundings = nvfp4_roundings(experts, "each" if format == "nvfp4-a4" else "a16")
         made = oxmoe.ExpertWeights.nvfp4(**tensors, w13_global_scale=1.0, w2_global_scale=1.0, **roundings)
         return made, tensors
+    if format.startswith("int4"):
+        tensors = int4_operands(experts, hidden, intermediate, zeros=format.endswith("zeros"))
+        return oxmoe.ExpertWeights.int4(**tensors), tensors
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
     for name, (_, height, width) in shapes.items():

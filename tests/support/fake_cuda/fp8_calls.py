@@ -61,19 +61,23 @@ def refused_fp8():
     return errors
 
 
-def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode, of_rows=False):
+def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode, of_rows=False, bias=False, gated=True):
     """Experts of e4m3 with one scale a matrix, or one a row; and, if a mode is "given", with tokens that are e4m3."""
-    shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+    rows = intermediate * (2 if gated else 1)
+    shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
+    if bias:
+        tensors |= {"b13": Tensor((experts, rows)), "b2": Tensor((experts, hidden), "float32")}
     scales = {
         f"{name}_scale": Tensor((experts, height) if of_rows else (experts,), "float32")
         for name, (_, height, _) in shapes.items()
     }
     given = {name: Tensor((), "float32") for name in ("a13_scale", "a2_scale")} if mode == "static" else {}
-    weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, per_token=mode == "token")
+    options = {"per_token": mode == "token", "gated": gated, "activation": "silu" if gated else "relu2"}
+    weights = oxmoe.ExpertWeights.fp8_tensor(**tensors, **scales, **given, **options)
     load = records()
     calls = layer_calls(weights, top_k, tokens, experts, hidden, intermediate)
-    tables = {name: getattr(weights, name) for name in scales}
+    tables = {name: getattr(weights, name) for name in [*scales, *(["b13", "b2"] if bias else [])]}
     addresses = {name: tensor.address for name, tensor in {**tensors, **tables, **given}.items()}
     shapes = {name: tensor.shape for name, tensor in tables.items()}
     return {"addresses": addresses, "shapes": shapes, "load": load, "calls": calls}

@@ -120,8 +120,25 @@ class Tensor:
     def expand(self, shape):
         return self.part(shape)
 
+    def min(self):
+        """Of zero points, which are looked at when they are given."""
+        made = Tensor((), self.dtype, self.device)
+        made.value = 8
+        return made
+
+    max = min
+
     def new_ones(self, shape):
         return Tensor(shape, self.dtype, self.device)
+
+    def new_zeros(self, shape):
+        return Tensor(shape, self.dtype, self.device)
+
+    def view(self, shape):
+        return self.part(shape)
+
+    def narrow(self, dimension, start, length):
+        return self
 
     def contiguous(self):
         return Tensor(self.shape, self.dtype, self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ def _numbers(name: str, weights: dict[str, Tensor]) -> tuple[str, Tensor]:
         # The product is rounded once, as it is in every bf16 layer of such weights.
         numbers = (codes.flatten(1) - 8) * scales.float().repeat_interleave(32, 1)
         return name.removesuffix("_packed"), numbers.bfloat16().float()
+    if f"{name}_scale_2" in weights:
+        codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2).long()
+        scales = weights[f"{name}_scale"].float().repeat_interleave(16, -1) * weights[f"{name}_scale_2"]
+        return name, _E2M1[codes] * scales
     if weight.dtype == torch.float8_e4m3fn:
         blocks = weights.get(f"{name}_scale_inv")
         if blocks is None:
@@ -51,17 +56,43 @@ def _numbers(name: str, weights: dict[str, Tensor]) -> tuple[str, Tensor]:
     return name, weight.float()
 
 
+def _read(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def _plain(weights: dict[str, Tensor]) -> list[str]:
+    return [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2", "_shape"))]
+
+
+def dequantised(checkpoint: Path, folder: Path) -> Path:
+    """The folder, with a checkpoint of the same numbers in bf16."""
+    from safetensors.torch import save_file
+
+    weights = _read(checkpoint)
+    numbers = {name: value.bfloat16() for name, value in (_numbers(name, weights) for name in _plain(weights))}
+    for name, value in (_numbers(name, weights) for name in _plain(weights)):
+        assert torch.equal(numbers[name].float(), value), f"{name} has numbers that bf16 has not"
+    save_file(numbers, folder / "model.safetensors")
+    for file in checkpoint.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 class Reference:
     """transformers' own model in fp32 on the checkpoint's numbers: no line of SGLang or oxmoe takes part."""
 
     def __init__(self, folder: Path) -> None:
         import transformers
-        from safetensors.torch import load_file
 
-        weights: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-        plain = [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales", "_shape"))]
+        weights = _read(folder)
         config = transformers.AutoConfig.from_pretrained(folder)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -69,7 +100,7 @@ class Reference:
         self.model: Any = getattr(transformers, architecture).from_pretrained(
             None,
             config=config,
-            state_dict=dict(_numbers(name, weights) for name in plain),
+            state_dict=dict(_numbers(name, weights) for name in _plain(weights)),
             dtype=torch.float32,
             attn_implementation="eager",
         )

@@ -29,7 +29,8 @@ class _Wide:
             return reference.mxfp8_weights(weights.codes[expert], weights.scales[expert], torch.float32)
         if isinstance(weights, layers.Fp8Block):
             scales = weights.scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
-            return weights.codes[expert].float() * scales
+            codes = weights.codes[expert].float()
+            return codes * scales[: codes.shape[0], : codes.shape[1]]
         return weights[expert].float()  # type: ignore[no-any-return]
 
 

@@ -35,7 +35,7 @@ FORMATS = {
     "nvfp4": (torch.bfloat16, 4.5),
     "nvfp4-a4": (torch.bfloat16, 4.5),
     "int4": (torch.bfloat16, 4.5),
-    "int4-zeros": (torch.bfloat16, 4.15625),
+    "int4-zeros": (torch.bfloat16, 4.1875),
     "fp8_tensor": (torch.bfloat16, 8.0),
     "fp8_tensor-token": (torch.bfloat16, 8.0),
     "fp8_tensor-static": (torch.bfloat16, 8.0),

@@ -25,8 +25,8 @@ def of_group(group: Fields, config: Fields) -> Format:
 
 
 def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], Format]:
-    """The format of each layer's experts, of AWQ's and GPTQ's quantization_config. left: of layers that are left as they
-    are."""
+    """The format of each layer's experts, of AWQ's and GPTQ's quantization_config. left: of layers that the checkpoint
+    leaves as they are."""
     scheme = _asked(int4_schemes.of_checkpoint, config.values)
     if scheme.group not in _LINEAR or (scheme.layout == "gptq" and scheme.zeros):
         what = "sym false" if scheme.layout == "gptq" and scheme.zeros else f"group size {scheme.group}"

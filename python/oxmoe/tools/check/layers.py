@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ import oxmoe
 from oxmoe.hopper import untried
 from oxmoe.peers.sglang import expert_options
 from oxmoe.sglang import formats, int4_schemes
-from oxmoe.tools.check import quantization, releases
+from oxmoe.tools.check import modelopt, quantization, releases
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, Unreadable, shown
 from oxmoe.tools.check.families import FAMILIES, Family
 from oxmoe.tools.check.quantization import Format
@@ -117,7 +118,8 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         text.whole(*family.intermediate, least=1),
     )
     dtype = text.text("dtype", "torch_dtype") or config.text("dtype", "torch_dtype")
-    formats_of = quantization.of_layers(
+    others = functools.partial(
+        quantization.of_layers,
         checkpoint,
         text,
         report.architecture,
@@ -125,6 +127,8 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
         f16=dtype == "float16",
     )
+    found = quantization.found(checkpoint, text, report.architecture)
+    formats_of = modelopt.of_layers(found, report.architecture, family, others, gpu=server.gpu, version=server.sglang)
     groups: dict[tuple[Format, str], list[int]] = {}
     activations: dict[str, dict[str, Any]] = {}
     for layer in sparse:
@@ -181,6 +185,8 @@ def _experts(
     except (Refused, ValueError) as error:
         kind.refused.append(str(error))
     kind.served = not kind.refused
+    if format is modelopt.NVFP4 and not releases.has_nvfp4_linear(server.sglang):
+        kind.notes.append(modelopt.OLD_LINEAR)
     if family.on_input:
         kind.notes.append("router weights multiply the input: not behind an all-to-all")
 

@@ -29,10 +29,6 @@ _CHANNEL = "fp8, a scale a channel, {} activations"
 Formats = Callable[[int], Format]
 
 _FP4 = "the experts of this fp8 checkpoint are MXFP4 (DeepSeek-V4's form), for which oxmoe has no layer in SGLang"
-_MODELOPT = (
-    "ModelOpt's checkpoints are not served: SGLang's own methods claim them before it asks oxmoe (NVFP4 of "
-    "compressed-tensors is served)"
-)
 _INT4 = "oxmoe takes int4 weights of compressed-tensors, awq and gptq alone"
 _METHODS = {
     "auto-round": _INT4,
@@ -57,10 +53,8 @@ def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | N
         given = checkpoint.config.within("compression_config")
     if given is None and checkpoint.quant_file is not None:
         given = checkpoint.quant_file.within("quantization") or checkpoint.quant_file
-        algorithm = given.text("quant_algo")
-        if algorithm is None:
+        if given.text("quant_algo") is None:
             raise Refused("hf_quant_config.json: without quant_algo its format is not known")
-        raise Refused(f"hf_quant_config.json: quant_algo {algorithm}: {_MODELOPT}")
     return given
 
 
@@ -73,13 +67,8 @@ def of_layers(
     if config is None:
         return lambda layer: plain
     method = config.text("quant_method")
-    if method is None or method.startswith("modelopt"):
-        algorithm = config.text("quant_algo")
-        if method is None and algorithm is None:
-            raise Refused("quantization_config has no quant_method: its format is not known")
-        if algorithm == "MXFP8":
-            raise Refused("MXFP8 as ModelOpt writes it: whether SGLang hands it to oxmoe is not known")
-        raise Refused(f"quant_method {method}, quant_algo {algorithm}: {_MODELOPT}")
+    if method is None:
+        raise Refused("quantization_config has no quant_method: its format is not known")
     if method == "mxfp4":
         return lambda layer: MXFP4
     if method in ("fp8", "mxfp8"):
@@ -98,8 +87,6 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
     mxfp8 = config.text("quant_method") == "mxfp8"
     if scheme not in ("dynamic", "static") or (scheme == "static" and (mxfp8 or blocks is not None)):
         raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
-    if (config.text("moe_quant_algo") or "").upper() == "NVFP4":
-        raise Refused(f"moe_quant_algo NVFP4: {_MODELOPT}")
     _refuse_fp4(checkpoint, config, architecture, family)
     ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
     label = _ONE_SCALE.format(scheme)

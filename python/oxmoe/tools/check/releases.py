@@ -30,6 +30,26 @@ def has_nvfp4(version: str) -> bool:
     return _since(version, "0.5.22")
 
 
+def has_nvfp4_linear(version: str) -> bool:
+    """Whether there are ModelOpt's NVFP4 linear layers below Blackwell."""
+    return _since(version, "0.5.13")
+
+
+# What ModelOpt writes -> the release from which SGLang reads it.
+_MODELOPT = {"hybrid": "0.5.14", "W4A16_NVFP4": "0.5.19", "group_size": "0.5.17"}
+_IN_MIXTURES = {"W4A16_NVFP4": "0.5.15", "MXFP8": "0.5.17", "FP8_PB_WO": "0.5.18", "FP8_BLOCK_SCALES": "0.5.20"}
+
+
+def reads_modelopt(version: str, what: str, *, in_mixture: bool = False) -> bool:
+    """Whether SGLang reads a quant_algo; a "hybrid" of fp8 and NVFP4; NVFP4 whose "group_size" is not given."""
+    return _since(version, (_IN_MIXTURES if in_mixture else _MODELOPT).get(what, capabilities.FIRST))
+
+
+def tells_mixtures(version: str) -> bool:
+    """Whether a mixture with NVFP4 layers is told from W4AFP8 by these layers."""
+    return _since(version, "0.5.15")
+
+
 def layer_decides(version: str) -> bool:
     """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
     return _since(version, "0.5.23")

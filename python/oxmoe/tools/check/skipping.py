@@ -17,6 +17,13 @@ def fp8_skips(name: str, ignored: Iterable[str]) -> bool:
     return inside or any(name in entry for entry in listed if "experts" in entry)
 
 
+def modelopt_skips(name: str, patterns: Iterable[str]) -> bool:
+    """ModelOpt's `ignore` or `exclude_modules`, for the experts of this name: of all of it, or a part between dots."""
+    names = [name, *([name.removeprefix("language_model.")] if name.startswith("language_model.") else [])]
+    listed = [re.compile(pattern.replace(".", r"\.").replace("*", r".*")) for pattern in patterns]
+    return any(entry.fullmatch(part) for entry in listed for whole in names for part in (whole, *whole.split(".")))
+
+
 def compressed_skips(name: str, ignored: Iterable[str]) -> bool:
     """compressed-tensors' `ignore`, for one projection of an expert: an exact name, an end of one, or "re:..."."""
     return any(
