@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,19 @@ def test_a_checkpoint_comes_to_us(name: str, tmp_path: Path) -> None:
     except ValueError as error:
         pytest.skip(f"this SGLang has no linear layers in bf16 for it on a CPU: {error}")
     assert quantization == "oxmoe" and type(layer.quant_method) is int4.OxmoeInt4MoEMethod
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_a_checkpoint_for_marlin_comes_to_us(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: SGLang's own configuration claims it, under its own name, and is ours."""
+    of_marlin = QUANTIZATION_METHODS[f"{name}_marlin"]
+    module = sys.modules[of_marlin.__mro__[2].__module__]
+    monkeypatch.setattr(of_marlin, f"is_{name}_marlin_compatible", classmethod(lambda cls, config: True))
+    # It asks for the GPU.
+    monkeypatch.setattr(module, "verify_marlin_supported", lambda *given, **named: None, raising=False)
+    quantization, quant_config, layer = from_model(tmp_path, KINDS[name].config)
+    assert quantization == quant_config.get_name() == f"{name}_marlin"
+    assert type(layer.quant_method) is int4.OxmoeInt4MoEMethod
 
 
 # Ranks
