@@ -1,11 +1,12 @@
 """checkpoint.py FOLDER KIND [LAYERS [SEED]]: random weights with a model's MoE layers.
 
-KIND: qwen, qwen-fp8, qwen-fp8-tensor, qwen-int4, qwen-nvfp4, qwen-nvfp4-file or gpt.
+KIND: qwen, qwen-fp8, qwen-fp8-tensor, qwen-int4, qwen-nvfp4, qwen-nvfp4-file, deepseek-fp8 or gpt.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. fp8: experts with a
 scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. int4: as compressed-tensors packs them, with
 a scale for each 32 columns. nvfp4: experts as NVIDIA's ModelOpt has them, told by config.json, or (nvfp4-file) by
-hf_quant_config.json. Small on a machine without a GPU.
+hf_quant_config.json. DeepSeek-V3's heads and its experts' columns are those of one rank of eight; its routing is
+grouped, with a shared expert. Small on a machine without a GPU.
 """
 
 import json
@@ -34,8 +35,55 @@ def ones(n):
     return torch.ones(n, dtype=torch.bfloat16)
 
 
-fp8, fp8_tensor, nvfp4 = kind == "qwen-fp8", kind == "qwen-fp8-tensor", kind.startswith("qwen-nvfp4")
-if kind != "gpt":
+fp8, fp8_tensor = kind in ("qwen-fp8", "deepseek-fp8"), kind == "qwen-fp8-tensor"
+deepseek, nvfp4 = kind == "deepseek-fp8", kind.startswith("qwen-nvfp4")
+if deepseek:
+    H, heads, E, K, inner = (256, 4, 8, 2, 128) if small else (7168, 16, 256, 8, 256)
+    q_rank, kv_rank, nope, rope, value = (64, 64, 32, 16, 32) if small else (1536, 512, 128, 64, 128)
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": H,
+        "intermediate_size": 2 * H,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 1,
+        "n_routed_experts": E,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": K,
+        "n_group": 4 if small else 8,
+        "topk_group": 2 if small else 4,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0 if small else 2.5,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": kv_rank,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 163840,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+elif kind != "gpt":
     H, heads, kv, hd, E, K, inner = (
         (256, 4, 2, 64, 8, 2, 256 if fp8 or fp8_tensor else 96) if small else (2048, 32, 4, 128, 128, 8, 768)
     )
@@ -106,7 +154,14 @@ else:
         },
     }
 if fp8 or fp8_tensor:
-    projections = [f"model.layers.{n}.self_attn.{name}_proj" for n in range(layers) for name in "qkvo"]
+    names = "qkvo"
+    if deepseek:
+        names = ("q_a", "q_b", "kv_b", "o", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa")
+    projections = [
+        f"model.layers.{n}.self_attn.{name if 'proj' in name else name + '_proj'}"
+        for n in range(layers)
+        for name in names
+    ]
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -146,13 +201,32 @@ config |= {"torch_dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0, "bos
 json.dump(config, open(f"{folder}/config.json", "w"))
 
 embed = randn(vocab, H, scale=1.0)
-# A trained model's next token stands out: part of each output row is the embedding of another token. With few columns a
-# random row is more like it, so that the part is larger.
+# A trained model's next token stands out: part of each output row is the embedding of another token. It stands out by
+# about seven standard deviations of a random row, whatever the number of columns: with more, no layer would change it.
 order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed + 1))
-part = 0.45 if small else 0.3
+part = 7.2 * H**-0.5
 head = (part * embed[order].float() + (1 - part**2) ** 0.5 * randn(vocab, H, scale=1.0).float()) * H**-0.5
 parts = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(H)}
 index = {}
+
+
+def made(*size):
+    """An expert's matrix in the checkpoint's format, and its scales by the ends of their names."""
+    if nvfp4:
+        weight, scale, scale_2 = to_nvfp4(randn(*size))
+        return weight, {"weight_scale": scale, "weight_scale_2": scale_2, "input_scale": torch.tensor(0.01)}
+    if not (fp8 or fp8_tensor):
+        return randn(*size), {}
+    weight = (torch.randn(size, generator=rng, device=dev) * size[-1] ** -0.5).bfloat16()
+    rows, columns = (128, 128) if fp8 else size
+    blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = blocks.abs().amax((1, 3)) / 448
+    weight = (blocks / scale[:, None, :, None]).view(size).to(torch.float8_e4m3fn).cpu()
+    if fp8:
+        return weight, {"weight_scale_inv": scale.cpu()}
+    # Matrices of other sizes, so that a scale of another one shows.
+    size_of = 2 ** (2 * torch.rand((), generator=rng, device=dev).cpu() - 1)
+    return weight, {"weight_scale": scale.cpu().view(()) * size_of}
 
 
 def save(name, tensors):
@@ -184,43 +258,41 @@ def to_nvfp4(weight):
 
 for n in range(layers):
     p = f"model.layers.{n}."
-    t = {
-        p + "input_layernorm.weight": ones(H),
-        p + "post_attention_layernorm.weight": ones(H),
-        p + "self_attn.q_proj.weight": randn(heads * hd, H),
-        p + "self_attn.k_proj.weight": randn(kv * hd, H),
-        p + "self_attn.v_proj.weight": randn(kv * hd, H),
-        p + "self_attn.o_proj.weight": randn(H, heads * hd),
-    }
-    if kind != "gpt":
+    t = {p + "input_layernorm.weight": ones(H), p + "post_attention_layernorm.weight": ones(H)}
+    if deepseek:
         t |= {
-            p + "self_attn.q_norm.weight": ones(hd),
-            p + "self_attn.k_norm.weight": ones(hd),
+            p + "self_attn.q_a_proj.weight": randn(q_rank, H),
+            p + "self_attn.q_a_layernorm.weight": ones(q_rank),
+            p + "self_attn.q_b_proj.weight": randn(heads * (nope + rope), q_rank),
+            p + "self_attn.kv_a_proj_with_mqa.weight": randn(kv_rank + rope, H),
+            p + "self_attn.kv_a_layernorm.weight": ones(kv_rank),
+            p + "self_attn.kv_b_proj.weight": randn(heads * (nope + value), kv_rank),
+            p + "self_attn.o_proj.weight": randn(H, heads * value),
             p + "mlp.gate.weight": randn(E, H),
+            p + "mlp.gate.e_score_correction_bias": randn(E, scale=0.1).float(),
         }
-        for e in range(E):
+    else:
+        t |= {
+            p + "self_attn.q_proj.weight": randn(heads * hd, H),
+            p + "self_attn.k_proj.weight": randn(kv * hd, H),
+            p + "self_attn.v_proj.weight": randn(kv * hd, H),
+            p + "self_attn.o_proj.weight": randn(H, heads * hd),
+        }
+    if kind != "gpt":
+        if not deepseek:
+            t |= {
+                p + "self_attn.q_norm.weight": ones(hd),
+                p + "self_attn.k_norm.weight": ones(hd),
+                p + "mlp.gate.weight": randn(E, H),
+            }
+        for expert in (*(f"experts.{e}" for e in range(E)), *(["shared_experts"] if deepseek else [])):
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
-                weight = randn(*size)
                 if int4:
-                    t |= {f"{p}mlp.experts.{e}.{name}.{part}": value for part, value in to_int4(weight).items()}
+                    t |= {f"{p}mlp.{expert}.{name}.{part}": value for part, value in to_int4(randn(*size)).items()}
                     continue
-                if fp8 or fp8_tensor:
-                    rows, columns = (128, 128) if fp8 else size
-                    blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-                    scale = blocks.abs().amax((1, 3)) / 448
-                    weight = (blocks / scale[:, None, :, None]).view(size).to(torch.float8_e4m3fn)
-                    # One scale for each matrix: matrices of other sizes, so that a scale of another one shows.
-                    if fp8:
-                        t[f"{p}mlp.experts.{e}.{name}.weight_scale_inv"] = scale
-                    else:
-                        size_of = 2 ** (2 * torch.rand((), generator=rng, device=dev).cpu() - 1)
-                        t[f"{p}mlp.experts.{e}.{name}.weight_scale"] = scale.view(()) * size_of
-                if nvfp4:
-                    weight, scale, scale_2 = to_nvfp4(weight)
-                    t[f"{p}mlp.experts.{e}.{name}.weight_scale"] = scale
-                    t[f"{p}mlp.experts.{e}.{name}.weight_scale_2"] = scale_2
-                    t[f"{p}mlp.experts.{e}.{name}.input_scale"] = torch.tensor(0.01)
-                t[f"{p}mlp.experts.{e}.{name}.weight"] = weight
+                weight, scales = made(*size)
+                t[f"{p}mlp.{expert}.{name}.weight"] = weight
+                t |= {f"{p}mlp.{expert}.{name}.{suffix}": scale for suffix, scale in scales.items()}
     else:
         for name, rows in (("q", heads * hd), ("k", kv * hd), ("v", kv * hd), ("o", H)):
             t[f"{p}self_attn.{name}_proj.bias"] = randn(rows, scale=0.1)

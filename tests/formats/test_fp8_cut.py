@@ -13,7 +13,17 @@ from torch import Tensor
 
 import oxmoe
 from cases import ACTIVATIONS, Shape, make_routing, make_workspace
-from fp8_cases import CALL_OPTIONS, CUT_MODELS, CUT_SHAPES, MODES, Fp8Tensor, call, check_tensor, make_fp8_tensor
+from fp8_cases import (
+    CALL_OPTIONS,
+    CUT_MODELS,
+    CUT_SHAPES,
+    MODES,
+    Fp8Tensor,
+    call,
+    check_graph,
+    check_tensor,
+    make_fp8_tensor,
+)
 from oxmoe.testing import relative_norm, same_bits
 
 SCALES: dict[str, dict[str, bool]] = {"one": {}, "halves": {"halves": True}, "rows": {"of_rows": True}}
@@ -248,7 +258,40 @@ def test_refused() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 300, 3000])
 @pytest.mark.parametrize("scales", ["one", "rows"])
 @pytest.mark.parametrize("shape", CUT_MODELS, ids=lambda s: s.name)
-def test_models(shape: Shape, scales: str, tokens: int, mode: str, rng: torch.Generator) -> None:
+def test_models(shape: Shape, scales: str, tokens: int, rng: torch.Generator) -> None:
     layer = make(shape, scales, "cuda", rng)
     routing = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
+    check_tensor(layer, layer.x(tokens, rng), *routing, mode="token")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("mode", ["tensor", "static"])
+@pytest.mark.parametrize("shape", [CUT_MODELS[0], CUT_MODELS[4]], ids=lambda s: s.name)
+def test_models_with_other_scales_of_activations(shape: Shape, mode: str, tokens: int, rng: torch.Generator) -> None:
+    layer = make(shape, "halves", "cuda", rng)
+    routing = make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_graph_takes_other_routing(tokens: int, rng: torch.Generator) -> None:
+    check_graph(dataclasses.replace(make(I704, "rows", "cuda", rng), mode="token"), tokens, "uniform", rng)
+
+
+@pytest.mark.gpu
+def test_numbers_of_rows_are_copied_on_hopper_alone(rng: torch.Generator) -> None:
+    """Weights are read where they lie. Kernels for Hopper read whole blocks of scales and biases, others as many as
+    there are."""
+    layer = make(I176, "rows", "cuda", rng)
+    made = layer.weights("token")
+    assert made.w13 is layer.w13 and made.w2 is layer.w2 and made.w2_scale is layer.w2_scale and made.b2 is layer.b2
+    if "portable" in oxmoe.explain(*(5, 3, 384, 176, 300), format="fp8_tensor-token"):
+        assert made.w13_scale is layer.w13_scale and made.b13 is layer.b13
+        return
+    for whole, own in ((made.w13_scale, layer.w13_scale), (made.b13, layer.b13)):
+        assert whole is not None and own is not None and whole.shape == (5, 512)
+        parts = whole.view(5, 2, 256)
+        assert same_bits(parts[..., :176].reshape(5, 352), own.reshape(5, 352))
+        assert not bool(parts[..., 176:].any())

@@ -216,7 +216,11 @@ def test_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     message = json.dumps({"reason": "build-script-executed", "out_dir": "OUT"})
     stand_in(
         tmp_path / "bin" / "cargo",
-        f"""out=$CARGO_TARGET_DIR/$(basename $PWD); mkdir -p $out
+        f"""out=$CARGO_TARGET_DIR; mkdir -p $out
+# As cargo does: what was built before stays until a source is newer.
+if [ -e $out/images.rs ] && [ ! build.rs -nt $out/images.rs ] && [ ! source -nt $out/images.rs ]; then
+  echo '{message}' | sed "s|OUT|$out|"; exit
+fi
 cp source $out/unit.sm_90.cubin; cp source $out/older.sm_90.cubin
 echo "static IMAGE_0: &Image<[u8]> = &Image(*include_bytes!(\\"$out/unit.sm_90.cubin\\"));" > $out/images.rs
 echo '{message}' | sed "s|OUT|$out|" """,
@@ -224,7 +228,8 @@ echo '{message}' | sed "s|OUT|$out|" """,
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     git("init")
     (root / "source").write_bytes(cubin([ROUND]))
-    git("add", "source")
+    (root / "build.rs").touch()
+    git("add", "source", "build.rs")
     git("commit", "-m", "first")
     assert kernels_diff.main(["HEAD"]) == 0
     (root / "source").write_bytes(cubin([replace(ROUND, code=CODE[16:])]))

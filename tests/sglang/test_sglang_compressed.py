@@ -375,17 +375,18 @@ def rank(number: int, of: str) -> dict[str, int]:
 
 @only_cores
 @pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("share", [FOR_TWO.intermediate // 2, 176])
 @pytest.mark.parametrize("name", [*MODES, OF_NVFP4])
-def test_tensor_parallel_rank(name: str, number: int, rng: torch.Generator) -> None:
+def test_tensor_parallel_rank(name: str, share: int, number: int, rng: torch.Generator) -> None:
     """SGLang's loader gives a rank its part of every tensor of the checkpoint."""
-    share = FOR_TWO.intermediate // 2
+    whole = dataclasses.replace(FOR_TWO, intermediate=2 * share)
     ours = slice(number * share, (number + 1) * share)
-    of_w13 = lambda whole: torch.cat([half[:, ours] for half in whole.chunk(2, 1)], 1)  # noqa: E731
+    of_w13 = lambda rows: torch.cat([half[:, ours] for half in rows.chunk(2, 1)], 1)  # noqa: E731
     x, (weights, ids, topk) = make_x(9, SHAPE, torch.bfloat16, "cpu", rng), routed(9, "cpu", rng)
     with server(**rank(number, "moe_tp")):
         if name == "nvfp4":
-            nvfp4, tensors = nvfp4_layer(FOR_TWO, "cpu", rng)
-            module = empty_layer(FOR_TWO, W4A16, "cpu")
+            nvfp4, tensors = nvfp4_layer(whole, "cpu", rng)
+            module = empty_layer(whole, W4A16, "cpu")
             codes, block = slice(ours.start // 2, ours.stop // 2), slice(ours.start // 16, ours.stop // 16)
             own = {"w13": of_w13(nvfp4.w13), "w13_scale": of_w13(nvfp4.w13_scale)}
             own |= {"w2": nvfp4.w2[..., codes], "w2_scale": nvfp4.w2_scale[..., block]}
@@ -393,8 +394,8 @@ def test_tensor_parallel_rank(name: str, number: int, rng: torch.Generator) -> N
             made = dataclasses.replace(nvfp4, **own).weights()
         else:
             config, mode = MODES[name]
-            layer = drawn(name, "cpu", rng, FOR_TWO)
-            module, tensors = empty_layer(FOR_TWO, config, "cpu"), fp8_tensors(layer, mode)
+            layer = drawn(name, "cpu", rng, whole)
+            module, tensors = empty_layer(whole, config, "cpu"), fp8_tensors(layer, mode)
             own = {"w13": of_w13(layer.w13), "w2": layer.w2[..., ours].contiguous()}
             if name == "channel":
                 own["w13_scale"] = of_w13(layer.w13_scale)

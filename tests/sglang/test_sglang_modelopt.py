@@ -298,6 +298,25 @@ def test_balancing_that_is_not_served(name: str, why: str, rng: torch.Generator)
         load(empty_layer(quant_config(name, checkpoint)), make(E, H, I, rng))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", KINDS)
+def test_beside_sglangs_own_method(options: dict[str, Any], rng: torch.Generator) -> None:
+    """Marlin's kernels, which SGLang has for Hopper; they take one global scale of gate and up."""
+    pytest.importorskip("sgl_kernel")
+    if modelopt_quant.ModelOptFp4Config.get_min_capability() > 90 or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("SGLang runs ModelOpt's NVFP4 on Hopper from 0.5.13 on")
+    made = cases.nvfp4(E, H, I, rng, gated=not options, alike=True)
+    x, (weights, ids, topk) = drawn_x(33, H, "cuda", rng), routed(33, "cuda", rng)
+    results = []
+    with server():
+        for kind in (get_quantization_config("modelopt_fp4"), modelopt_quant.ModelOptFp4Config):
+            module = empty_layer(kind.from_config(with_names(NVFP4)), "cuda", inplace=False, **options)
+            load(module, made)
+            results.append(forward(module, x.clone(), topk))
+    assert relative_norm(results[0].double(), results[1].double()) < 1e-2
+    assert_near(results[0], cases.moe(x, made, weights, ids), BAR)
+
+
 # Which checkpoints come to us, by SGLang's own code
 
 

@@ -238,7 +238,12 @@ def build(source: Path) -> list[Path]:
     """The fatbins of a source tree, from the kernel cache or by nvcc."""
     # NOTE: the build hashes headers in the order of their paths: sources go before the target folder, as in a checkout.
     defaults = {"OXMOE_KERNEL_CACHE": str(ROOT / "target" / "kernels"), "PYO3_PYTHON": sys.executable}
-    env = {**defaults, **os.environ, "CARGO_TARGET_DIR": str(TARGET / "target")}
+    # NOTE: in one target folder cargo takes another tree's build script, and what it built, for this tree's where no
+    # source is newer. The working tree has a folder of its own; revisions share one, and each is made newer.
+    target = "tree" if source == ROOT else "target"
+    if source != ROOT:
+        (source / "build.rs").touch()
+    env = {**defaults, **os.environ, "CARGO_TARGET_DIR": str(TARGET / target)}
     command = ["cargo", "check", "--lib", "--features", "pyo3/abi3-py310", "--message-format=json"]
     done = subprocess.run(command, cwd=source, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode:

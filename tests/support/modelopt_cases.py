@@ -93,13 +93,17 @@ def _sizes(experts: int, hidden: int, intermediate: int, gated: bool) -> dict[st
     return {"w1": up, **({"w3": up} if gated else {}), "w2": (experts, hidden, intermediate)}
 
 
-def nvfp4(experts: int, hidden: int, intermediate: int, rng: torch.Generator, *, gated: bool = True) -> Experts:
-    """Random codes; every matrix of its own size, so that a scale of another one shows."""
+def nvfp4(
+    experts: int, hidden: int, intermediate: int, rng: torch.Generator, *, gated: bool = True, alike: bool = False
+) -> Experts:
+    """Random codes; every matrix of its own size, so that a scale of another one shows. alike: but for gate and up."""
     made = Experts(gated)
     for shard, (_, rows, columns) in _sizes(experts, hidden, intermediate, gated).items():
         codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=rng, dtype=torch.uint8)
         scale = (8 * (torch.rand((experts, rows, columns // 16), generator=rng) + 0.5)).to(E4M3)
         scale_2 = (torch.rand(experts, generator=rng) + 0.5) / (23 * columns**0.5)
+        if alike and shard == "w3":
+            scale_2 = made.tensors["weight_scale_2"]["w1"]
         low_high = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
         elements = E2M1[(low_high & 7).long()] * torch.where(low_high >= 8, -1.0, 1.0)
         made.numbers[shard] = elements * scale.double().repeat_interleave(16, -1) * scale_2.double()[:, None, None]

@@ -1,0 +1,489 @@
+"""serve.py OUT: SGLang's whole HTTP server without and with oxmoe, as a user of it feels the two.
+
+In SGLang's environment, on a machine with a GPU (on one without, with small models, for a try):
+
+    python benches/sglang/serve.py out --cells gpt deepseek-fp8 qwen-fp8 qwen --budget 400
+    python benches/sglang/serve.py out --cells qwen:2 qwen-fp8:2 --budget 280    # two ranks
+
+A cell is a kind of checkpoint (checkpoint.py: layers of a model's sizes with random weights) and a number of ranks. For
+each, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with chunked
+prefill, beside aborted ones, and after an update of the weights. OUT gets serve.jsonl, a line for each server and each
+comparison as it comes, and the servers' logs. The status is not 0 where something is wrong; see `judge`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import client
+
+HERE = Path(__file__).parent
+READY = "The server is fired up and ready to roll!"
+VOCABULARY, LONGEST = 1024, 1800
+START_LIMIT, END_LIMIT = 150.0, 8.0
+OPTIONS = (
+    "--attention-backend triton --sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.5 "
+    "--max-total-tokens 131072 --chunked-prefill-size 512 --cuda-graph-max-bs-decode 64"
+)
+NO_PREFILL_GRAPHS = "--cuda-graph-backend-prefill disabled"
+# A bf16 checkpoint gets oxmoe's quantization by name, the others by themselves.
+ON = {"qwen": ["--quantization", "oxmoe"]}
+LABELS = {
+    "gpt": "GPT-OSS-20B, MXFP4",
+    "qwen": "Qwen3-30B-A3B, bf16",
+    "qwen-fp8": "Qwen3-30B-A3B, fp8 blocks",
+    "deepseek-fp8": "DeepSeek-V3, fp8 blocks, a rank's part of eight",
+}
+
+
+class Problem(Exception):
+    """What a cell is stopped by."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    kind: str
+    ranks: int
+
+    @classmethod
+    def of(cls, text: str) -> Cell:
+        kind, _, ranks = text.partition(":")
+        if kind not in LABELS:
+            raise argparse.ArgumentTypeError(f"cell {text}: the kind is one of {', '.join(LABELS)}, got {kind}")
+        return cls(kind, int(ranks or 1))
+
+    def __str__(self) -> str:
+        return f"{self.kind}-tp{self.ranks}"
+
+
+class Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def check(self, what: str) -> None:
+        if self.left() <= 0:
+            raise Problem(f"the budget of time was spent before {what}")
+
+
+class Server:
+    """A server in a process group of its own, with caches of compiled kernels of its own."""
+
+    def __init__(self, mode: str, cell: Cell, checkpoint: Path, out: Path, arguments: argparse.Namespace) -> None:
+        self.mode, self.log = mode, out / f"{cell}-{mode}.log"
+        self.setting = ("moe,allreduce" if arguments.allreduce and cell.ranks > 1 else "moe") if mode == "on" else ""
+        self.port = _free_port()
+        self.options = [*shlex.split(arguments.server_args), "--incremental-streaming-output"]
+        if not arguments.prefill_graphs:
+            self.options += shlex.split(NO_PREFILL_GRAPHS)
+        if cell.ranks > 1:
+            self.options += ["--tp-size", str(cell.ranks)]
+            self.options += ["--flashinfer-allreduce-fusion-backend", "auto"] if arguments.allreduce else []
+        self.options += ON.get(cell.kind, []) if mode == "on" else []
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
+        caches = checkpoint.parent / f"caches-{cell}-{mode}"
+        caches.mkdir()
+        environment = {**os.environ, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
+        environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
+        environment["TRITON_CACHE_DIR"] = str(caches / "triton")
+        self._start = time.monotonic()
+        self.start_seconds: float | None = None
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _watch(self) -> None:
+        """The time of the start, also of a server for which nobody waits yet."""
+        while self.process.poll() is None:
+            if READY in self.text():
+                self.start_seconds = time.monotonic() - self._start
+                return
+            time.sleep(0.1)
+
+    def ready(self, deadline: Deadline) -> None:
+        until = time.monotonic() + min(START_LIMIT, deadline.left())
+        while self.start_seconds is None:
+            if self.process.poll() is not None:
+                raise Problem(f"the server ended with {self.process.returncode}: {self._reason()}")
+            if "Scheduler hit an exception" in self.text():
+                time.sleep(0.5)
+                raise Problem(f"the scheduler ended: {self._reason()}")
+            if time.monotonic() > until:
+                raise Problem(f"the server was not up after {time.monotonic() - self._start:.0f} s: {self._reason()}")
+            time.sleep(0.1)
+
+    def _reason(self) -> str:
+        """The log's last line that names an error, or its last line."""
+        lines = [line for line in self.text().splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return (errors or lines or ["no line in its log"])[-1][:500]
+
+    def end(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                self.process.wait(END_LIMIT)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def layers_on_oxmoe(self) -> list[tuple[int, int]]:
+        """(layers that ran on oxmoe, all) as each rank's log says after its warm-up."""
+        found = re.findall(r"oxmoe: (\d+) of (\d+) MoE layers ran on oxmoe", self.text())
+        return [(int(ran), int(of)) for ran, of in found]
+
+    def log_numbers(self) -> dict[str, Any]:
+        """What SGLang says of its start: seconds of loading and of capturing graphs, the largest of all ranks."""
+        text = self.text()
+        seconds: dict[str, float] = {}
+        for name, value in re.findall(r"(Load weight|Capture [\w ]*?)\s?end\. .*?elapsed=([\d.]+) s", text):
+            seconds[name.strip()] = max(seconds.get(name.strip(), 0.0), float(value))
+        load = seconds.pop("Load weight", None)
+        untuned = bool(re.search(r"[Uu]sing default MoE kernel config|Performance might be sub-optimal", text))
+        return {"load_s": load, "capture_s": seconds, "untuned_moe_config": untuned}
+
+
+def _free_port() -> int:
+    """Below the ports that systems give away; SGLang takes others of its own by distance from it."""
+    for port in range(20000 + os.getpid() % 500, 32000, 1009):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in _given:
+            _given.add(port)
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
+
+
+_given: set[int] = set()
+
+
+def make_checkpoint(folder: Path, kind: str, layers: int) -> None:
+    command = [sys.executable, str(HERE / "checkpoint.py"), str(folder), kind, str(layers)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def swapped(folder: Path, other: Path) -> None:
+    """The checkpoint with its first two layers in each other's place: other weights of the same sizes."""
+    from safetensors.torch import load_file, save_file
+
+    other.mkdir()
+    for file in folder.iterdir():
+        if file.name not in ("layer0.safetensors", "layer1.safetensors"):
+            os.link(file, other / file.name)
+    for old, new in ((0, 1), (1, 0)):
+        tensors = load_file(folder / f"layer{old}.safetensors")
+        renamed = {name.replace(f"layers.{old}.", f"layers.{new}."): value for name, value in tensors.items()}
+        save_file(renamed, other / f"layer{new}.safetensors")
+
+
+@dataclass
+class Seen:
+    """What a server answered."""
+
+    mode: str
+    row: dict[str, Any]
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    logprobs: list[list[float]] = field(default_factory=list)
+    updated: bool = False
+
+
+class Measurement:
+    def __init__(self, load: client.Load, requests: int, update: Path, deadline: Deadline) -> None:
+        self.load, self.update, self.deadline = load, update, deadline
+        few = max(requests // 3, 4)
+        self.loads = {
+            "1": (client.mix(6, 1, VOCABULARY, LONGEST), 1, True),
+            "16": (client.mix(few, 16, VOCABULARY, LONGEST), 16, True),
+            "64": (client.mix(requests, 64, VOCABULARY, LONGEST), 64, False),
+        }
+        self.warm = client.mix(few, 5, VOCABULARY, LONGEST)
+        self.probe = client.mix(8, 7, VOCABULARY, 200)
+
+    def requests(self, name: str) -> list[client.Request]:
+        return self.probe if name in ("updated", "beside aborted") else self.loads[name.removesuffix(" again")][0]
+
+    def of(self, server: Server, seen: Seen) -> None:
+        """Into `seen`, step by step, so that what was measured stays when a step fails."""
+        row = seen.row
+        row["chat"] = client.chat(server.port)
+        self.load.run(server.port, self.warm, 16, False)
+        row["loads"] = {}
+        for name, (requests, concurrency, stream) in self.loads.items():
+            self.deadline.check(f"{concurrency} requests at a time")
+            answers, seconds = self.load.run(server.port, requests, concurrency, stream)
+            row["loads"][name] = {"concurrency": concurrency, **client.numbers(answers, seconds)}
+            seen.tokens[name] = [answer.tokens for answer in answers]
+        # How much a server's own tokens change with what else is in a batch.
+        answers, _ = self.load.run(server.port, self.loads["16"][0], 16, False)
+        seen.tokens["16 again"] = [answer.tokens for answer in answers]
+        row["same_server_twice"] = _without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
+        seen.logprobs = client.logprobs(server.port, [request.prompt for request in self.probe])
+        self._aborted(server, seen)
+
+    def _aborted(self, server: Server, seen: Seen) -> None:
+        ended: list[Any] = []
+
+        def abort() -> None:
+            try:
+                ended.append(client.aborted(server.port, self.probe[0].prompt))
+            except Exception as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        answers, _ = self.load.run(server.port, self.probe, 8, False)
+        thread.join()
+        if isinstance(ended[0], Exception):
+            raise Problem(f"aborted requests: {ended[0]}")
+        seen.row["aborted"] = ended[0]
+        seen.tokens["beside aborted"] = [answer.tokens for answer in answers]
+
+    def updated(self, server: Server, seen: Seen) -> None:
+        """After /update_weights_from_disk: a checkpoint with other weights, and its answers."""
+        self.deadline.check("the update of weights")
+        start = time.monotonic()
+        answer = client.post(server.port, "/update_weights_from_disk", {"model_path": str(self.update)})
+        if not answer.get("success"):
+            raise Problem(f"the update of weights: {answer}")
+        answers, _ = self.load.run(server.port, self.probe, 8, False)
+        seen.tokens["updated"] = [answer.tokens for answer in answers]
+        seen.updated = True
+        changed = client.compare(seen.tokens["updated"], seen.tokens["beside aborted"])
+        seen.row["update"] = {"seconds": time.monotonic() - start, "answers_that_changed": len(changed["divergences"])}
+
+
+def _without_list(comparison: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in comparison.items() if name != "divergences"}
+
+
+def compared(off: Seen, on: Seen, server: Server, measurement: Measurement, limit: int = 12) -> dict[str, Any]:
+    """Tokens of both; where they part first, by how much the server with oxmoe prefers its token to the other."""
+    row: dict[str, Any] = {"logprobs": client.spread(on.logprobs, off.logprobs), "tokens": {}}
+    asked = 0
+    for name in on.tokens.keys() & off.tokens.keys() - {"16 again"}:
+        result = client.compare(on.tokens[name], off.tokens[name])
+        for at in result["divergences"] if name != "updated" else []:
+            if asked == limit:
+                break
+            asked += 1
+            n, position = at["request"], at["position"]
+            prefix = [*measurement.requests(name)[n].prompt, *on.tokens[name][n][:position]]
+            at["margin"] = client.margin(server.port, prefix, at["on"], at["off"])
+        result["divergences"] = result["divergences"][:limit]
+        row["tokens"][name] = result
+    return row
+
+
+def judge(cell: Cell, layers: int, off: Seen, on: Seen, comparison: dict[str, Any] | None) -> list[str]:
+    """What is wrong with a cell.
+
+    Two kernels round differently, so two servers part where two tokens are nearly as likely as each other. A server's
+    log-probabilities are off the other's by up to `most` (measured on the same tokens); two tokens may part where
+    their distance is within twice that.
+    """
+    wrong = [f"{seen.mode}: {seen.row['error']}" for seen in (off, on) if "error" in seen.row]
+    if "update_error" in on.row:
+        wrong.append(f"on: {on.row['update_error']}")
+    ran = on.row.get("layers_on_oxmoe")
+    if ran is not None and "error" not in on.row and (not ran or any(pair != [layers, layers] for pair in ran)):
+        wrong.append(f"the log says of layers on oxmoe {ran}, expected [{layers}, {layers}]")
+    if off.row.get("layers_on_oxmoe"):
+        wrong.append("the server without oxmoe ran on it")
+    for seen in (off, on):
+        if seen.updated and seen.row["update"]["answers_that_changed"] == 0:
+            wrong.append(f"{seen.mode}: no answer changed with the weights")
+    if comparison is not None:
+        bar = 2 * comparison["logprobs"]["most"]
+        for name, result in comparison["tokens"].items():
+            for at in result["divergences"]:
+                if abs(at.get("margin", 0.0)) > bar:
+                    wrong.append(f"{name}: answer {at['request']} parts at {at['position']}, margin {at['margin']:.3f}")
+    return wrong
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs: card, driver and versions."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        names, drivers = zip(*(line.split(", ") for line in lines), strict=True)
+        found: dict[str, Any] = {"gpu": names[0], "gpus": len(names), "driver": drivers[0]}
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        found = {"gpu": None, "gpus": 0, "driver": None}
+    for package in ("torch", "triton", "sglang", "sglang-kernel", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Run:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.deadline = Deadline(arguments.budget)
+        self.load = client.Load()
+        self.always = {"commit": arguments.commit, **machine()}
+        self.wrong: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, row: dict[str, Any]) -> None:
+        row = {**row, **self.always, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        self.rows.append(row)
+        with (self.arguments.out / "serve.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def cell(self, cell: Cell) -> None:
+        work = self.arguments.work / str(cell)
+        work.mkdir(parents=True)
+        start = time.monotonic()
+        make_checkpoint(work / "model", cell.kind, self.arguments.layers)
+        swapped(work / "model", work / "other")
+        _say(f"{cell}: checkpoints after {time.monotonic() - start:.0f} s, {self.deadline.left():.0f} s left")
+        measurement = Measurement(self.load, self.arguments.requests, work / "other", self.deadline)
+        servers: dict[str, Server] = {}
+        of = {"cell": str(cell), "kind": cell.kind, "label": f"{LABELS[cell.kind]}, TP{cell.ranks}"}
+        seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
+        comparison = None
+        try:
+            for mode in ("off", "on"):
+                for wanted in ("off", "on") if self.arguments.together else (mode,):
+                    if wanted not in servers:
+                        checkpoint = work / "model"
+                        servers[wanted] = Server(wanted, cell, checkpoint, self.arguments.out, self.arguments)
+                comparison = self._server(cell, servers, mode, seen, measurement)
+                servers[mode].end()
+        finally:
+            for server in servers.values():
+                server.end()
+            shutil.rmtree(work, ignore_errors=True)
+        wrong = judge(cell, self.arguments.layers, seen["off"], seen["on"], comparison)
+        self.wrong += [f"{cell}: {text}" for text in wrong]
+        self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
+
+    def _server(
+        self, cell: Cell, servers: dict[str, Server], mode: str, seen: dict[str, Seen], measurement: Measurement
+    ) -> dict[str, Any] | None:
+        """Measures a server and writes its row; with oxmoe, also how its answers compare."""
+        server, mine = servers[mode], seen[mode]
+        mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
+        mine.row |= {"layers": self.arguments.layers, "started": "together" if self.arguments.together else "alone"}
+        comparison = None
+        try:
+            server.ready(self.deadline)
+            for other in servers.values():
+                # A start disturbs what is measured beside it.
+                while other.start_seconds is None and other.process.poll() is None and self.deadline.left() > 0:
+                    time.sleep(0.1)
+            mine.row["start_s"] = server.start_seconds
+            measurement.of(server, mine)
+            if mode == "on" and seen["off"].logprobs:
+                comparison = compared(seen["off"], mine, server, measurement)
+            self._updated(server, mine, measurement)
+            if comparison and mine.updated and seen["off"].updated:
+                after = client.compare(mine.tokens["updated"], seen["off"].tokens["updated"])
+                comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}
+        except Exception as error:
+            mine.row["error"] = f"{type(error).__name__}: {error}"[:800]
+            if not isinstance(error, Problem | RuntimeError):
+                traceback.print_exc()
+        finally:
+            # Also of a run that is stopped.
+            mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
+            self.write(mine.row)
+        _say(f"{cell} {mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
+        return comparison
+
+    def _updated(self, server: Server, mine: Seen, measurement: Measurement) -> None:
+        """Not every part of SGLang can update its weights (GPT-OSS on triton_kernels): that is no error of the rest."""
+        try:
+            measurement.updated(server, mine)
+        except (OSError, RuntimeError, Problem) as error:
+            mine.row["update_error"] = f"{type(error).__name__}: {error}"[:500]
+
+    def all(self) -> None:
+        for cell in self.arguments.cells:
+            if self.deadline.left() < self.arguments.least:
+                self.wrong.append(f"{cell}: not begun, {self.deadline.left():.0f} s were left")
+                continue
+            try:
+                self.cell(cell)
+            except Exception as error:
+                traceback.print_exc()
+                self.wrong.append(f"{cell}: {type(error).__name__}: {error}")
+        self.load.close()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cells", type=Cell.of, nargs="+", default=[Cell(kind, 1) for kind in LABELS])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=200, help="of the load with 64 at a time")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
+    parser.add_argument("--least", type=float, default=60.0, help="seconds without which no cell is begun")
+    parser.add_argument("--together", action="store_true", help="start both servers of a cell at a time")
+    parser.add_argument("--prefill-graphs", action="store_true", help="with CUDA graphs of the prefill")
+    parser.add_argument(
+        "--allreduce", action="store_true", help="of several ranks, with the part allreduce; needs flashinfer"
+    )
+    parser.add_argument("--server-args", default=OPTIONS, help="options of every server")
+    parser.add_argument("--commit", default=None, help="of oxmoe, for the rows")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/oxmoe-serve"), help="for checkpoints and caches")
+    arguments = parser.parse_args()
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(arguments.work, ignore_errors=True)
+    # Servers end with it, not only the client.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    run = Run(arguments)
+    run.all()
+    import serve_table
+
+    _say(serve_table.render(run.rows))
+    for text in run.wrong:
+        _say(f"WRONG {text}")
+    return 1 if run.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

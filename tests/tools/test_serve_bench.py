@@ -1,0 +1,135 @@
+"""benches/sglang/serve.py without a server: reading of streams, comparison of answers, what is wrong with a cell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benches" / "sglang"
+
+
+@pytest.fixture(scope="module")
+def serve() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import serve
+
+        yield serve
+    for name in ("serve", "serve_table", "client"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def client(serve: ModuleType) -> ModuleType:
+    return serve.client
+
+
+def line(tokens: list[int], cached: int = 0) -> bytes:
+    return b"data: " + json.dumps({"output_ids": tokens, "meta_info": {"cached_tokens": cached}}).encode() + b"\n"
+
+
+def test_a_stream(client: ModuleType) -> None:
+    lines = [(0.5, line([7])), (0.6, line([8, 9], 3)), (0.9, line([], 3)), (1.0, line([1])), (1.1, b"data: [DONE]\n")]
+    answer = client._of_lines(lines)
+    assert answer.tokens == [7, 8, 9, 1]
+    assert (answer.first, answer.seconds, answer.cached) == (0.5, 1.0, 3)
+    assert answer.between == pytest.approx([0.05, 0.05, 0.4])
+
+
+def test_an_error_in_a_stream(client: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client._of_lines([(0.1, b'data: {"error": {"message": "out of memory"}}')])
+
+
+def test_compare(client: ModuleType) -> None:
+    result = client.compare([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]])
+    assert (result["tokens"], result["equal"], result["before_first_difference"]) == (6, 5, 3)
+    assert (result["requests"], result["whole_requests"]) == (2, 1)
+    assert result["divergences"] == [{"request": 0, "position": 1, "off": 9, "on": 2}]
+    with pytest.raises(ValueError):
+        client.compare([[1]], [[1, 2]])
+
+
+def test_the_mix_is_the_same_each_time_and_shares_a_beginning(client: ModuleType) -> None:
+    requests = client.mix(60, 3, 1024, 1800)
+    assert requests == client.mix(60, 3, 1024, 1800) != client.mix(60, 4, 1024, 1800)
+    assert max(len(request.prompt) for request in requests) > 2 * 512
+    beginnings = [request.prompt[:64] for request in requests if len(request.prompt) > 64]
+    assert max(map(beginnings.count, beginnings)) > 10
+
+
+def judged(serve: ModuleType, *, on: dict[str, Any] | None = None, margin: float = 0.0, updated: int = 1) -> list[str]:
+    seen = {mode: serve.Seen(mode, {"update": {"answers_that_changed": updated}}) for mode in ("off", "on")}
+    seen["on"].row |= {"layers_on_oxmoe": [[4, 4]], **(on or {})}
+    seen["on"].updated = True
+    divergence = {"request": 3, "position": 9, "off": 1, "on": 2, "margin": margin}
+    comparison = {"logprobs": {"most": 0.05}, "tokens": {"16": {"divergences": [divergence]}}}
+    return serve.judge(serve.Cell("qwen", 1), 4, seen["off"], seen["on"], comparison)
+
+
+def test_judge(serve: ModuleType) -> None:
+    assert judged(serve, margin=0.09) == []
+    assert "answer 3 parts at 9" in judged(serve, margin=0.11)[0]
+    assert "[4, 4]" in judged(serve, on={"layers_on_oxmoe": [[3, 4]]})[0]
+    assert "[4, 4]" in judged(serve, on={"layers_on_oxmoe": []})[0]
+    assert "no answer changed" in judged(serve, updated=0)[0]
+    assert judged(serve, on={"error": "Problem: it ended"}) == ["on: Problem: it ended"]
+
+
+def test_cells(serve: ModuleType) -> None:
+    assert str(serve.Cell.of("qwen-fp8:2")) == "qwen-fp8-tp2"
+    with pytest.raises(Exception, match="got llama"):
+        serve.Cell.of("llama")
+
+
+def test_the_other_checkpoint_has_its_layers_swapped(serve: ModuleType, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for n in range(3):
+        safetensors.save_file({f"model.layers.{n}.w": torch.full((2,), float(n))}, folder / f"layer{n}.safetensors")
+    (folder / "config.json").write_text("{}")
+    serve.swapped(folder, tmp_path / "other")
+    found: dict[str, float] = {}
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        found |= {name: float(value[0]) for name, value in safetensors.load_file(file).items()}
+    assert found == {"model.layers.0.w": 1.0, "model.layers.1.w": 0.0, "model.layers.2.w": 2.0}
+    assert (tmp_path / "other" / "config.json").read_text() == "{}"
+
+
+def test_the_tables(serve: ModuleType) -> None:
+    import serve_table
+
+    where = {"gpus": 1, "gpu": "card", "driver": "1", "commit": "abc", "cell": "qwen-tp1"}
+    load = {"tokens_per_s": 100.0, "first_token_ms": {"median": 10.0}, "between_tokens_ms": {"median": 2.0}}
+    server = {**where, "loads": {"16": load}, "start_s": 30.0, "load_s": 2.0, "capture_s": {"Capture decode": 3.0}}
+    faster = {**server, "mode": "on", "loads": {"16": {**load, "tokens_per_s": 150.0}}}
+    equal = {"tokens": 10, "equal": 9, "before_first_difference": 8, "requests": 2, "divergences": [{"margin": -0.02}]}
+    text = serve_table.render(
+        [{**server, "mode": "off"}, faster, {**where, "mode": "compared", "tokens": {"16": equal}}]
+    )
+    assert "| qwen-tp1 | 16 | 100 / 150 | 1.50x | 10.0 / 10.0 | 2.00 / 2.00 |" in text
+    assert "| qwen-tp1 | 30.0 / 30.0 | 2.0 / 2.0 | 3.0 / 3.0 |" in text
+    assert "| qwen-tp1 | 2 | 9 of 10 | 8 | 0.020 | |" in text.replace("|  |", "| |")
+    # A server that did not start leaves its places empty.
+    alone = serve_table.render([{**where, "mode": "off", "error": "it ended"}, faster])
+    assert "| qwen-tp1 | 16 |  / 150 |" in alone
+
+
+def test_the_section_says_what_did_not_run(serve: ModuleType) -> None:
+    import serve_table
+
+    where = {"gpus": 1, "gpu": "card", "driver": "1", "commit": "abc", "cell": "gpt-tp1"}
+    server = {**where, "layers": 4, "started": "alone"}
+    rows = [{**server, "mode": "off", "error": "it ended"}, {**server, "mode": "on", "loads": {}}]
+    text = serve_table.section(rows, ["h100.jsonl"])
+    assert "- gpt-tp1, off: it ended" in text
+    assert "- 1 x card, driver 1" in text
+    assert "started at a time" not in text
+    assert "`h100.jsonl`" in text
