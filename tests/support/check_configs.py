@@ -262,7 +262,7 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     "Gemma-4-26B-A4B": (gemma4(), 1, "bf16", 30, ["--quantization oxmoe"]),
     "Nemotron-3-Nano": (nemotron(), 1, "bf16", 21, ["--quantization oxmoe"]),
     "Nemotron-3-Super": (nemotron(moe_latent_size=1024), 4, "bf16", 21, ["--quantization oxmoe"]),
-    "Mixtral-8x7B": (mixtral(), 2, "bf16", 32, ["--quantization oxmoe"]),
+    "Mixtral-8x7B": (mixtral(), 2, "bf16", 32, ["--moe-runner-backend deep_gemm"]),
     "LongCat-Flash-FP8": (longcat(), 8, "fp8, 128 x 128 blocks", 28, []),
     "ERNIE-4.5": (ernie(), 1, "bf16", 27, ["--quantization oxmoe"]),
     "Ling-2.0": (
@@ -373,6 +373,7 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     ),
     "Step-3.5 in fp8 on eight": (step(FP8), 8, "intermediate_size of a rank 160"),
     "Qwen3-30B in channels on 32": (qwen3_30b(CHANNEL), 32, "intermediate_size of a rank one of 16, got .*rank 24;"),
+    "Mixtral, int4 of compressed-tensors": (mixtral(INT4), 2, "SGLang builds Mixtral without MoE layers"),
     "fp8 of other blocks": (qwen3_30b({**FP8, "weight_block_size": [64, 64]}), 1, r"weight_block_size \[64, 64\]"),
     "MXFP4 without alpha": (qwen3_30b(MXFP4), 1, "without gemm1_alpha"),
     "a method that is not known": (qwen3_30b({"quant_method": "fp3"}), 1, "quant_method fp3: is not known"),

@@ -68,6 +68,14 @@ def check_layer(module: nn.Module) -> None:
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
+    apart = _class("sglang.srt.models.mixtral_quant", "MixtralMoE")
+    if apart is not None and isinstance(module, apart):
+        what = "SGLang builds Mixtral without MoE layers for a quantization that is none of its own"
+        raise RuntimeError(
+            _message(
+                what, "start bf16 with --moe-runner-backend deep_gemm and without --quantization, others without moe"
+            )
+        )
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
     if layers is None or not isinstance(module, layers):
         return

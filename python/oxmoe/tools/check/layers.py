@@ -19,6 +19,8 @@ from oxmoe.tools.check.quantization import Format
 
 HOPPER = "sm_90"
 _MOST_LAYERS = 4096
+# SGLang builds it of linear layers for quantizations that it does not list (QuantMixtralForCausalLM).
+_MIXTRAL = "MixtralForCausalLM"
 _PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to it
 
 
@@ -135,6 +137,8 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         activation = family.activation(text, layer)
         activations[repr(activation)] = activation
         groups.setdefault((formats_of(layer), repr(activation)), []).append(layer)
+    if report.architecture == _MIXTRAL and (apart := [format for format, _ in groups if not _own_name(format)]):
+        raise Refused(f"{apart[0]}: SGLang builds Mixtral without MoE layers for oxmoe's quantization")
     for (format, key), numbers in groups.items():
         kind = Kind("moe", len(numbers), layers=numbers, format=str(format))
         report.kinds.append(kind)
@@ -279,6 +283,12 @@ def _others(
         kind.notes.append("the checkpoint leaves them in another format than the MoE layers: not judged")
 
 
+def _own_name(format: Format) -> bool:
+    """Whether SGLang's name of the quantization stays, or none is needed."""
+    plain = format in (quantization.BF16, quantization.F16)
+    return plain or (format.scheme is not None and format.scheme.layout in int4_schemes.METHODS)
+
+
 def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
     """What to type besides OXMOE_SGLANG=moe."""
     server = report.server
@@ -291,7 +301,8 @@ def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
         report.flags.append("--dtype bfloat16")
         report.notes.append(f"dtype is {shown(dtype)} in the config: oxmoe's experts need bf16, or f16 unquantised")
     if plain:
-        report.flags.append("--quantization oxmoe")
+        mixtral = report.architecture == _MIXTRAL
+        report.flags.append("--moe-runner-backend deep_gemm" if mixtral else "--quantization oxmoe")
     if quantization.MXFP4 in found and server.ep > 1 and not releases.layer_decides(server.sglang):
         report.flags.append("--moe-runner-backend triton")
     if remark := untried(server.gpu):
