@@ -1,11 +1,12 @@
 """checkpoint.py FOLDER KIND [LAYERS [SEED]]: random weights with a model's MoE layers.
 
-KIND: qwen, qwen-fp8, qwen-fp8-tensor, qwen-nvfp4, qwen-nvfp4-file, deepseek-fp8 or gpt.
+KIND: qwen, qwen-fp8, qwen-fp8-tensor, qwen-int4, qwen-nvfp4, qwen-nvfp4-file, deepseek-fp8 or gpt.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. fp8: experts with a
-scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. nvfp4: experts as NVIDIA's ModelOpt has
-them, told by config.json, or (nvfp4-file) by hf_quant_config.json. DeepSeek-V3's heads and its experts' columns are
-those of one rank of eight; its routing is grouped, with a shared expert. Small on a machine without a GPU.
+scale for each 128 x 128 block; fp8-tensor: with one scale for each matrix. int4: as compressed-tensors packs them, with
+a scale for each 32 columns. nvfp4: experts as NVIDIA's ModelOpt has them, told by config.json, or (nvfp4-file) by
+hf_quant_config.json. DeepSeek-V3's heads and its experts' columns are those of one rank of eight; its routing is
+grouped, with a shared expert. Small on a machine without a GPU.
 """
 
 import json
@@ -167,6 +168,17 @@ if fp8 or fp8_tensor:
         **({"weight_block_size": [128, 128]} if fp8 else {}),
         "modules_to_not_convert": [*projections, *(f"model.layers.{n}.mlp.gate" for n in range(layers)), "lm_head"],
     }
+int4 = kind == "qwen-int4"
+if int4:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": None}, "input_activations": None}
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    }
 if nvfp4:
     left = [f"model.layers.{n}.{module}" for n in range(layers) for module in ("self_attn*", "mlp.gate")]
     producer = {"name": "modelopt", "version": "0.39"}
@@ -222,6 +234,16 @@ def save(name, tensors):
     index.update(dict.fromkeys(tensors, f"{name}.safetensors"))
 
 
+def to_int4(weight):
+    """Words of eight codes, scales of 32 columns, and the shape."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
+    codes = (groups / scale.float()).round().clamp(-8, 7).flatten(1).long() + 8
+    words = (codes.unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return {"weight_packed": words, "weight_scale": scale[..., 0], "weight_shape": torch.tensor(weight.shape)}
+
+
 def to_nvfp4(weight):
     """Codes, scales of 16 and the scale of all, which is a power of two so that numbers are bf16's."""
     other = 2 * torch.rand((), generator=rng, device=dev).cpu()
@@ -265,6 +287,9 @@ for n in range(layers):
             }
         for expert in (*(f"experts.{e}" for e in range(E)), *(["shared_experts"] if deepseek else [])):
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
+                if int4:
+                    t |= {f"{p}mlp.{expert}.{name}.{part}": value for part, value in to_int4(randn(*size)).items()}
+                    continue
                 weight, scales = made(*size)
                 t[f"{p}mlp.{expert}.{name}.weight"] = weight
                 t |= {f"{p}mlp.{expert}.{name}.{suffix}": scale for suffix, scale in scales.items()}

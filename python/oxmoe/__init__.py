@@ -49,13 +49,14 @@ if HAS_TORCH:
     # It defines the operators of the calls above.
     importlib.import_module("oxmoe.peers.operators")
 if TYPE_CHECKING:
+    from oxmoe import int4 as int4
     from oxmoe import nvfp4 as nvfp4
     from oxmoe import reference as reference
     from oxmoe import sglang as sglang
     from oxmoe import testing as testing
 
 # Modules that are there after `import oxmoe` and are loaded when they are first used: they import torch.
-_LATER = ("nvfp4", "reference", "sglang", "testing")
+_LATER = ("int4", "nvfp4", "reference", "sglang", "testing")
 # Modules whose `cache` users empty, under the names that docstrings had for them.
 _MOVED = {
     "cutlass_moe": "flashinfer_cutlass",

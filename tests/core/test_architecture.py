@@ -27,7 +27,7 @@ PYTHON_ROOMS: Rooms = (
     ("oxmoe.formats",),
     ("oxmoe.peers",),
     ("oxmoe.allreduce",),
-    ("oxmoe.nvfp4",),
+    ("oxmoe.int4", "oxmoe.nvfp4"),
     (FACE,),
     ("oxmoe.sglang",),
     ("oxmoe.tools",),

@@ -203,6 +203,7 @@ def test_the_reference_has_every_public_name() -> None:
     pytest.importorskip("torch")
     expected = {name for name in oxmoe.__all__ if name not in ("__version__", "quantize", "ExptData")}
     expected |= {f"quantize.{name}" for name in oxmoe.quantize.__all__}
+    expected |= {f"int4.{name}" for name in oxmoe.int4.__all__}
     expected |= {f"nvfp4.{name}" for name in oxmoe.nvfp4.__all__}
     names = [name.removeprefix("oxmoe.").removeprefix("_oxmoe.") for name in shown()]
     assert len(names) == len(set(names))

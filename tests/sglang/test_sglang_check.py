@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from cases import Shape
-from check_configs import INT4, MODELOPT, MODELOPT_FP8, MXFP4, MXFP8, ONE_SCALE, Config, gpt_oss, qwen3_30b
+from check_configs import (
+    AWQ,
+    GPTQ,
+    INT4,
+    MODELOPT,
+    MODELOPT_FP8,
+    MXFP4,
+    MXFP8,
+    ONE_SCALE,
+    Config,
+    changed,
+    gpt_oss,
+    qwen3_30b,
+)
 from oxmoe import __main__
 from oxmoe.sglang import capabilities
 from oxmoe.tools.check import skipping
@@ -48,7 +61,16 @@ QUANTISED: dict[str, Config | None] = {
     "W4A16": W4A16,
     "W4A4": W4A4,
     "int4": INT4,
-    "awq": {"quant_method": "awq"},
+    "int8": changed(INT4, num_bits=8),
+    "int4 with zeros": changed(INT4, symmetric=False, group_size=64),
+    "int4, groups of 16": changed(INT4, group_size=16),
+    "awq": AWQ | {"group_size": 32},
+    "awq of 64": AWQ | {"group_size": 64},
+    "awq without a size": {"quant_method": "awq"},
+    "awq, experts left": AWQ | {"modules_to_not_convert": ["experts"]},
+    "gptq": GPTQ | {"group_size": 32},
+    "gptq with an order": GPTQ | {"desc_act": True},
+    "gptq, experts left": GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}},
     "ModelOpt": MODELOPT,
     "ModelOpt W4A16": {**MODELOPT, "quant_algo": "W4A16_NVFP4"},
     "ModelOpt AWQ": {**MODELOPT, "quant_algo": "NVFP4_AWQ"},
@@ -74,10 +96,10 @@ def checked(folder: Path, config: Config, capsys: pytest.CaptureFixture[str], *a
 
 def fill(module: torch.nn.Module) -> None:
     """Weights of zeros with scales of one, in place of a checkpoint."""
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter.dtype == torch.float32:
             parameter.data.fill_(1)
-        else:
+        elif "g_idx" not in name:  # as it is where a checkpoint has none
             parameter.data.view(torch.uint8).zero_()
 
 
@@ -142,7 +164,9 @@ def test_gpt_oss(name: str, intermediate: int, tmp_path: Path, capsys: pytest.Ca
 
 @only_newest
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16", "ModelOpt"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8 blocks", "fp8 one scale", "MXFP8", "W4A16", "ModelOpt", "int4", "int4 with zeros", "gptq"]
+)
 def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised, shape = QUANTISED[name], Shape("check", 8, 2, 256, 384)
     config = small(qwen3_30b(quantised), shape, "moe_intermediate_size")

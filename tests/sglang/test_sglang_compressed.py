@@ -38,7 +38,7 @@ __all__ = ["poisoned"]
 SHAPE = Shape("sglang-compressed", 8, 2, 256, 384)
 FOR_TWO = Shape("sglang-two-ranks", 8, 2, 256, 512)
 PREFIX = "model.layers.0.mlp.experts"
-HAS_NVFP4 = compressed_tensors.KINDS != "fp8"
+HAS_NVFP4 = "NVFP4" in compressed_tensors.KINDS
 only_nvfp4 = pytest.mark.skipif(not HAS_NVFP4, reason="this SGLang has NVFP4 layers for Blackwell alone")
 OF_NVFP4 = pytest.param("nvfp4", marks=only_nvfp4)
 

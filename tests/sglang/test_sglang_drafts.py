@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,3 +86,20 @@ def _quant_info(module: Any) -> Any:
     from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo
 
     return DeepGemmMoeQuantInfo(module.w13_weight, module.w2_weight, use_fp8=False)
+
+
+def test_mixtral_without_moe_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes it of linear layers where it does not know the quantization's name, which nothing else would say."""
+    from types import SimpleNamespace
+
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["MixtralForCausalLM"]), quantization="oxmoe")
+    config.is_embedding_gemma, config.model_impl = False, "auto"
+    made, _ = get_model_architecture(config)
+    of_layers = sys.modules[made.__module__].MixtralMoE
+    layer = of_layers.__new__(of_layers)
+    torch.nn.Module.__init__(layer)
+    monkeypatch.setenv(setting.SETTING, "moe")
+    with pytest.raises(RuntimeError, match=r"builds Mixtral without MoE layers.*--moe-runner-backend deep_gemm"):
+        layers.check_layer(layer)

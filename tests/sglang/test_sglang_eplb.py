@@ -70,6 +70,10 @@ def balanced() -> Iterator[None]:
 def fill(parameter: Tensor, name: str, rng: torch.Generator) -> None:
     """Numbers of sensible sizes, other ones for each expert."""
     shape, dtype = parameter.shape, parameter.dtype
+    if dtype == torch.int32:
+        if "g_idx" not in name:  # as it is where a checkpoint has none
+            parameter.copy_(torch.randint(-(1 << 31), 1 << 31, shape, generator=rng))
+        return
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
         # Scales of some experts are above 128, by which packed weights have a factor.
         experts = torch.arange(shape[0]).view(-1, *(1 for _ in shape[1:]))

@@ -31,7 +31,7 @@ _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 1024) for _ in range(length)] for length in (1, 2, 9, 33, 64, 150)]
 # Median distance of log-probabilities from fp32 by kind of checkpoint. On an idle CPU it is a quarter to a half of it;
 # a factor of 1.1 in w2 makes it 0.036 or more (GPT-OSS: 0.011), gate and up swapped 0.3 (0.1), stale scales 0.48.
-BARS = {"qwen": 0.02, "qwen-nvfp4": 0.02, "qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "gpt": 0.01}
+BARS = {"qwen": 0.02, "qwen-int4": 0.02, "qwen-nvfp4": 0.02, "qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "gpt": 0.01}
 
 Checkpoints = Callable[[str, int], Path]
 Start = Callable[..., Server]
@@ -229,6 +229,11 @@ class TestFp8OneScale:
     def test_answers_and_update(self, start: Start, checkpoint: Checkpoints) -> None:
         server = start(checkpoint("qwen-fp8-tensor", 0))
         assert_right_and_updated(server, "qwen-fp8-tensor", checkpoint)
+
+
+class TestInt4:
+    def test_answers_and_update(self, start: Start, checkpoint: Checkpoints) -> None:
+        assert_right_and_updated(start(checkpoint("qwen-int4", 0)), "qwen-int4", checkpoint)
 
 
 class TestGptOss:

@@ -37,6 +37,16 @@ CHANNEL = compressed({"num_bits": 8, "strategy": "channel"}, _TOKEN, format="flo
 NVFP4 = compressed({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, None, format="nvfp4-pack-quantized")
 INT4 = compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None, format="pack-quantized")
 
+W4AFP8 = compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, _TOKEN)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+def changed(quantised: Config, **weights: Any) -> Config:
+    """A compressed-tensors config with other weights."""
+    (group,) = quantised["config_groups"].values()
+    return {**quantised, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
+
 
 def _model(architecture: str, layers: int, hidden: int, quantised: Config | None = None, **fields: Any) -> Config:
     config = {"architectures": [architecture], "num_hidden_layers": layers, "hidden_size": hidden}
@@ -222,6 +232,8 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
         [],
     ),
     "Kimi-K2-Instruct": (kimi_k2(), 16, "fp8, 128 x 128 blocks", 60, []),
+    "Kimi-K2-Thinking": (kimi_k2(INT4), 8, "int4 of compressed-tensors, groups of 32", 60, []),
+    "Kimi-K2.5": (kimi_k25(), 8, "int4 of compressed-tensors, groups of 32", 60, []),
     "Kimi-Linear": (kimi_linear(), 4, "bf16", 26, ["--quantization oxmoe"]),
     "Qwen3-30B-A3B": (qwen3_30b(), 8, "bf16", 48, ["--quantization oxmoe"]),
     "Qwen3-30B-A3B-FP8": (qwen3_30b(FP8), 2, "fp8, 128 x 128 blocks", 48, []),
@@ -255,7 +267,7 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     "Gemma-4-26B-A4B": (gemma4(), 1, "bf16", 30, ["--quantization oxmoe"]),
     "Nemotron-3-Nano": (nemotron(), 1, "bf16", 21, ["--quantization oxmoe"]),
     "Nemotron-3-Super": (nemotron(moe_latent_size=1024), 4, "bf16", 21, ["--quantization oxmoe"]),
-    "Mixtral-8x7B": (mixtral(), 2, "bf16", 32, ["--quantization oxmoe"]),
+    "Mixtral-8x7B": (mixtral(), 2, "bf16", 32, ["--moe-runner-backend deep_gemm"]),
     "LongCat-Flash-FP8": (longcat(), 8, "fp8, 128 x 128 blocks", 28, []),
     "ERNIE-4.5": (ernie(), 1, "bf16", 27, ["--quantization oxmoe"]),
     "Ling-2.0": (
@@ -309,6 +321,9 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
         58,
         [],
     ),
+    "Mixtral AWQ": (mixtral(AWQ), 2, "int4 of AWQ, groups of 128, zero points", 32, []),
+    "Qwen3 AWQ": (qwen3_30b(AWQ | {"group_size": 64}), 8, "int4 of AWQ, groups of 64, zero points", 48, []),
+    "Mixtral GPTQ": (mixtral(GPTQ), 8, "int4 of GPTQ, groups of 128", 32, []),
     "NVFP4 of compressed-tensors": (qwen3_30b(NVFP4), 4, "NVFP4 of compressed-tensors, bf16 activations", 48, []),
     "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "NVFP4 of ModelOpt, bf16 activations", 58, []),
     "DeepSeek-V4-NVFP4": (deepseek_v4(HYBRID), 4, "NVFP4 of ModelOpt, bf16 activations", 43, []),
@@ -329,16 +344,36 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
 REFUSED: dict[str, tuple[Config, int, str]] = {
     "DeepSeek-R1-NVFP4 AWQ": (deepseek_v3({**MODELOPT, "quant_algo": "NVFP4_AWQ"}), 8, "quant_algo NVFP4_AWQ is not"),
     "NVFP4 with other groups": (deepseek_v3({**MODELOPT, "group_size": 32}), 8, "group_size 32: served is 16"),
-    "DeepSeek-R1-W4AFP8": (deepseek_v3({"quant_method": "w4afp8"}), 8, "no kernels for int4 weights"),
+    "DeepSeek-R1-W4AFP8": (
+        deepseek_v3({"quant_method": "w4afp8"}),
+        8,
+        "takes int4 weights of compressed-tensors, awq and gptq alone",
+    ),
     "MXFP4 experts that are cut between two blocks of scales": (
         deepseek_v4() | {"moe_intermediate_size": 1344},
         16,
         "MXFP4 in an fp8 checkpoint: .* must be multiples of 32, got intermediate_size of a rank 84",
     ),
-    "Kimi-K2.5": (kimi_k25(), 8, "'int' num_bits 4"),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
     "Qwen3-235B on eight": (qwen3_235b(), 8, "intermediate_size of a rank 192.*--ep-size 2 the sizes are served"),
     "MiniMax-M2 on eight": (minimax_m2(), 8, "intermediate_size of a rank 192"),
+    "int8": (qwen3_30b(changed(INT4, num_bits=8)), 1, "integers of 8 bits; served is int4"),
+    "int4 with an order": (qwen3_30b(changed(INT4, actorder="group")), 1, "groups have columns in activation order"),
+    "int4, groups of 16": (qwen3_30b(changed(INT4, group_size=16)), 1, "group size 16; served is int4"),
+    "int4, fp8 tokens": (qwen3_30b(W4AFP8), 1, "compressed-tensors with type 'int' num_bits 4.*: served are"),
+    "AWQ, 8 bits": (mixtral({**AWQ, "bits": 8}), 2, "integers of 8 bits"),
+    "AWQ, gemv": (mixtral({**AWQ, "version": "gemv"}), 2, "version gemv, whose words have another order"),
+    "AWQ, groups of 256": (qwen3_30b({**AWQ, "group_size": 256}), 1, "AWQ with group size 256: SGLang's linear layers"),
+    "AWQ, ranks": (
+        qwen3_30b(AWQ | {"group_size": 128}, moe_intermediate_size=704),
+        1,
+        "704 is no multiple of the group",
+    ),
+    "GPTQ, desc_act": (mixtral({**GPTQ, "desc_act": True}), 2, "desc_act: groups have columns in activation order"),
+    "GPTQ, sym false": (mixtral({**GPTQ, "sym": False}), 2, "GPTQ with sym false: SGLang's linear layers"),
+    "GPTQ with rules": (qwen3_30b({**GPTQ, "dynamic": {".*experts.*": {"bits": 8}}}), 1, "rules of their own"),
+    "GPTQ, no rules": (qwen3_30b({**GPTQ, "dynamic": {"-:(": {}}}), 1, "which is no regular expression"),
+    "auto-round": (mixtral({"quant_method": "auto-round", "bits": 4}), 2, "of compressed-tensors, awq and gptq alone"),
     "fp8 of ModelOpt with other sizes": (
         nemotron(MODELOPT_FP8, moe_intermediate_size=1848),
         1,
@@ -352,7 +387,7 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     ),
     "Step-3.5 in fp8 on eight": (step(FP8), 8, "intermediate_size of a rank 160"),
     "Qwen3-30B in channels on 32": (qwen3_30b(CHANNEL), 32, "intermediate_size of a rank one of 16, got .*rank 24;"),
-    "Mixtral AWQ": (mixtral({"quant_method": "awq", "bits": 4}), 2, "no kernels for int4 weights"),
+    "Mixtral, int4 of compressed-tensors": (mixtral(INT4), 2, "SGLang builds Mixtral without MoE layers"),
     "fp8 of other blocks": (qwen3_30b({**FP8, "weight_block_size": [64, 64]}), 1, r"weight_block_size \[64, 64\]"),
     "MXFP4 without alpha": (qwen3_30b(MXFP4), 1, "without gemm1_alpha"),
     "a method that is not known": (qwen3_30b({"quant_method": "fp3"}), 1, "quant_method fp3: is not known"),

@@ -517,7 +517,7 @@ assert not any(name.startswith(("torch.", "sglang.")) for name in sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True)
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor-token", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor-token", "mxfp8", "mxfp4", "nvfp4", "int4"])
 def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
     """The rule of `formats.check_sizes`, which refuses a layer early, is that of the kernels."""
     name = format_name.removesuffix("-token")

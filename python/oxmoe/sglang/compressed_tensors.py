@@ -1,7 +1,8 @@
-"""Checkpoints of compressed-tensors (llm-compressor) in SGLang's quantization "oxmoe": their fp8 and NVFP4 experts.
+"""Checkpoints of compressed-tensors (llm-compressor) in SGLang's quantization "oxmoe": their fp8, NVFP4 and
+int4 experts.
 
-Parameters and loading are those of SGLang's schemes, whose processing after loading is left out: gate and up keep a
-scale each, and nothing is laid out for Marlin.
+Parameters and loading are those of SGLang's schemes (int4 has its own, in `int4`), whose processing after loading is
+left out: gate and up keep a scale each, and nothing is laid out for Marlin.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from sglang.srt.layers.quantization.compressed_tensors import schemes
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import formats
+from oxmoe.sglang import formats, int4, int4_schemes
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
 # Older releases have NVFP4 layers, of linear ones too, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
-KINDS = "fp8 and NVFP4" if _WEIGHT_ONLY_NVFP4 else "fp8"
-SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block" + (
+KINDS = "fp8, NVFP4 and int4" if _WEIGHT_ONLY_NVFP4 else "fp8 and int4"
+SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block, {int4_schemes.SERVED}" + (
     ", and NVFP4 on Hopper" if _WEIGHT_ONLY_NVFP4 else ""
 )
 
@@ -115,6 +116,10 @@ class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):
             return OxmoeCompressedFp8MoEMethod(schemes.CompressedTensorsW8A8Fp8MoE(weights, inputs))
         if _WEIGHT_ONLY_NVFP4 is not None and formats.compressed_kind(weights.model_dump(mode="json")) == "nvfp4":
             return OxmoeCompressedNvfp4MoEMethod(_WEIGHT_ONLY_NVFP4(has_input_global_scale=inputs is not None))
+        described = weights.model_dump(mode="json")
+        if int4_schemes.is_packed({"weights": described, "input_activations": inputs}):
+            layout = found[0].get("format") or self.quant_format
+            return int4.OxmoeInt4MoEMethod(int4_schemes.of_weights(described, layout))
         raise NotImplementedError(
             f"oxmoe: no kernel for experts of compressed-tensors' {weights} with {inputs or 'bf16 activations'}; "
             f"served are {SERVED}"

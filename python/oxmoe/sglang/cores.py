@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import add_moe_runner_backend_choices, add_quantization_method_choices
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import capabilities, collective, compressed_tensors, deepep, modelopt, quantization
+from oxmoe.sglang import capabilities, collective, compressed_tensors, deepep, int4, modelopt, quantization
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import NAME, OxmoeMxfp4Config, OxmoeMxfp4MoEMethod
 from oxmoe.sglang.server import fuses_allreduce as allreduce_fusion
@@ -119,12 +119,13 @@ def install_oxmoe() -> str:
     add_moe_runner_backend_choices([NAME])
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
+    int4.install(OxmoeUnquantizedFusedMoEMethod)
     modelopt.register(
         unquantized=OxmoeUnquantizedFusedMoEMethod, blocks=OxmoeFp8MoEMethod, mxfp8=quantization.OxmoeMxfp8MoEMethod
     )
     return (
         f"MoE runner and quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of "
-        f"{compressed_tensors.KINDS}, ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
+        f"{compressed_tensors.KINDS}, AWQ, GPTQ, ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

@@ -63,6 +63,7 @@ _RUNNERS: dict[str, dict[str, str | dict[str, str]]] = {
         "mxfp4": "bf16",
         "mxfp8": "bf16",
         "nvfp4": "bf16",
+        "int4": "bf16",
     },
     "deep_gemm": {"bf16": "bf16", "fp8_block": "fp8"},
     "flashinfer_cutedsl": {"nvfp4": "bf16"},
@@ -111,7 +112,8 @@ def dispatch_dtype(
 
     a2a_backend and runner_backend: names of SGLang's --moe-a2a-backend and --moe-runner-backend, or the runner
     "oxmoe"; weights: the experts' format ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "mxfp8", "nvfp4",
-    "w4afp8"). mode: DeepEP's, "normal" or "low_latency" ("auto" is the first in prefill, the second in decoding).
+    "int4", "w4afp8"). mode: DeepEP's, "normal" or "low_latency" ("auto" is the first in prefill, the second in
+    decoding).
     nvfp4: tokens are to travel as NVFP4 (SGLANG_MOE_NVFP4_DISPATCH), for nvfp4 weights in low_latency mode.
 
     options: what is about to be given to low_latency_dispatch, checked against the result: ValueError where they ask

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from oxmoe.sglang import int4_schemes
+
 FP8_BLOCK = 128  # rows and columns of one fp8 scale
 NVFP4_BLOCK = 16  # weights of one NVFP4 scale
 COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of such a checkpoint
@@ -17,6 +19,7 @@ MULTIPLES = {
     "mxfp8": (32, 32),
     "mxfp4": (32, 32),
     "nvfp4": (NVFP4_BLOCK, NVFP4_BLOCK),
+    "int4": (int4_schemes.BLOCK, int4_schemes.BLOCK),
 }
 
 
@@ -71,5 +74,12 @@ def compressed_served(checkpoint: dict[str, Any], *, nvfp4: bool) -> bool:
     """
     groups = checkpoint.get("config_groups")
     listed = groups.values() if isinstance(groups, dict) else ()
-    kinds = {compressed_kind(group.get("weights") if isinstance(group, dict) else None) for group in listed}
-    return bool(kinds) and kinds <= {"fp8", "nvfp4"} and ("nvfp4" not in kinds or nvfp4)
+    kinds = {_kind_of_group(group) for group in listed}
+    return bool(kinds) and kinds <= {"fp8", "nvfp4", "int4"} and ("nvfp4" not in kinds or nvfp4)
+
+
+def _kind_of_group(group: Any) -> str | None:
+    """ "int4" is of integers that are not served, too: the layer that has them refuses them by name."""
+    if int4_schemes.is_packed(group):
+        return "int4"
+    return compressed_kind(group.get("weights") if isinstance(group, dict) else None)

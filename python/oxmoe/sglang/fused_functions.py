@@ -14,7 +14,7 @@ from sglang.srt.layers.moe.moe_runner.base import FusedOpPool, MoeQuantInfo, reg
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import add_quantization_method_choices
 
-from oxmoe.sglang import capabilities, collective, deepep, modelopt
+from oxmoe.sglang import capabilities, collective, deepep, int4, modelopt
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.quantization import (
     NAME,
@@ -78,10 +78,11 @@ def install_oxmoe() -> str:
         raise ValueError(f"SGLang already has a quantization {NAME!r}")
     QUANTIZATION_METHODS[NAME] = OxmoeConfig
     add_quantization_method_choices([NAME])
+    int4.install(OxmoeUnquantizedFusedMoEMethod)
     modelopt.register(unquantized=OxmoeUnquantizedFusedMoEMethod, blocks=OxmoeFp8MoEMethod, mxfp8=OxmoeMxfp8MoEMethod)
     return (
-        f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8, ModelOpt's, and bf16 and "
-        f"f16 ones with --quantization {NAME}"
+        f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8 and int4, AWQ, GPTQ, "
+        f"ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

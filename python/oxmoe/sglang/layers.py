@@ -68,6 +68,14 @@ def check_layer(module: nn.Module) -> None:
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
+    apart = _class("sglang.srt.models.mixtral_quant", "MixtralMoE")
+    if apart is not None and isinstance(module, apart):
+        what = "SGLang builds Mixtral without MoE layers for a quantization that is none of its own"
+        raise RuntimeError(
+            _message(
+                what, "start bf16 with --moe-runner-backend deep_gemm and without --quantization, others without moe"
+            )
+        )
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
     if layers is None or not isinstance(module, layers):
         return
@@ -170,8 +178,9 @@ _MEND = {
     "Mxfp4HummingMoEMethod": _OF_FP4,
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
     "or weight_block_size [128, 128]",
-    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8, and on Hopper, "
-    "where SGLang can load them there, of NVFP4; serve others without moe",
+    "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8 and int4, and on "
+    "Hopper, where SGLang can load them there, of NVFP4; serve others without moe",
+    "MoeWNA16Method": "start without --quantization moe_wna16",
     "ModelOptNvFp4FusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's NVFP4 layers on Hopper; "
     "serve others, and layers that SGLang quantises while it loads them, without moe",
     "ModelOptFp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers",

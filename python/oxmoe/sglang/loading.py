@@ -83,8 +83,8 @@ def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
 
 def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
     """`new`; after an update of a layer's weights `old`, with what is in `new`: CUDA graphs know its addresses."""
-    # On a CPU there are none, and the global scales of NVFP4 are not among the tensors.
-    if old is None or (new.format == "nvfp4" and new.w13_packed is None):
+    # On a CPU there are none, and the global scales of NVFP4 and int4's zero points are not among the tensors.
+    if old is None or (new.format in ("nvfp4", "int4-zeros") and new.w13_packed is None):
         return new
     for to, tensor in zip(_tensors(old), _tensors(new), strict=True):
         if to is not None and tensor is not None and to.data_ptr() != tensor.data_ptr():
@@ -98,12 +98,12 @@ def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
         parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
 
 
-def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str) -> None:
+def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str, scales: str = "weight_scale") -> None:
     """`share_memory` of a layer's codes, "w13_<codes>" and "w2_<codes>", and of their scales."""
     for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
         if packed is not None:
             share_memory(getattr(layer, f"{name}_{codes}"), packed[0])
-            share_memory(getattr(layer, f"{name}_weight_scale"), packed[1])
+            share_memory(getattr(layer, f"{name}_{scales}"), packed[1])
 
 
 def packed_parameters(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:

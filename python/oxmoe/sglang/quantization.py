@@ -2,9 +2,9 @@
 no kernel.
 
 `--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
-MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8 or NVFP4 layers, get it by themselves. None
-is laid out for another package first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and fp8
-ones are used as they lie.
+MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8, NVFP4 or int4 layers, get it by themselves.
+None is laid out for another package first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and
+fp8 ones are used as they lie.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import compressed_tensors, deepep, formats, linear, modelopt
+from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt
 from oxmoe.sglang.deepseek_v4 import OxmoeFp8Mxfp4MoEMethod
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
@@ -281,6 +281,8 @@ class OxmoeConfig(QuantizationConfig):
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
         """SGLang asks each method whether a checkpoint is its own: these are, unless the user names another."""
         method = (hf_quant_cfg or {}).get("quant_method")
+        if int4.claims(hf_quant_cfg, user_quant, NAME):
+            return NAME
         ours = method == "mxfp4" or served_fp8(hf_quant_cfg) or served_compressed(hf_quant_cfg)
         return NAME if ours and user_quant in (None, method, NAME) else None
 
@@ -293,13 +295,15 @@ class OxmoeConfig(QuantizationConfig):
             return modelopt.fp8_config(cls.fp8, config)
         if served_compressed(config):
             return cls.compressed.from_config(config)
+        if method in int4_schemes.METHODS:
+            return int4.from_config(config, cls.unquantized)
         if method is not None:
             block = config.get("weight_block_size")
             given = f"{method} with blocks of {block}" if block else method
             raise NotImplementedError(
-                f"--quantization oxmoe: no kernel for a checkpoint of {given}; served are bf16, f16, mxfp4, mxfp8, fp8 "
-                f"with one scale a matrix or weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}], and compressed-tensors with "
-                f"layers of {compressed_tensors.SERVED}"
+                f"--quantization oxmoe: no kernel for a checkpoint of {given}; served are bf16, f16, mxfp4, mxfp8, "
+                f"awq, gptq, fp8 with one scale a matrix or weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}], and "
+                f"compressed-tensors with layers of {compressed_tensors.SERVED}"
             )
         return cls()
 

@@ -33,6 +33,12 @@ def make(folder: Path, kind: str, seed: int) -> Path:
 def _numbers(name: str, weights: dict[str, Tensor]) -> tuple[str, Tensor]:
     """A weight's name and fp32 numbers as a model without a quantization has them."""
     weight = weights[name]
+    if name.endswith("weight_packed"):
+        codes = (weight[..., None].long() >> 4 * torch.arange(8)) & 15
+        scales = weights[f"{name.removesuffix('_packed')}_scale"]
+        # The product is rounded once, as it is in every bf16 layer of such weights.
+        numbers = (codes.flatten(1) - 8) * scales.float().repeat_interleave(32, 1)
+        return name.removesuffix("_packed"), numbers.bfloat16().float()
     if f"{name}_scale_2" in weights:
         codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2).long()
         scales = weights[f"{name}_scale"].float().repeat_interleave(16, -1) * weights[f"{name}_scale_2"]
@@ -60,7 +66,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _plain(weights: dict[str, Tensor]) -> list[str]:
-    return [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2"))]
+    return [name for name in weights if not name.endswith(("_scale", "_scale_inv", "_scales", "_scale_2", "_shape"))]
 
 
 def dequantised(checkpoint: Path, folder: Path) -> Path:

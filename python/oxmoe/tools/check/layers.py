@@ -11,7 +11,7 @@ from typing import Any
 import oxmoe
 from oxmoe.hopper import untried
 from oxmoe.peers.sglang import expert_options
-from oxmoe.sglang import formats
+from oxmoe.sglang import formats, int4_schemes
 from oxmoe.tools.check import modelopt, quantization, releases
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, Unreadable, shown
 from oxmoe.tools.check.families import FAMILIES, Family
@@ -19,6 +19,8 @@ from oxmoe.tools.check.quantization import Format
 
 HOPPER = "sm_90"
 _MOST_LAYERS = 4096
+# SGLang builds it of linear layers for quantizations that it does not list (QuantMixtralForCausalLM).
+_MIXTRAL = "MixtralForCausalLM"
 _PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to it
 
 
@@ -136,6 +138,8 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         activation = family.activation(text, layer)
         activations[repr(activation)] = activation
         groups.setdefault((formats_of(layer), repr(activation)), []).append(layer)
+    if report.architecture == _MIXTRAL and (apart := [format for format, _ in groups if not _own_name(format)]):
+        raise Refused(f"{apart[0]}: SGLang builds Mixtral without MoE layers for oxmoe's quantization")
     for (format, key), numbers in groups.items():
         kind = Kind("moe", len(numbers), layers=numbers, format=str(format))
         report.kinds.append(kind)
@@ -177,7 +181,7 @@ def _experts(
         _check_format(format, options, server)
         if format is quantization.MXFP4:
             columns = -(-columns // _PACKED) * _PACKED
-        formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+        _check_sizes(format, experts, columns, server)
         rows = 3 if options["gated"] else 2
         kind.bytes_per_rank = round(kind.count * local * rows * experts.hidden * columns * format.bits / 8)
         kind.times = [_time(experts, local, columns, format, options["gated"], count, server) for count in tokens]
@@ -202,12 +206,19 @@ def _check_format(format: Format, options: dict[str, Any], server: Server) -> No
         raise Refused(f"oxmoe has no kernels for {format.label} with alternating rows of gate and up")
 
 
+def _check_sizes(format: Format, experts: _Experts, columns: int, server: Server) -> None:
+    """NotImplementedError where a rank's share has no kernel."""
+    formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+    if format.scheme is not None:
+        int4_schemes.groups_of(format.scheme, experts.hidden, columns, server.tp // server.ep)
+
+
 def _better(format: Format, experts: _Experts, server: Server) -> str:
     """The least --ep-size with which a rank's share has a kernel."""
     for ep in range(server.ep + 1, server.tp + 1):
         try:
             _, columns = _share(experts, Server(server.sglang, server.tp, ep, server.gpu))
-            formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
+            _check_sizes(format, experts, columns, Server(server.sglang, server.tp, ep, server.gpu))
         except (Refused, NotImplementedError):
             continue
         return f". With --ep-size {ep} the sizes are served"
@@ -273,6 +284,12 @@ def _others(
         kind.notes.append("the checkpoint leaves them in another format than the MoE layers: not judged")
 
 
+def _own_name(format: Format) -> bool:
+    """Whether SGLang's name of the quantization stays, or none is needed."""
+    plain = format in (quantization.BF16, quantization.F16)
+    return plain or (format.scheme is not None and format.scheme.layout in int4_schemes.METHODS)
+
+
 def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
     """What to type besides OXMOE_SGLANG=moe."""
     server = report.server
@@ -285,7 +302,8 @@ def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
         report.flags.append("--dtype bfloat16")
         report.notes.append(f"dtype is {shown(dtype)} in the config: oxmoe's experts need bf16, or f16 unquantised")
     if plain:
-        report.flags.append("--quantization oxmoe")
+        mixtral = report.architecture == _MIXTRAL
+        report.flags.append("--moe-runner-backend deep_gemm" if mixtral else "--quantization oxmoe")
     if quantization.MXFP4 in found and server.ep > 1 and not releases.layer_decides(server.sglang):
         report.flags.append("--moe-runner-backend triton")
     if remark := untried(server.gpu):

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from oxmoe.sglang import formats
-from oxmoe.tools.check import skipping
+from oxmoe.sglang import formats, int4_schemes
+from oxmoe.tools.check import int4, skipping
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, shown
 from oxmoe.tools.check.families import Family, prefixes
-
-
-@dataclass(frozen=True)
-class Format:
-    """Of a layer's experts."""
-
-    name: str  # as `formats` has it
-    label: str  # in words
-    planned: str  # as `oxmoe.explain` takes it
-    bits: float  # of a weight with its scales
-    stored: frozenset[str]  # dtypes of its weights in safetensors
-
-    def __str__(self) -> str:
-        return self.label
+from oxmoe.tools.check.format import Format
 
 
 def _format(name: str, label: str, bits: float, stored: str, planned: str | None = None) -> Format:
@@ -43,12 +29,8 @@ _CHANNEL = "fp8, a scale a channel, {} activations"
 # Format of one layer, by the names that SGLang may have for its experts.
 Formats = Callable[[int], Format]
 
-_INT4 = "oxmoe has no kernels for int4 weights"
+_INT4 = "oxmoe takes int4 weights of compressed-tensors, awq and gptq alone"
 _METHODS = {
-    "awq": _INT4,
-    "awq_marlin": _INT4,
-    "gptq": _INT4,
-    "gptq_marlin": _INT4,
     "auto-round": _INT4,
     "w4afp8": _INT4,
     "moe_wna16": _INT4,
@@ -100,6 +82,8 @@ def of_layers(
         return _fp8(checkpoint, config, architecture, family, fp4_fields)
     if method in formats.COMPRESSED:
         return _compressed(config, family, nvfp4=nvfp4)
+    if method in int4_schemes.METHODS:
+        return int4.of_layers(config, family, BF16)
     raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
 
 
@@ -153,7 +137,7 @@ def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
         also = "" if nvfp4 else " (NVFP4 from SGLang 0.5.22 on, on sm_90)"
         raise Refused(
             f"compressed-tensors with {what}: served are layers of fp8 with a scale a tensor, a channel or a "
-            f"[128, 128] block, and of NVFP4{also}"
+            f"[128, 128] block, of {int4_schemes.SERVED}, and of NVFP4{also}"
         )
     ignored = config.listed("ignore", str) or []
     _check_patterns([*ignored, *groups])
@@ -169,7 +153,8 @@ def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
         targets = {skipping.compressed_target(name, groups) for name in names}
         if len(targets) > 1 or None in targets:
             raise Refused(f"layer {layer}: no config_group, or more than one, is for its experts")
-        return _of_group(groups[str(targets.pop())])
+        group = groups[str(targets.pop())]
+        return int4.of_group(group, config) if int4_schemes.is_packed(group.values) else _of_group(group)
 
     return of_layer
 

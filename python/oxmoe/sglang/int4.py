@@ -1,0 +1,250 @@
+"""int4 checkpoints in SGLang: experts of compressed-tensors' pack-quantized ones, of AWQ's and of GPTQ's, on oxmoe.
+
+Parameters are the checkpoint's tensors as they lie there, under the names that SGLang's loader looks for, without a
+copy for Marlin. AWQ and GPTQ have configurations of their own here, which take the place of SGLang's "awq_marlin" and
+"gptq_marlin" in its registry of quantizations; linear layers keep SGLang's methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.gptq import GPTQConfig
+from sglang.srt.utils import set_weight_attrs
+from torch import Tensor
+
+from oxmoe import ExpertWeights
+from oxmoe.formats.int4 import Matrix, from_awq, from_gptq, from_pack_quantized
+from oxmoe.sglang import eplb, int4_schemes
+from oxmoe.sglang.int4_schemes import Scheme
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
+
+_WORD = 8  # codes of an int32
+_ABSENT = -1  # in a g_idx that no checkpoint has filled
+_MARLIN = ("awq_marlin", "gptq_marlin")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Of a layout's tensors, behind "w13_" and "w2_", as SGLang's loader makes them of a checkpoint's names."""
+
+    codes: str
+    scales: str
+    zeros: str
+    order: str = ""
+
+
+_NAMES = {
+    int4_schemes.PACK_QUANTIZED: _Names("weight_packed", "weight_scale", "weight_zero_point"),
+    "awq": _Names("qweight", "scales", "qzeros"),
+    "gptq": _Names("qweight", "scales", "qzeros", "g_idx"),
+}
+
+
+def _shapes(layout: str, rows: int, columns: int, groups: int) -> tuple[list[int], list[int], list[int]]:
+    """Of a matrix's codes, scales and zero points."""
+    if layout == int4_schemes.PACK_QUANTIZED:
+        return [rows, columns // _WORD], [rows, groups], [rows // _WORD, groups]
+    codes = [columns, rows // _WORD] if layout == "awq" else [columns // _WORD, rows]
+    return codes, [groups, rows], [groups, rows // _WORD]
+
+
+def _spread(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, which repeats the scales and zero points of groups that several ranks share."""
+
+    def weight_loader(param: Any, loaded_weight: Tensor, *arguments: Any, **named: Any) -> Any:
+        times, dimension = getattr(param, "oxmoe_spread", (1, 0))
+        if times > 1:
+            loaded_weight = loaded_weight.repeat_interleave(times, dim=dimension)
+        return load(param, loaded_weight, *arguments, **named)
+
+    return weight_loader
+
+
+class _Parameters(FusedMoEMethodBase):
+    """The checkpoint's tensors as parameters."""
+
+    scheme: Scheme
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        scheme, intermediate, names = self.scheme, intermediate_size_per_partition, _NAMES[self.scheme.layout]
+        of_w13, of_w2 = int4_schemes.groups_of(scheme, hidden_size, intermediate, layer.moe_tp_size)
+        if "weight_loader" in attributes:
+            attributes["weight_loader"] = _spread(attributes["weight_loader"])
+        attributes["is_transposed"] = transposed = scheme.layout != int4_schemes.PACK_QUANTIZED
+        attributes["quant_method"] = "channel" if scheme.group is None else "group"
+
+        def add(name: str, parameter: Tensor, **more: Any) -> None:
+            layer.register_parameter(name, torch.nn.Parameter(parameter, requires_grad=False))
+            set_weight_attrs(getattr(layer, name), {**attributes, **more})
+
+        gated = layer.moe_runner_config.is_gated
+        for name, rows, columns, group in (
+            ("w13", (2 if gated else 1) * intermediate, hidden_size, of_w13),
+            ("w2", hidden_size, intermediate, of_w2),
+        ):
+            codes, scales, zeros = _shapes(scheme.layout, rows, columns, columns // (group or columns))
+            spread = ((scheme.group or 1) // (group or 1), 0 if transposed else 1)
+            add(f"{name}_{names.codes}", torch.zeros(num_experts, *codes, dtype=torch.int32))
+            add(f"{name}_{names.scales}", torch.zeros(num_experts, *scales, dtype=params_dtype), oxmoe_spread=spread)
+            if scheme.zeros or scheme.layout == "gptq":
+                # Symmetric checkpoints of GPTQ have them, too.
+                add(f"{name}_{names.zeros}", torch.zeros(num_experts, *zeros, dtype=torch.int32), oxmoe_spread=spread)
+            if names.order:
+                add(f"{name}_{names.order}", torch.full((num_experts, columns), _ABSENT, dtype=torch.int32))
+            if scheme.layout == int4_schemes.PACK_QUANTIZED:
+                add(f"{name}_weight_shape", torch.zeros(num_experts, 2))
+
+
+class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
+    """int4 experts with bf16 activations.
+
+    On CUDA the parameters of codes hold packed weights after loading where sizes are multiples of 64, and those of
+    scales where each has as many bytes, too. On a CPU codes of AWQ and GPTQ are turned in their own memory.
+    """
+
+    of, sized_as = "int4", "int4"
+    turned = False  # whether parameters hold other bytes than the checkpoint's, on a CPU
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme, self.names = scheme, _NAMES[scheme.layout]
+
+    def matrix(self, layer: Any, name: str) -> Matrix:
+        """What a matrix's parameters hold."""
+        scheme, names = self.scheme, self.names
+        codes, scales = (getattr(layer, f"{name}_{part}").data for part in (names.codes, names.scales))
+        zeros = getattr(layer, f"{name}_{names.zeros}").data if scheme.zeros else None
+        if scheme.layout == int4_schemes.PACK_QUANTIZED:
+            return from_pack_quantized(codes, scales, zeros)
+        if scheme.layout == "awq":
+            assert zeros is not None
+            return from_awq(codes, scales, zeros)
+        self._check_order(layer, name)
+        return from_gptq(codes, scales, zeros, version=scheme.version)
+
+    def _check_order(self, layer: Any, name: str) -> None:
+        """NotImplementedError unless each column is of the group that it lies in, in the whole matrix."""
+        order = getattr(layer, f"{name}_{self.names.order}").data
+        first = layer.moe_tp_rank * order.shape[1] if name == "w2" else 0
+        end = first + order.shape[1]
+        plain = torch.arange(first, end, device=order.device) // (self.scheme.group or end)
+        if not bool(((order == plain) | (order == _ABSENT)).all()):
+            raise NotImplementedError(
+                f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: g_idx of experts has columns in activation order, "
+                f"though its config has no desc_act; served is {int4_schemes.SERVED}"
+            )
+
+    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+        (w13, w13_scale, w13_zeros), (w2, w2_scale, w2_zeros) = (self.matrix(layer, name) for name in ("w13", "w2"))
+        if not w13.is_cuda and self.scheme.layout != int4_schemes.PACK_QUANTIZED:
+            w13, w2 = self._turn(layer, "w13", w13), self._turn(layer, "w2", w2)
+            self.turned = True
+        self._zeros = {} if w13_zeros is None or w13.is_cuda else {"w13_zeros": w13_zeros, "w2_zeros": w2_zeros}
+        return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, w13_zeros=w13_zeros, w2_zeros=w2_zeros, **options)
+
+    def _turn(self, layer: torch.nn.Module, name: str, codes: Tensor) -> Tensor:
+        """Codes in the memory of their parameter."""
+        own: Tensor = getattr(layer, f"{name}_{self.names.codes}").data
+        return own.view(-1).view(torch.uint8).view(codes.shape).copy_(codes)
+
+    def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
+        share_packed(layer, weights, self.names.codes, self.names.scales)
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        # Kernels of a CPU read zero points: an expert that moves must take its own along.
+        for name, zeros in self._zeros.items():
+            layer.register_parameter(f"{eplb.PREFIX}{name}", torch.nn.Parameter(zeros, requires_grad=False))
+        super().finish(layer)
+        if self.turned:
+            self.packed |= {f"{name}_{self.names.codes}" for name in ("w13", "w2")}
+        if self.turned or self._zeros:
+            self.updates.finish(derived=True)
+
+
+# Configurations
+
+
+class _Int4Experts:
+    """SGLang's configuration of an AWQ or GPTQ checkpoint, whose MoE layers run on oxmoe."""
+
+    unquantized: Any = None  # the method of layers that the checkpoint leaves as they are
+    checkpoint: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return super().from_config(config).of(config)  # type: ignore[misc]
+
+    def of(self, checkpoint: dict[str, Any]) -> Any:
+        """This configuration, which knows what it was read from."""
+        self.checkpoint = checkpoint
+        return self
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, FusedMoE):
+            return super().get_quant_method(layer, prefix)  # type: ignore[misc,no-any-return]
+        if int4_schemes.skips(self.checkpoint, prefix):
+            return self.unquantized()  # type: ignore[no-any-return]
+        return OxmoeInt4MoEMethod(int4_schemes.of_checkpoint(self.checkpoint))
+
+
+_made: dict[tuple[Any, Any], Any] = {}
+
+
+def _of(base: Any, unquantized: Any) -> Any:
+    """`base`, an SGLang configuration, with experts on oxmoe; one class for each."""
+    if issubclass(base, _Int4Experts):
+        return base
+    if (base, unquantized) not in _made:
+        name = f"Oxmoe{base.__name__}"
+        _made[base, unquantized] = type(name, (_Int4Experts, base), {"unquantized": unquantized})
+    return _made[base, unquantized]
+
+
+def install(unquantized: Any) -> None:
+    """Puts configurations with experts on oxmoe in the place of SGLang's for Marlin, which claim such checkpoints."""
+    for name in _MARLIN:
+        if name in QUANTIZATION_METHODS:
+            QUANTIZATION_METHODS[name] = _of(QUANTIZATION_METHODS[name], unquantized)
+
+
+def claims(checkpoint: dict[str, Any] | None, asked: str | None, name: str) -> bool:
+    """Whether the quantization `name` takes an AWQ or GPTQ checkpoint: where it is asked for, or where nothing is and
+    the checkpoint's experts are served."""
+    config = checkpoint or {}
+    if str(config.get("quant_method", "")).lower() not in int4_schemes.METHODS or asked not in (None, name):
+        return False
+    if asked == name:
+        return True
+    try:
+        int4_schemes.of_checkpoint(config)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def from_config(config: dict[str, Any], unquantized: Any) -> QuantizationConfig:
+    """Of an AWQ or GPTQ checkpoint; its linear layers are those that SGLang would choose by itself."""
+    method = str(config.get("quant_method", "")).lower()
+    marlin: Any = QUANTIZATION_METHODS.get(f"{method}_marlin")
+    fits = marlin is not None and getattr(marlin, f"is_{method}_marlin_compatible")(config)
+    if fits:
+        base = marlin
+    else:
+        # Newer releases have the class, but no place for it where they have no linear layers in f16.
+        base = get_quantization_config(method) if method in QUANTIZATION_METHODS else GPTQConfig
+    return _of(base, unquantized).from_config(config)  # type: ignore[no-any-return]

@@ -1,0 +1,150 @@
+"""Which int4 checkpoints oxmoe serves in SGLang: rules of the adapters and of `python -m oxmoe check`.
+
+Imports nothing of SGLang, and no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+BLOCK = 32  # columns that share a scale at least
+PACK_QUANTIZED = "pack-quantized"  # compressed-tensors' name of the layout
+SERVED = f"int4 with groups of a multiple of {BLOCK} columns or whole rows, without an activation order of groups"
+METHODS = ("awq", "gptq")  # quant_method of such a checkpoint
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint has its experts' weights."""
+
+    layout: str  # "pack-quantized", "awq" or "gptq"
+    group: int | None  # columns that share a scale; None: a row
+    zeros: bool  # whether there are zero points
+    version: int = 1  # of GPTQ's zero points
+
+    def __str__(self) -> str:
+        groups = "a scale a row" if self.group is None else f"groups of {self.group}"
+        name = "compressed-tensors" if self.layout == PACK_QUANTIZED else self.layout.upper()
+        return f"int4 of {name}, {groups}{', zero points' if self.zeros else ''}"
+
+
+def _refused(what: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"oxmoe: {what}: {why}; served is {SERVED}")
+
+
+def _group(what: str, size: Any) -> int | None:
+    """Columns of a group; None for -1, a whole row."""
+    if size == -1:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < BLOCK or size % BLOCK:
+        raise _refused(what, f"group size {size}")
+    return size
+
+
+# compressed-tensors
+
+
+def is_packed(group: Any) -> bool:
+    """Whether a config_group has integer weights with 16-bit activations, served or not."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return isinstance(weights, dict) and weights.get("type") == "int" and not group.get("input_activations")
+
+
+def of_weights(weights: dict[str, Any], layout: Any) -> Scheme:
+    """Of a config_group's weights and its format; NotImplementedError for those that are not served."""
+    what = "experts of compressed-tensors"
+    if layout != PACK_QUANTIZED:
+        raise _refused(what, f"integers in the format {layout}")
+    if weights.get("num_bits") != 4:
+        raise _refused(what, f"integers of {weights.get('num_bits')} bits")
+    if weights.get("dynamic"):
+        raise _refused(what, "weights with dynamic scales")
+    order = weights.get("actorder")
+    # "weight" and its alias "static" leave columns where they are.
+    if order not in (None, False, "weight", "static"):
+        raise _refused(what, f"actorder {order}: groups have columns in activation order")
+    size, strategy = weights.get("group_size"), weights.get("strategy")
+    strategy = strategy or ("channel" if size in (None, -1) else "group")
+    if strategy not in ("group", "channel"):
+        raise _refused(what, f"a scale a {strategy}")
+    group = None if strategy == "channel" else _group(what, size)
+    return Scheme(PACK_QUANTIZED, group, weights.get("symmetric") is False)
+
+
+# AWQ and GPTQ
+
+
+def of_checkpoint(config: dict[str, Any]) -> Scheme:
+    """Of AWQ's and GPTQ's quantization_config; NotImplementedError for those that are not served."""
+    method = str(config.get("quant_method", "")).lower()
+    what = f"experts of a checkpoint of {method}"
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4:
+        raise _refused(what, f"integers of {bits} bits")
+    group = _group(what, config.get("group_size", config.get("q_group_size")))
+    return _awq(what, config, group) if method == "awq" else _gptq(what, config, group)
+
+
+def _awq(what: str, config: dict[str, Any], group: int | None) -> Scheme:
+    version = str(config.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise _refused(what, f"version {version}, whose words have another order")
+    if config.get("zero_point") is not True:
+        raise _refused(what, "zero_point false: whether the weights have zero points is not known")
+    return Scheme("awq", group, True)
+
+
+def _gptq(what: str, config: dict[str, Any], group: int | None) -> Scheme:
+    layout = config.get("checkpoint_format") or "gptq"
+    if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise _refused(what, f"checkpoint_format {'marlin' if layout == 'gptq' else layout}")
+    if config.get("desc_act") and group is not None:
+        raise _refused(what, "desc_act: groups have columns in activation order")
+    return Scheme("gptq", group, config.get("sym") is not True, 2 if layout == "gptq_v2" else 1)
+
+
+def skips(config: dict[str, Any], prefix: str) -> bool:
+    """Whether the experts under this prefix are not quantised in such a checkpoint, as SGLang reads it.
+
+    NotImplementedError where GPTQ's rules (`dynamic`) change their format, or leave out some of their projections.
+    """
+    if str(config.get("quant_method", "")).lower() == "awq":
+        return any(name in prefix for name in config.get("modules_to_not_convert") or ())
+    names = [f"{prefix}.0.{part}_proj" for part in ("gate", "up", "down")]
+    found = [_rule(config.get("dynamic") or {}, name) for name in names]
+    if all(rule is None for rule in found) or all(rule is False for rule in found):
+        return found[0] is False
+    raise _refused(f"experts of a checkpoint of gptq ({prefix})", "rules of their own (dynamic)")
+
+
+def _rule(rules: dict[str, Any], name: str) -> bool | None:
+    """False: not quantised; True: in another format; None: no rule is for this name. The first that fits counts."""
+    for pattern, changes in rules.items():
+        if pattern.startswith("-:"):
+            if re.match(pattern[2:], name):
+                return False
+        elif re.match(pattern.removeprefix("+:"), name):
+            return True if changes else None
+    return None
+
+
+# Sizes
+
+
+def groups_of(scheme: Scheme, hidden_size: int, intermediate_size: int, ranks: int) -> tuple[int | None, int | None]:
+    """Columns of a group of w13 and of w2, where `ranks` have this part of the intermediate size each.
+
+    A group of w2 that two ranks share is cut into parts of the same scale. NotImplementedError for sizes without
+    kernels, or that the groups do not cut evenly.
+    """
+    group, whole = scheme.group, intermediate_size * ranks
+    if group is None:
+        return None, None
+    sizes = {"hidden_size": hidden_size, "intermediate_size": whole}
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % group]
+    if wrong:
+        raise NotImplementedError(f"oxmoe: {scheme}: {' and '.join(wrong)} is no multiple of the group size {group}")
+    return group, math.gcd(group, intermediate_size)

@@ -1,0 +1,57 @@
+"""int4 checkpoints: the format of each layer's experts, or why oxmoe does not take it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from oxmoe.sglang import int4_schemes
+from oxmoe.sglang.int4_schemes import Scheme
+from oxmoe.tools.check.checkpoint import Fields, Refused, shown
+from oxmoe.tools.check.families import Family, prefixes
+from oxmoe.tools.check.format import Format
+
+# Groups for which SGLang has linear layers that take bf16.
+_LINEAR = (None, 32, 64, 128)
+
+
+def of_group(group: Fields, config: Fields) -> Format:
+    """Of a config_group of compressed-tensors."""
+    weights = group.within("weights")
+    assert weights is not None
+    layout = group.text("format") or config.text("format")
+    return _format(_asked(int4_schemes.of_weights, weights.values, layout))
+
+
+def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], Format]:
+    """The format of each layer's experts, of AWQ's and GPTQ's quantization_config. left: of layers that the checkpoint
+    leaves as they are."""
+    scheme = _asked(int4_schemes.of_checkpoint, config.values)
+    if scheme.group not in _LINEAR or (scheme.layout == "gptq" and scheme.zeros):
+        what = "sym false" if scheme.layout == "gptq" and scheme.zeros else f"group size {scheme.group}"
+        raise Refused(f"{scheme.layout.upper()} with {what}: SGLang's linear layers of it take f16 alone, oxmoe bf16")
+    quantised = _format(scheme)
+    config.listed("modules_to_not_convert", str)
+    config.within("dynamic")
+
+    def of_layer(layer: int) -> Format:
+        skipped = [_asked(int4_schemes.skips, config.values, name) for name in prefixes(family, layer)]
+        return left if any(skipped) else quantised
+
+    return of_layer
+
+
+def _asked(rule: Callable[..., Any], *values: Any) -> Any:
+    """What a rule of SGLang's adapters says."""
+    try:
+        return rule(*values)
+    except re.error as error:
+        raise Refused(f"dynamic has {shown(error.pattern)}, which is no regular expression: {error}") from error
+    except NotImplementedError as error:
+        raise Refused(str(error).removeprefix("oxmoe: ")) from error
+
+
+def _format(scheme: Scheme) -> Format:
+    planned = "int4-zeros" if scheme.zeros else "int4"
+    return Format("int4", str(scheme), planned, 4 + (24 if scheme.zeros else 16) / 32, frozenset({"I32"}), scheme)
