@@ -10,7 +10,7 @@ OLD_SGLANG := $(shell printf '%s\n' $(patsubst tests/requirements-sglang-%.txt,%
 OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
 SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
 # What releases differ in, for those between the oldest and the newest.
-RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py handover.py int4.py loading.py modelopt.py)
+RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_v4_model.py handover.py int4.py loading.py modelopt.py)
 # Peers whose code the tests of layouts read, in a folder too.
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')

@@ -261,21 +261,6 @@ def test_refuses_other_tokens(checkpoint: dict[str, Any], name: str) -> None:
         )
 
 
-def test_refuses_fp4_experts() -> None:
-    quant_config = get_quantization_config("oxmoe").from_config(CHECKPOINT)
-    quant_config.is_fp4_experts = True
-    with server(), pytest.raises(NotImplementedError, match="MXFP4 experts of an fp8 checkpoint"):
-        FusedMoE(
-            num_experts=8,
-            hidden_size=256,
-            intermediate_size=128,
-            layer_id=0,
-            top_k=2,
-            params_dtype=torch.bfloat16,
-            quant_config=quant_config,
-        )
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "asked", "answer"),
     [

@@ -83,6 +83,11 @@ def deepseek_v4(quantised: Config = FP8) -> Config:
     return _model("DeepseekV4ForCausalLM", 43, 4096, quantised, **sizes)
 
 
+def deepseek_v4_pro() -> Config:
+    sizes = _many(384, 6, 3072, swiglu_limit=10.0, num_hash_layers=3)
+    return _model("DeepseekV4ForCausalLM", 61, 7168, FP8, **sizes)
+
+
 def glm_air(quantised: Config | None = None) -> Config:
     return _model("Glm4MoeForCausalLM", 46, 4096, quantised, **_many(128, 8, 1408))
 
@@ -122,9 +127,9 @@ def minimax_m3(quantised: Config | None = None) -> Config:
     return _nested("MiniMaxM3SparseForConditionalGeneration", _model("", 60, 6144, quantised, **sizes))
 
 
-def mimo() -> Config:
+def mimo(quantised: Config = FP8) -> Config:
     sizes = _many(256, 8, 2048, n_shared_experts=None, moe_layer_freq=[0, *[1] * 47])
-    return _model("MiMoV2FlashForCausalLM", 48, 4096, FP8, **sizes)
+    return _model("MiMoV2FlashForCausalLM", 48, 4096, quantised, **sizes)
 
 
 def step(quantised: Config | None = None) -> Config:
@@ -310,10 +315,20 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     "Mixtral AWQ": (mixtral(AWQ), 2, "int4 of AWQ, groups of 128, zero points", 32, []),
     "Qwen3 AWQ": (qwen3_30b(AWQ | {"group_size": 64}), 8, "int4 of AWQ, groups of 64, zero points", 48, []),
     "Mixtral GPTQ": (mixtral(GPTQ), 8, "int4 of GPTQ, groups of 128", 32, []),
+    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "MXFP4 in an fp8 checkpoint", 43, []),
+    "DeepSeek-V4-Pro": (deepseek_v4_pro(), 8, "MXFP4 in an fp8 checkpoint", 61, []),
+    "MXFP4 experts by name": (
+        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
+        8,
+        "MXFP4 in an fp8 checkpoint",
+        58,
+        [],
+    ),
     "NVFP4 of compressed-tensors": (qwen3_30b(NVFP4), 4, "NVFP4 of compressed-tensors, bf16 activations", 48, []),
     "DeepSeek-R1-NVFP4": (deepseek_v3(MODELOPT), 8, "NVFP4 of ModelOpt, bf16 activations", 58, []),
     "DeepSeek-V4-NVFP4": (deepseek_v4(HYBRID), 4, "NVFP4 of ModelOpt, bf16 activations", 43, []),
     "Nemotron-3-Nano-NVFP4": (nemotron(MODELOPT), 1, "NVFP4 of ModelOpt, bf16 activations", 21, []),
+    "Nemotron-3-Nano-FP8": (nemotron(MODELOPT_FP8), 1, "fp8, a scale a matrix, static activations", 21, []),
     "Nemotron-3-Super-FP8": (
         nemotron(MODELOPT_FP8, moe_latent_size=1024, moe_intermediate_size=2688),
         1,
@@ -334,11 +349,10 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
         8,
         "takes int4 weights of compressed-tensors, awq and gptq alone",
     ),
-    "DeepSeek-V4-Flash": (deepseek_v4(), 4, "the experts of this fp8 checkpoint are MXFP4"),
-    "MXFP4 experts by name": (
-        deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"}),
-        8,
-        "the experts of this fp8 checkpoint are MXFP4",
+    "MXFP4 experts that are cut between two blocks of scales": (
+        deepseek_v4() | {"moe_intermediate_size": 1344},
+        16,
+        "MXFP4 in an fp8 checkpoint: .* must be multiples of 32, got intermediate_size of a rank 84",
     ),
     "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
     "Qwen3-235B on eight": (qwen3_235b(), 8, "intermediate_size of a rank 192.*--ep-size 2 the sizes are served"),

@@ -29,6 +29,7 @@ from check_configs import (
     deepseek_v4,
     glm_air,
     gpt_oss,
+    mimo,
     minimax_m3,
     mixed,
     nemotron,
@@ -240,13 +241,50 @@ def test_a_folder_with_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not report["served"] and "layer 4: by the config" in report["refused"][0] and "I32" in report["refused"][0]
 
 
-@pytest.mark.parametrize(("dtype", "served"), [("F8_E4M3", True), ("I8", False), ("U8", False), ("F4", False)])
+@pytest.mark.parametrize(
+    ("dtype", "format_name"),
+    [
+        ("F8_E4M3", "fp8, 128 x 128 blocks"),
+        *((dtype, "MXFP4 in an fp8 checkpoint") for dtype in ("I8", "U8", "F4")),
+        ("BF16", None),
+    ],
+)
+@pytest.mark.parametrize("version", ["0.5.12.post1", "0.5.23"])
 def test_deepseek_v4_by_its_tensors(
-    dtype: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    version: str, dtype: str, format_name: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path / "config.json", deepseek_v4())
     shard(tmp_path / "model.safetensors", {"layers.0.ffn.experts.0.w1.weight": dtype})
-    assert in_folder(tmp_path, capsys)["served"] is served
+    report = in_folder(tmp_path, capsys, "--sglang", version)
+    assert report["served"] is (format_name is not None)
+    if format_name is not None:
+        assert {kind["format"] for kind in moe(report)} == {format_name} and report["flags"] == []
+        (draft,) = (kind for kind in report["kinds"] if kind["kind"] == "draft")
+        assert draft["served"] is True
+
+
+def test_the_bytes_of_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Expert parallelism asks for no flag of its own, in no release; four bits a weight, and eight for 32 of them."""
+    ranks = ["--tp", "8", "--ep", "4"]
+    for version in ("0.5.12.post1", "0.5.23"):
+        report = check(tmp_path, capsys, deepseek_v4(), "--sglang", version, *ranks)
+        assert report["served"] and report["flags"] == ["--tp-size 8", "--ep-size 4"]
+        (kind,) = moe(report)
+        assert kind["bytes_per_rank"] == 43 * 64 * 3 * 4096 * 1024 * (4 + 8 / 32) / 8
+
+
+def test_fp4_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = deepseek_v3({**FP8, "routed_experts_quant_method": "mxfp4"})
+    report = check(tmp_path, capsys, named, "--sglang", "0.5.18")
+    assert "by routed_experts_quant_method the experts of this fp8 checkpoint are MXFP4, but" in report["refused"][0]
+    assert check(tmp_path, capsys, named, "--sglang", "0.5.19")["served"]
+    stored = mimo({**FP8, "store_dtype": "MXFP4"})
+    report = check(tmp_path, capsys, stored, "--sglang", "0.5.19")
+    assert "by store_dtype the experts of this fp8 checkpoint are MXFP4, but" in report["refused"][0]
+    report = check(tmp_path, capsys, stored, "--sglang", "0.5.20")
+    assert {kind["format"] for kind in moe(report)} == {"MXFP4 in an fp8 checkpoint"}
+    other = deepseek_v4({**FP8, "routed_experts_quant_method": "fp8"})
+    assert {kind["format"] for kind in moe(check(tmp_path, capsys, other))} == {"fp8, 128 x 128 blocks"}
 
 
 def test_fused_experts_of_gpt_oss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

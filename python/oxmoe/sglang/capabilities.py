@@ -232,6 +232,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "srt.layers.quantization.base_config": "FusedMoEMethodBase QuantizationConfig QuantizeMethodBase",
         "srt.layers.quantization.base_config:FusedMoEMethodBase": "get_moe_runner_backend",
         "srt.layers.quantization.fp8": "Fp8Config Fp8LinearMethod Fp8MoEMethod",
+        "srt.layers.quantization.fp8:Fp8Config": "is_fp4_experts dequant_fp4_to_fp8",
         "srt.layers.quantization.mxfp4": "Mxfp4Config",
         _MODELOPT: "ModelOptFp4LinearMethod ModelOptNvFp4FusedMoEMethod ModelOptFp8MoEMethod HybridFp8NvFp4Config",
         f"{_MODELOPT}:ModelOptQuantConfig": "is_layer_excluded",
@@ -267,7 +268,7 @@ MENTIONS: dict[str, dict[str, str]] = {
     "moe": {
         "srt.model_executor.model_runner_components.weight_updater": "_derived_weight_cache_error begin_weight_update "
         "update_weights_from_ipc",
-        "srt.model_loader.loader": "load_weights_and_postprocess restore_weights_before_loading",
+        "srt.model_loader.loader": "load_weights_and_postprocess restore_weights_before_loading is_fp4_experts",
     },
 }
 ARGUMENTS: dict[str, str] = {

@@ -91,17 +91,25 @@ def run(dispatch_output: Any, form: str, weights: ExpertWeights, config: Any) ->
     return moe(x, weights, as_float32(dispatch_output.topk_weights), dispatch_output.topk_ids, x_scale=scale)
 
 
-def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:
-    """Sets a layer's dispatcher to the dtype that its experts take, as SGLang's own methods do after loading; the
-    errors of `dispatch_dtype` where the server's all-to-all cannot bring it."""
+def dispatched(weights_format: str, version: str) -> str | None:
+    """The dtype in which the server's all-to-all must bring tokens to such experts; None where it has none. The errors
+    of `dispatch_dtype` where it cannot."""
     a2a_backend = importlib.import_module("sglang.srt.layers.moe.utils").get_moe_a2a_backend().value
     if a2a_backend == "none":
-        return
+        return None
     # "oxmoe" takes one dtype in every mode.
     (dtype,) = {
         dispatch_dtype(a2a_backend, weights=weights_format, mode=mode, version=version).dtype
         for mode in modes(a2a_backend)
     }
+    return dtype
+
+
+def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:
+    """Sets a layer's dispatcher to the dtype that its experts take, as SGLang's own methods do after loading."""
+    dtype = dispatched(weights_format, version)
+    if dtype is None:
+        return
     # The key of newer releases, and that of older ones.
     layer.dispatcher.set_quant_config({"dispatcher_output_dtype": dtype, "bf16_dispatch": dtype == "bf16"})
 

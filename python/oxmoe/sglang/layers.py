@@ -171,7 +171,11 @@ _DRAFT = (
     "; if it is a layer of the draft of speculative decoding, which some models give no quantization, start with "
     "--speculative-moe-runner-backend deep_gemm, which is taken over where OXMOE_SGLANG names it"
 )
+_OF_FP4 = "let OXMOE_SGLANG name moe=oxmoe, which takes the MXFP4 experts of fp8 checkpoints (DeepSeek-V4)"
 _MEND = {
+    "Mxfp4FlashinferCutlassMoEMethod": _OF_FP4,
+    "Mxfp4MarlinMoEMethod": _OF_FP4,
+    "Mxfp4HummingMoEMethod": _OF_FP4,
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
     "or weight_block_size [128, 128]",
     "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8 and int4, and on "

@@ -24,6 +24,7 @@ from sglang.srt.utils import set_weight_attrs
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt
+from oxmoe.sglang.deepseek_v4 import OxmoeFp8Mxfp4MoEMethod
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, refuse_transposed
@@ -94,8 +95,6 @@ class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
 
     def __init__(self, quant_config: Fp8Config) -> None:
         super().__init__(quant_config)
-        if self.is_fp4_expert:
-            raise NotImplementedError("oxmoe: no kernel for the MXFP4 experts of an fp8 checkpoint (DeepSeek-V4)")
         self.experts = Experts()
 
 
@@ -224,7 +223,7 @@ class OxmoeMxfp4Config(Mxfp4Config):
 
 
 class OxmoeFp8Config(Fp8Config):
-    """SGLang's configuration of an fp8 checkpoint or of an MXFP8 one (its name stays)."""
+    """SGLang's configuration of an fp8 checkpoint, whose experts may be MXFP4, or of an MXFP8 one (its name stays)."""
 
     experts: Any = OxmoeFp8MoEMethod
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
@@ -238,6 +237,8 @@ class OxmoeFp8Config(Fp8Config):
             return linear.method(super().get_quant_method(layer, prefix))
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return self.unquantized()
+        if self.is_fp4_experts:
+            return OxmoeFp8Mxfp4MoEMethod(self)
         if self.use_mxfp8:
             return OxmoeMxfp8MoEMethod(self)
         return OxmoeFp8TensorMoEMethod(self) if self.weight_block_size is None else self.experts(self)

@@ -128,6 +128,7 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         family,
         nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
         f16=dtype == "float16",
+        fp4_fields=releases.fp4_fields(server.sglang),
     )
     found = quantization.found(checkpoint, text, report.architecture)
     formats_of = modelopt.of_layers(found, report.architecture, family, others, gpu=server.gpu, version=server.sglang)

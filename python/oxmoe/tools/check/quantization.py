@@ -21,6 +21,7 @@ F16 = _format("f16", "f16", 16, "BF16 F16 F32")
 FP8_BLOCK = _format("fp8_block", "fp8, 128 x 128 blocks", 8 + 32 / 128**2, "F8_E4M3")
 MXFP8 = _format("mxfp8", "MXFP8", 8 + 8 / 32, "F8_E4M3")
 MXFP4 = _format("mxfp4", "MXFP4", 4 + 8 / 32, "U8")
+FP8_MXFP4 = _format("mxfp4", "MXFP4 in an fp8 checkpoint", 4 + 8 / 32, "U8 I8 F4")
 NVFP4 = _format("nvfp4", "NVFP4 of compressed-tensors, bf16 activations", 4 + 8 / 16, "U8")
 _ONE_SCALE = "fp8, a scale a matrix, {} activations"
 _CHANNEL = "fp8, a scale a channel, {} activations"
@@ -28,7 +29,6 @@ _CHANNEL = "fp8, a scale a channel, {} activations"
 # Format of one layer, by the names that SGLang may have for its experts.
 Formats = Callable[[int], Format]
 
-_FP4 = "the experts of this fp8 checkpoint are MXFP4 (DeepSeek-V4's form), for which oxmoe has no layer in SGLang"
 _INT4 = "oxmoe takes int4 weights of compressed-tensors, awq and gptq alone"
 _METHODS = {
     "auto-round": _INT4,
@@ -59,10 +59,17 @@ def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | N
 
 
 def of_layers(
-    checkpoint: Checkpoint, text: Fields, architecture: str, family: Family, *, nvfp4: bool, f16: bool
+    checkpoint: Checkpoint,
+    text: Fields,
+    architecture: str,
+    family: Family,
+    *,
+    nvfp4: bool,
+    f16: bool,
+    fp4_fields: frozenset[str],
 ) -> Formats:
     """The format of each layer's experts. nvfp4: whether release and GPU have that of compressed-tensors; f16: whether
-    unquantised layers are."""
+    unquantised layers are; fp4_fields: by which an fp8 config can say that experts are MXFP4."""
     config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
     if config is None:
         return lambda layer: plain
@@ -72,7 +79,7 @@ def of_layers(
     if method == "mxfp4":
         return lambda layer: MXFP4
     if method in ("fp8", "mxfp8"):
-        return _fp8(checkpoint, config, architecture, family)
+        return _fp8(checkpoint, config, architecture, family, fp4_fields)
     if method in formats.COMPRESSED:
         return _compressed(config, family, nvfp4=nvfp4)
     if method in int4_schemes.METHODS:
@@ -80,20 +87,22 @@ def of_layers(
     raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
 
 
-def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> Formats:
+def _fp8(
+    checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fp4_fields: frozenset[str]
+) -> Formats:
     blocks, scheme = config.get("weight_block_size"), config.text("activation_scheme")
     if not formats.served_fp8(config.values):
         raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
     mxfp8 = config.text("quant_method") == "mxfp8"
     if scheme not in ("dynamic", "static") or (scheme == "static" and (mxfp8 or blocks is not None)):
         raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
-    _refuse_fp4(checkpoint, config, architecture, family)
+    fp4 = _has_fp4(checkpoint, config, architecture, family, fp4_fields)
     ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
     label = _ONE_SCALE.format(scheme)
     one_scale = _format(
         "fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if scheme == "static" else "fp8_tensor-token"
     )
-    quantised = MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
+    quantised = FP8_MXFP4 if fp4 else MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
 
     def of_layer(layer: int) -> Format:
         return BF16 if any(skipping.fp8_skips(name, ignored) for name in prefixes(family, layer)) else quantised
@@ -101,18 +110,18 @@ def _fp8(checkpoint: Checkpoint, config: Fields, architecture: str, family: Fami
     return of_layer
 
 
-def _refuse_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family) -> None:
-    """As SGLang tells them: by the config, and for DeepSeek-V4 by the tensors, else as its default is."""
-    told = config.text("routed_experts_quant_method")
-    stored = (config.text("store_dtype") or "").lower()
-    if told == "mxfp4" or (architecture.startswith("MiMoV2") and stored == "mxfp4"):
-        raise Refused(_FP4)
-    if family.fp4_by_default and told is None:
-        dtypes = set().union(*checkpoint.dtypes.values())
-        if not dtypes:
-            raise Refused(f"{_FP4}, unless safetensors with fp8 experts lie beside the config: name their folder")
-        if dtypes != {"F8_E4M3"}:
-            raise Refused(f"{_FP4}: their tensors are {', '.join(sorted(dtypes))}")
+def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fields: frozenset[str]) -> bool:
+    """Whether the experts are MXFP4, as SGLang tells it: by the config, and for DeepSeek-V4 by the tensors, else as its
+    default is."""
+    named = config.text("routed_experts_quant_method")
+    if family.fp4_by_default and (named is None or "routed_experts_quant_method" not in fields):
+        return set().union(*checkpoint.dtypes.values()) != {"F8_E4M3"}
+    stored = config.text("store_dtype") if architecture.startswith("MiMoV2") else None
+    telling = {"routed_experts_quant_method": named, "store_dtype": (stored or "").lower()}
+    by = [field for field, value in telling.items() if value == "mxfp4"]
+    if by and not fields.intersection(by):
+        raise Refused(f"by {by[0]} the experts of this fp8 checkpoint are MXFP4, but this SGLang does not read it")
+    return bool(by)
 
 
 def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:

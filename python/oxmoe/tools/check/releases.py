@@ -53,3 +53,9 @@ def tells_mixtures(version: str) -> bool:
 def layer_decides(version: str) -> bool:
     """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
     return _since(version, "0.5.23")
+
+
+def fp4_fields(version: str) -> frozenset[str]:
+    """The fields of an fp8 checkpoint's config that can say that experts are MXFP4, and that the release reads."""
+    since = {"routed_experts_quant_method": "0.5.19", "store_dtype": "0.5.20"}
+    return frozenset(name for name, first in since.items() if _since(version, first))
