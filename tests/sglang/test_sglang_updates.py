@@ -245,6 +245,23 @@ def test_part_of_packed_weights_is_refused(device: str, rng: torch.Generator, mo
         assert same_bits(forward(module, *x_and_topk), forward(fresh, *x_and_topk))
 
 
+def test_what_packed_weights_are_made_of_is_not_written_alone(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales that are no part of the packed memory (global ones, or of long groups) are in it all the same."""
+    other = mxfp8_tensors(make_mxfp8(SHAPE, "cpu", rng))
+    with server():
+        module = packed_layer("cpu", rng, monkeypatch)
+        monkeypatch.setattr(module.quant_method, "packed", frozenset({"w13_weight", "w2_weight"}))
+        module.quant_method.restore_weights_before_loading(module)
+        write(module, {"weight_scale_inv": other["weight_scale_inv"]})
+        said = r"w13_weight 0 of .*w2_weight 0 of \d+ parts; and w13_weight_scale_inv, w2_weight_scale_inv\)"
+        with pytest.raises(RuntimeError, match=rf"wrote parts of packed MXFP8 experts \({said}"):
+            module.quant_method.process_weights_after_loading(module)
+        with pytest.raises(RuntimeError, match="Load the whole layer again"):
+            forward(module, *given("cpu", rng))
+
+
 @only_announced
 def test_layers_on_copies_refuse_updates_by_name(rng: torch.Generator) -> None:
     """SGLang asks for the reason before it writes anything."""

@@ -113,6 +113,12 @@ def packed_parameters(layer: torch.nn.Module, weights: ExpertWeights) -> set[str
     return {name for name, own in _loaded(layer) if own.untyped_storage().data_ptr() in storages}
 
 
+def biases(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:
+    """Names of the parameters that are read as biases where they lie."""
+    held = {bias.data_ptr() for bias in (weights.b13, weights.b2) if bias is not None}
+    return {name for name, own in _loaded(layer) if own.data_ptr() in held}
+
+
 def is_derived(layer: torch.nn.Module, weights: ExpertWeights) -> bool:
     """Whether writing the layer's parameters alone leaves these ExpertWeights wrong."""
     # The global scales of NVFP4 are copied, and are not among the tensors.
@@ -180,15 +186,18 @@ class MadeAtLoad:
         """Describes the weights; after a weight update SGLang calls it again, for layers that it did not write, too."""
         if self.weights is not None and self.packed:
             missing = self.updates.missing(layer, set(self.packed))
-            if missing.keys() == self.packed and not any(written for written, _ in missing.values()):
+            # What is packed is made of other parameters, too, such as global scales: none of them may change alone.
+            others = self.updates.written() - self.packed - biases(layer, self.weights)
+            if missing.keys() == self.packed and not others and not any(written for written, _ in missing.values()):
                 # Packed bytes would be packed once more.
                 self.updates.finish(derived=True)
                 return
             if missing:
                 given = ", ".join(f"{name} {written} of {parts}" for name, (written, parts) in missing.items())
+                given += f" parts; and {', '.join(sorted(others))}" if others else " parts"
                 self._broken = (
                     f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: a weight update wrote parts of packed {self.of} "
-                    f"experts ({given} parts); it must write all of a layer's. Load the whole layer again"
+                    f"experts ({given}); it must write all of a layer's. Load the whole layer again"
                 )
                 raise RuntimeError(self._broken)
             self._broken = None

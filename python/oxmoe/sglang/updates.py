@@ -115,6 +115,10 @@ class Updates:
             for local in local_experts(layer, expert):
                 self._written.setdefault(name, set()).add((local, shard))
 
+    def written(self) -> set[str]:
+        """The parameters of which anything was written."""
+        return self._whole | self._written.keys()
+
     def missing(self, layer: torch.nn.Module, names: set[str]) -> dict[str, tuple[int, int]]:
         """Of these parameters those that were not written whole: (parts that were written, parts that there are)."""
         found = {}
