@@ -13,9 +13,12 @@ from oxmoe.allreduce import (
     create_allreduce_fusion_workspace,
 )
 from oxmoe.allreduce.trtllm import (
+    TRTLLMAllReduceFusionWorkspace,
     trtllm_allreduce_fusion,
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    trtllm_moe_allreduce_fusion,
+    trtllm_moe_finalize_allreduce_fusion,
 )
 from oxmoe.dense import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
 from oxmoe.functions import moe, sort_by_expert, topk
@@ -84,6 +87,7 @@ __all__ = [
     "RoutingData",
     "ScatterIndx",
     "SfLayout",
+    "TRTLLMAllReduceFusionWorkspace",
     "__version__",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
@@ -116,6 +120,8 @@ __all__ = [
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
     "unpack_topk",
     "workspace_bytes",
 ]
