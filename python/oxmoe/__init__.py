@@ -29,6 +29,7 @@ from oxmoe.peers.flashinfer_cutlass import (
     fused_experts_flashinfer_mxfp4,
     prepare_cutlass_fused_moe,
 )
+from oxmoe.peers.flashinfer_hopper import cute_dsl_fused_moe_bf16, mono_moe
 from oxmoe.peers.flashinfer_trtllm import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
@@ -91,6 +92,7 @@ __all__ = [
     "__version__",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
+    "cute_dsl_fused_moe_bf16",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
     "device_info",
@@ -102,6 +104,7 @@ __all__ = [
     "moe",
     "moe_contiguous",
     "moe_masked",
+    "mono_moe",
     "mxfp8_dequantize_host",
     "mxfp8_linear",
     "mxfp8_quantize",

@@ -15,6 +15,7 @@ import oxmoe.nvfp4
 import oxmoe.quantize
 from oxmoe import AllReduceFusionPattern as _Pattern
 from oxmoe.allreduce import trtllm
+from oxmoe.peers import flashinfer_hopper
 
 # What the tests ask of the GPU before they call. The plug-in sets it for each test file.
 capability = (9, 0)
@@ -227,6 +228,7 @@ is_confidential_compute.cache_clear = lambda: None  # type: ignore[attr-defined]
 NAMES: dict[str, Any] = {
     **{name: getattr(oxmoe, name) for name in oxmoe.__all__ if hasattr(oxmoe, name)},
     **{name: getattr(oxmoe.nvfp4, name) for name in oxmoe.nvfp4.__all__},
+    **{name: getattr(flashinfer_hopper, name) for name in ("has_monomoe", "alloc_scratchpad")},
     "mm_mxfp8": MmMxfp8(),
     "per_token_group_quant_8bit": oxmoe.quantize.per_token_group_quant_fp8,
     "interleave_moe_weights_for_sm90_mixed_gemm": interleave_weights,
