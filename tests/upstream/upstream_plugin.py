@@ -60,11 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _WITHOUT_EFFECT:
         setattr(torch.cuda, name, _nothing)
     torch.set_default_device = _nothing
+    torch.Generator = _Generator  # type: ignore[misc]
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device=None: _Properties()  # type: ignore[assignment,return-value]
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls, "cpu")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
