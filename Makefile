@@ -35,7 +35,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test bench sanitize kernels-diff docs mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test rust-test python-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -127,6 +127,11 @@ fmt: venv ## format everything
 gpu-test: install ## tests that need GPUs
 	$(BIN)/python -m pytest -m "gpu or multi_gpu"
 	OXMOE_PORTABLE=1 $(BIN)/python -m pytest -m gpu tests/core/test_moe.py tests/formats/test_mxfp4.py tests/gpu/test_e4m3_portable_gpu.py
+
+FLASHINFER ?=
+FILES ?=
+upstream: install ## flashinfer's own tests on oxmoe, on a GPU: FLASHINFER=CHECKOUT, FILES="test_mm_mxfp8" for some of them
+	$(BIN)/python tests/upstream/run.py $(FLASHINFER) $(FILES)
 
 bench: install ## times against the roofline floor and the peers that are installed
 	$(BIN)/python -m oxmoe bench

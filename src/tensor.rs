@@ -10,7 +10,7 @@ mod storage;
 #[cfg(test)]
 mod tests;
 
-pub use contract::{Checked, Contract, Dim, Span};
+pub use contract::{check_dtype, Checked, Contract, Dim, Span};
 pub use owned::Owned;
 
 use crate::contract;

@@ -13,9 +13,12 @@ from oxmoe.allreduce import (
     create_allreduce_fusion_workspace,
 )
 from oxmoe.allreduce.trtllm import (
+    TRTLLMAllReduceFusionWorkspace,
     trtllm_allreduce_fusion,
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    trtllm_moe_allreduce_fusion,
+    trtllm_moe_finalize_allreduce_fusion,
 )
 from oxmoe.dense import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
 from oxmoe.functions import moe, sort_by_expert, topk
@@ -26,6 +29,7 @@ from oxmoe.peers.flashinfer_cutlass import (
     fused_experts_flashinfer_mxfp4,
     prepare_cutlass_fused_moe,
 )
+from oxmoe.peers.flashinfer_hopper import cute_dsl_fused_moe_bf16, mono_moe
 from oxmoe.peers.flashinfer_trtllm import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
@@ -85,9 +89,11 @@ __all__ = [
     "RoutingData",
     "ScatterIndx",
     "SfLayout",
+    "TRTLLMAllReduceFusionWorkspace",
     "__version__",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
+    "cute_dsl_fused_moe_bf16",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
     "device_info",
@@ -99,6 +105,7 @@ __all__ = [
     "moe",
     "moe_contiguous",
     "moe_masked",
+    "mono_moe",
     "mxfp8_dequantize_host",
     "mxfp8_linear",
     "mxfp8_quantize",
@@ -117,6 +124,8 @@ __all__ = [
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
     "unpack_topk",
     "workspace_bytes",
 ]

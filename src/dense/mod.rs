@@ -14,7 +14,7 @@ use crate::quant::ops::check_vectors;
 use crate::quant::ops::float_dtype;
 use crate::sizes::int;
 use crate::stats;
-use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
+use crate::tensor::{check_dtype, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
 #[doc = crate::help!("mm_mxfp8")]
@@ -38,6 +38,14 @@ pub fn mm_mxfp8<'py>(
                 contract!("{operand}: mm_mxfp8 accepts 2d tensors, got shape {:?}", matrix.shape());
             }
         }
+        // numpy has no float8.
+        let codes: &[Elem] = if from_a.origin == Origin::Other { &[Elem::U8] } else { &[Elem::E4M3] };
+        check_dtype("a", &from_a, codes)?;
+        check_dtype("b", &from_b, codes)?;
+        let (a_tensor, b_tensor) = (contract.input("a_descale", a_descale)?, contract.input("b_descale", b_descale)?);
+        for (operand, scales) in [("a_descale", &*a_tensor), ("b_descale", &*b_tensor)] {
+            check_kind(operand, scales)?;
+        }
         let (k, n) = (from_b.shape()[0], from_b.shape()[1]);
         if from_a.shape()[1] != k {
             contract!("b: dimension 0 \"k\": expected {} (from a), got {k}", from_a.shape()[1]);
@@ -50,8 +58,6 @@ pub fn mm_mxfp8<'py>(
                 columns.strides()[0]
             );
         }
-        // numpy has no float8.
-        let codes: &[Elem] = if from_a.origin == Origin::Other { &[Elem::U8] } else { &[Elem::E4M3] };
         contract.check("a", &from_a, &[Dim::Named("m"), Dim::Named("k")], codes)?;
         contract.check("b", &columns, &[Dim::Named("n"), Dim::Named("k")], codes)?;
         let m = contract.get("m");
@@ -62,8 +68,6 @@ pub fn mm_mxfp8<'py>(
             return Err(Error::Unsupported(format!("m, n, k {m}, {n}, {k}; supported: up to 2^23")));
         }
         let of_a = if use_8x4_sf_layout { ScaleLayout::Swizzled8x4 } else { ScaleLayout::Swizzled128x4 };
-        let a_tensor = contract.input("a_descale", a_descale)?;
-        let b_tensor = contract.input("b_descale", b_descale)?;
         let a_scales = scales("a_descale", &a_tensor, &from_a, ("m", m), k, of_a, false)?;
         let b_scales = scales("b_descale", &b_tensor, &from_a, ("n", n), k, ScaleLayout::Swizzled128x4, true)?;
         let elem = out_dtype.map_or(Ok(Elem::Bf16), |dtype| float_dtype("out_dtype", dtype))?;
@@ -142,6 +146,22 @@ pub fn mm_mxfp8<'py>(
     })
 }
 
+/// Refuses scales of another dtype or number of dimensions.
+fn check_kind(operand: &str, scales: &View) -> Result<()> {
+    if ![Elem::U8, Elem::E8M0].contains(&scales.elem) {
+        contract!("{operand}: expected dtype uint8, got {}", scales.elem);
+    }
+    match scales.shape().len() {
+        1 | 2 => Ok(()),
+        _ => Err(of_other_dimensions(operand, scales)),
+    }
+}
+
+fn of_other_dimensions(operand: &str, scales: &View) -> Error {
+    let shape = scales.shape();
+    Error::Contract(format!("{operand}: {operand} must be 1D (swizzled) or 2D (non-swizzled), got shape {shape:?}"))
+}
+
 /// A matrix' scales: two dimensions as they lie, or one in the tiles of `layout`. `turned`: [blocks, rows].
 fn scales(
     operand: &'static str,
@@ -152,9 +172,6 @@ fn scales(
     layout: ScaleLayout,
     turned: bool,
 ) -> Result<ScaleView> {
-    if ![Elem::U8, Elem::E8M0].contains(&scales.elem) {
-        contract!("{operand}: expected dtype uint8, got {}", scales.elem);
-    }
     if scales.place != like.place {
         contract!("{operand}: is on {}, but a is on {}", scales.place, like.place);
     }
@@ -185,8 +202,6 @@ fn scales(
             }
             Ok(ScaleView { data, tile_rows: 0, row_stride, block_stride })
         }
-        _ => {
-            contract!("{operand}: {operand} must be 1D (swizzled) or 2D (non-swizzled), got shape {:?}", scales.shape())
-        }
+        _ => Err(of_other_dimensions(operand, scales)),
     }
 }

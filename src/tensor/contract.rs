@@ -60,6 +60,15 @@ struct Access {
     written_over: Option<&'static [&'static str]>,
 }
 
+/// Refuses a dtype. Where several things are wrong, what the operands are is named before how they lie.
+pub fn check_dtype(operand: &str, t: &View, elems: &[Elem]) -> Result<()> {
+    if !elems.contains(&t.elem) {
+        let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
+        contract!("{operand}: expected dtype {}, got {}", expected.join(" or "), t.elem);
+    }
+    Ok(())
+}
+
 /// Operands that a contract has room for from the start: more than a call of the layer has.
 const ROOM: usize = 12;
 
@@ -217,10 +226,7 @@ impl<'a> Contract<'a> {
 
     /// Checks dtype, package, place, dimensions and contiguity of an operand.
     pub fn check(&mut self, operand: &'static str, t: &View, dims: &[Dim], elems: &[Elem]) -> Result<()> {
-        if !elems.contains(&t.elem) {
-            let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
-            contract!("{operand}: expected dtype {}, got {}", expected.join(" or "), t.elem);
-        }
+        check_dtype(operand, t, elems)?;
         let torch = t.origin != Origin::Other;
         match self.torch {
             None => self.torch = Some((torch, operand)),

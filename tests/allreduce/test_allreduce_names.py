@@ -105,7 +105,7 @@ def by_old_names(me: Rank, dtype: torch.dtype, seed: int) -> list[str]:
     )  # fmt: skip
     if not same_bits(flat.view(T, H), expected) or not same_bits(*outs):
         wrong.append("another result")
-    oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace)
+    oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles, group=me.all)
     return wrong if workspace.destroyed else [*wrong, "not destroyed"]
 
 
@@ -143,3 +143,129 @@ def test_older_names_refuse() -> None:
         oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(3)  # type: ignore[arg-type]
     oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace)
     assert workspace.destroyed
+
+
+def on_world(me: Rank, seed: int) -> list[str]:
+    """Workspaces of flashinfer's callers who name no group: WORLD, of all ranks."""
+    make = oxmoe.trtllm_create_ipc_workspace_for_all_reduce_fusion
+    spaces = [
+        oxmoe.TRTLLMAllReduceFusionWorkspace(me.world, me.rank, T, H, torch.float32),
+        make(me.rank, me.world, T, H)[1],
+    ]
+    given, *_ = (part.bfloat16() for part in drawn(seed, me.world))
+    for space in spaces:
+        out = torch.empty(T, H, dtype=torch.bfloat16)
+        oxmoe.allreduce_fusion(given[me.rank], space, Pattern.kAllReduce, output=out)
+        torch.testing.assert_close(out, given.float().sum(0).bfloat16())
+        space.destroy()
+    # A rank of another group than WORLD is told to name it.
+    try:
+        oxmoe.TRTLLMAllReduceFusionWorkspace(me.world + 1, me.rank, T, H)
+    except ValueError as error:
+        return [] if "group: expected a torch ProcessGroup" in str(error) else [str(error)]
+    return ["a group of three was found"]
+
+
+def test_world_is_the_default(two: Crew, rng: torch.Generator) -> None:
+    assert two.run(on_world, seed_of(rng)) == [[], []]
+
+
+QUANTISED = {
+    Pattern.kARResidualRMSNormFP8Quant: None,
+    Pattern.kARResidualRMSNormOutFP4Quant: oxmoe.QuantizationSFLayout.SWIZZLED_128x4,
+    Pattern.kARResidualRMSNormFP4Quant: oxmoe.QuantizationSFLayout.SWIZZLED_8x4,
+    Pattern.kAllReduce: None,
+    Pattern.kARResidualRMSNorm: None,
+}
+
+
+@pytest.mark.parametrize("pattern", QUANTISED, ids=lambda pattern: pattern.name)
+def test_older_names_take_every_operand(pattern: Pattern, rng: torch.Generator) -> None:
+    """flashinfer's tests pass all operands with every pattern, and memory of 16-bit numbers for codes and scales."""
+    handles, workspace = oxmoe.trtllm_create_ipc_workspace_for_all_reduce_fusion(0, 1, T, H)
+    x, residual = (torch.randn(T, H, generator=rng).bfloat16() for _ in range(2))
+    gamma, layout = torch.rand(H, generator=rng).bfloat16(), QUANTISED[pattern]
+    outs = {name: torch.zeros(T * H, dtype=torch.bfloat16) for name in ("all", "residual", "norm", "quant", "scale")}
+    outs["scale"] = torch.zeros(128 * H, dtype=torch.bfloat16)
+    oxmoe.trtllm_allreduce_fusion(
+        x.view(-1), 1, 0, T, H, workspace, True, False, True, pattern, None, outs["all"], residual.view(-1),
+        outs["residual"], outs["norm"], outs["quant"], outs["scale"], gamma, 1e-5, torch.tensor([0.5]), layout,
+    )  # fmt: skip
+    fp4 = "FP4" in pattern.name
+    expected: dict[str, Any] = {}
+    if pattern == Pattern.kAllReduce:
+        expected = {"output": torch.empty_like(x)}
+    else:
+        expected = {"residual_out": torch.empty_like(x)}
+        if "Quant" not in pattern.name or "Out" in pattern.name:
+            expected["norm_out"] = torch.empty_like(x)
+        if "Quant" in pattern.name:
+            expected["quant_out"] = torch.empty(T, H // 2 if fp4 else H, dtype=torch.uint8)
+        if fp4:
+            rows = 128 if layout == oxmoe.QuantizationSFLayout.SWIZZLED_128x4 else 8
+            expected["scale_out"] = torch.empty(rows * H // 16, dtype=torch.uint8)
+    given = {} if pattern == Pattern.kAllReduce else {"residual_in": residual, "rms_gamma": gamma, "rms_eps": 1e-5}
+    if "Quant" in pattern.name:
+        given |= {"scale_factor": 0.5, "layout_code": layout}
+    oxmoe.allreduce_fusion(x, workspace, pattern, **given, **expected)
+    names = {"output": "all", **{f"{name}_out": name for name in ("residual", "norm", "quant", "scale")}}
+    for name, tensor in expected.items():
+        memory = outs.pop(names[name]).view(torch.uint8)
+        assert same_bits(memory[: tensor.nbytes], tensor.view(-1).view(torch.uint8)), name
+        assert not memory[tensor.nbytes :].any()
+    assert all(not tensor.any() for tensor in outs.values())
+    oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
+    assert workspace.destroyed
+
+
+def test_older_names_of_moe(rng: torch.Generator) -> None:
+    handles, workspace = oxmoe.trtllm_create_ipc_workspace_for_all_reduce_fusion(0, 1, T, H)
+    residual, tokens, shared = (torch.randn(T, H, generator=rng).bfloat16() for _ in range(3))
+    gamma, experts = torch.rand(H, generator=rng).bfloat16(), torch.randn(3 * T, H, generator=rng).bfloat16()
+    weights = torch.rand(3, T, generator=rng)
+    of_old, of_new = ([torch.zeros(T, H, dtype=torch.bfloat16) for _ in range(3)] for _ in range(2))
+    oxmoe.trtllm_moe_allreduce_fusion(
+        1, 0, T, H, workspace, True, residual.view(-1), gamma, 1e-5, 1.0, 3, weights.view(-1), experts.view(-1),
+        tokens.view(-1), None, of_old[0].view(-1), of_old[1].view(-1), of_old[2].view(-1), None, None, 1.0,
+    )  # fmt: skip
+    of_norm = {"residual_in": residual, "rms_gamma": gamma, "rms_eps": 1e-5, "weight_bias": 1.0}
+    oxmoe.allreduce_fusion(
+        tokens, workspace, Pattern.kMoEReductionARResidualRMSNorm, output=of_new[0], residual_out=of_new[1],
+        norm_out=of_new[2], moe_reduction_device_num_experts=3, moe_reduction_scale_input=weights,
+        moe_reduction_active_experts_token_input=experts, moe_reduction_token_input=tokens, **of_norm,
+    )  # fmt: skip
+    assert all(bool(new.any()) and same_bits(old, new) for old, new in zip(of_old, of_new, strict=True))
+    table = torch.randint(0, 3 * T, (T, 2), generator=rng, dtype=torch.int32)
+    scales = torch.rand(T, 2, generator=rng).bfloat16()
+    for factor, own in ((None, scales), (2.5, scales), (2.5, None)):
+        old, new = (torch.zeros(T, H, dtype=torch.bfloat16) for _ in range(2))
+        oxmoe.trtllm_moe_finalize_allreduce_fusion(
+            experts,
+            residual,
+            gamma,
+            table,
+            old,
+            None,
+            None,
+            None,
+            workspace,
+            True,
+            0,
+            1,
+            1e-5,
+            shared,
+            own,
+            factor,
+            1.0,
+        )
+        times = (torch.ones(T, 2) if own is None else own.float()) * (factor or 1.0)
+        oxmoe.allreduce_fusion(
+            experts, workspace, Pattern.kMoEFinalizeARResidualRMSNorm, norm_out=new, expert_scale_factor=times,
+            expanded_idx_to_permuted_idx=table, shared_expert_output=shared, **of_norm,
+        )  # fmt: skip
+        assert bool(new.any()) and same_bits(old, new)
+    with pytest.raises(NotImplementedError, match="quant_out and scale_out have no scale_factor in this call"):
+        oxmoe.trtllm_moe_finalize_allreduce_fusion(
+            experts, residual, gamma, table, old, None, old, None, workspace, True, 0, 1, 1e-5, shared, scales, None
+        )
+    oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)

@@ -247,6 +247,22 @@ def test_refusals(device: str, rng: torch.Generator) -> None:
         (ValueError, "out_dtype: expected bfloat16 or float16, got float32", {"out_dtype": torch.float32}),
         (ValueError, r'out: dimension 0 "m": expected 6 \(from a\), got 40', {"out": poisoned.view(40, 6)}),
         (ValueError, "out: expected dtype float16", {"out": poisoned, "out_dtype": torch.float16}),
+        # With several faults at once: what the operands are, then how they lie.
+        (
+            ValueError,
+            "a: expected dtype float8_e4m3fn, got bfloat16",
+            {"a": a.bfloat16(), "b": weight.t().contiguous()},
+        ),
+        (
+            ValueError,
+            "b: expected dtype float8_e4m3fn, got bfloat16",
+            {"b": weight.bfloat16(), "a_descale": a_scales[None]},
+        ),
+        (
+            ValueError,
+            r"a_descale must be 1D \(swizzled\) or 2D",
+            {"a_descale": a_scales[None], "b": weight.t().contiguous()},
+        ),
         (NotImplementedError, "backend 'trtllm'; supported: auto, cutlass", {"backend": "trtllm"}),
         (ValueError, "backend 'cublas'; supported: auto", {"backend": "cublas"}),
     ):

@@ -281,6 +281,22 @@ def test_workspaces_that_cannot_be_used(rng: torch.Generator) -> None:
                 fused(x, gates, ids, **given, workspace_buffer=buffer)
 
 
+def test_misaligned_input(device: str, rng: torch.Generator) -> None:
+    """flashinfer's error on a GPU; the CPU reads every address."""
+    weights, given = layer("bf16", device, rng)
+    x, gates, ids = operands("bf16", device, rng)
+    moved = torch.empty(x.numel() + 8, dtype=x.dtype, device=device)[1 : 1 + x.numel()].view_as(x).copy_(x)
+    if device == "cpu":
+        assert same_bits(fused(moved, gates, ids, **given), oxmoe.moe(x, weights, gates, ids))
+    else:
+        with pytest.raises(ValueError, match=r"^input: must be 16B-aligned"):
+            fused(moved, gates, ids, **given)
+    on_gpu = SimpleNamespace(is_cuda=True, data_ptr=lambda: 0x7F02)
+    with pytest.raises(ValueError, match=r"^input: must be 16B-aligned .* got address 0x7f02; pass input.clone"):
+        flashinfer_cutlass._check_aligned("input", on_gpu)  # type: ignore[arg-type]
+    flashinfer_cutlass._check_aligned("input", SimpleNamespace(is_cuda=True, data_ptr=lambda: 0x7F10))  # type: ignore[arg-type]
+
+
 def test_workspace_sizes_that_no_layer_has() -> None:
     sizes = {"max_num_tokens": 64, "hidden_size": 256, "intermediate_size": 512, "num_experts_total": 8, "top_k": 2}
     dtypes = {"x_dtype": torch.bfloat16, "weight_dtype": torch.bfloat16}

@@ -42,6 +42,17 @@ def test_every_name_has_a_row(module: str) -> None:
     assert not missing
 
 
+def test_our_calls_have_a_row() -> None:
+    """Every public name that oxmoe took over from flashinfer, or that prepares its weights."""
+    modules = ("oxmoe.peers.flashinfer_", "oxmoe.allreduce.", "oxmoe.dense")
+    ours = {name for name in oxmoe.__all__ if getattr(getattr(oxmoe, name), "__module__", "").startswith(modules)}
+    assert {"cutlass_fused_moe", "allreduce_fusion", "mm_mxfp8", "TRTLLMAllReduceFusionWorkspace"} <= ours
+    # SGLang's calls, which docs/api.md has.
+    ours -= {"fused_experts_flashinfer_mxfp4", "mxfp8_linear"}
+    named = set(re.findall(r"[A-Za-z_0-9]+", " ".join((*patterns(0), *patterns(1)))))
+    assert sorted(ours - named) == []
+
+
 def test_our_names_exist() -> None:
     ours = [name for name in patterns(1) if name.startswith("oxmoe.")]
     assert len(ours) > 10

@@ -330,8 +330,9 @@ def create_allreduce_fusion_workspace(
     The group is explicit: `group`, a torch ProcessGroup (world_size and rank may be left out), which exchanges through
     its CPU backend, or where it has none (NCCL alone) through the store that its ranks met at; or `exchange`, a
     function that every rank calls with its bytes and that returns all ranks' in rank order (world_size and rank must be
-    given); or `comm_backend` with flashinfer's `allgather`, Get_size and Get_rank. There is no default group: a
-    subgroup that meets on WORLD waits for ranks that never come. Nobody outside the group is spoken to.
+    given); or `comm_backend` with flashinfer's `allgather`, Get_size and Get_rank. Without any of them it is torch's
+    WORLD, if world_size and rank are this process's there. A subgroup's ranks must name their group: on WORLD they
+    would wait for ranks that never come. Nobody outside the group is spoken to.
 
     backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl". gpus_per_node is
     not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
@@ -465,6 +466,8 @@ def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, 
             world_size = comm_backend.Get_size()
         if rank is None and callable(getattr(comm_backend, "Get_rank", None)):
             rank = comm_backend.Get_rank()
+    if group is None and exchange is None:
+        group = _world(world_size, rank)
     if group is not None:
         return group_link(group)
     if world_size is None or rank is None:
@@ -474,11 +477,24 @@ def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, 
     if exchange is None:
         if world_size != 1:
             raise ValueError(
-                "group: expected a torch ProcessGroup (torch.distributed.group.WORLD for all ranks), or exchange; "
-                "there is no default group"
+                "group: expected a torch ProcessGroup, or exchange; the default group is torch's WORLD where this "
+                f"process is rank {rank} of its {world_size}"
             )
         exchange = _alone
     return FunctionLink(exchange, world_size, rank)
+
+
+def _world(world_size: int | None, rank: int | None) -> Any:
+    """torch's WORLD, if it has world_size ranks of which this process is `rank`."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if (
+        world_size in (None, 1)
+        or distributed is None
+        or not (distributed.is_available() and distributed.is_initialized())
+    ):
+        return None
+    same = (world_size, rank) == (distributed.get_world_size(), distributed.get_rank())
+    return distributed.group.WORLD if same else None
 
 
 def _alone(data: bytes) -> list[bytes]:

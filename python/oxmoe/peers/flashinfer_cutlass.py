@@ -192,6 +192,7 @@ def cutlass_fused_moe(
     else:
         format = weights.format.partition("-")[0]
     activation = activation_of(activation_type)
+    _check_aligned("input", input)
     x, x_scale = formats.quantised_input(format, input, input_sf, quant_scales, swizzled=swizzled_input_sf)
     made = name_of(input.dtype) if x_scale is None else "bfloat16"
     if name_of(output_dtype) != made:
@@ -212,6 +213,15 @@ def cutlass_fused_moe(
             return [_with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
         weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
     return [_with_workspace(moe, x, weights, *of_tokens, **options)]
+
+
+def _check_aligned(name: str, tensor: Tensor) -> None:
+    """The GPU's kernels read 16 bytes at a time; flashinfer's callers know this error as "16B-aligned"."""
+    if tensor.is_cuda and tensor.data_ptr() % 16:
+        raise ValueError(
+            f"{name}: must be 16B-aligned (start at a multiple of 16 bytes), got address {tensor.data_ptr():#x}; pass "
+            f"{name}.clone()"
+        )
 
 
 def _kept(

@@ -1,0 +1,172 @@
+"""flashinfer's layers for Hopper alone: `mono_moe` (fp8 blocks, few tokens) and `cute_dsl_fused_moe_bf16`.
+
+Source: flashinfer/fused_moe/monomoe.py and cute_dsl/sm90_fused_moe.py of 0.7.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import _oxmoe
+from oxmoe._oxmoe import ExpertWeights
+from oxmoe.functions import moe, topk
+from oxmoe.operands import check_tensor
+from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
+from oxmoe.peers.kept import Cache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_UP_GATE_ROWS = 32  # rows of up that lie before as many rows of gate
+_FP32_MAX = 3.4028234663852886e38
+_ACTIVATIONS: dict[str, tuple[str, bool]] = {
+    "Swiglu": ("silu", True),
+    "GegluTanh": ("gelu_tanh", True),
+    "Relu2": ("relu2", False),
+}
+# What `cute_dsl_fused_moe_bf16` has put in order of its w1_weight.
+cache = Cache()
+
+
+def has_monomoe() -> bool:
+    """Whether `mono_moe` can be called: always."""
+    return True
+
+
+def get_scratchpad_size_bytes() -> int:
+    """Bytes of a scratchpad, which `mono_moe` takes and does not use: 0."""
+    return 0
+
+
+def alloc_scratchpad(device: Any) -> Tensor:
+    """A scratchpad for `mono_moe`, which does not use it: an empty uint8 tensor."""
+    import torch
+
+    return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
+
+
+def mono_moe(
+    activations_in: Tensor,
+    router_logits: Tensor,
+    expert_weights_up: Tensor | None,
+    expert_scales_up: Tensor | None,
+    expert_weights_down: Tensor | None,
+    expert_scales_down: Tensor | None,
+    top_k: int,
+    scoring_func: str = "softmax",
+    renormalize: bool = True,
+    out: Tensor | None = None,
+    scratchpad: Tensor | None = None,
+    interleave_up: bool = True,
+    *,
+    weights: ExpertWeights | None = None,
+) -> Tensor:
+    """flashinfer's call (0.7.2): the layer of activations_in bf16 [M, K] from router_logits [M, E], with fp8 experts.
+
+    expert_weights_up float8_e4m3fn [E, 2N, K], rows [gate; up], expert_weights_down [E, K, N], scales fp32 of blocks of
+    128 x 128. Every E, N, K and M that `moe` serves, where flashinfer has E 256, N 512, K 2048 and up to 8 tokens, and
+    the same bits in every run. The weights are described at each call. weights: `ExpertWeights.fp8_block` of them, made
+    once, in their place; with it a call of few tokens is one launch.
+
+    scratchpad has no meaning here. NotImplementedError for interleave_up=False, which says that rows lie as
+    flashinfer's kernel reads them: pass the plain rows.
+    """
+    if not interleave_up:
+        raise NotImplementedError(
+            "interleave_up: no kernel for rows that interleave_for_tma_wgmma_up has moved; pass the plain "
+            "expert_weights_up"
+        )
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
+    routing: dict[str, Any] = {"top_k": top_k, "scoring_func": scoring_func, "renormalize": renormalize}
+    if weights is not None:
+        return moe(activations_in, weights, router_logits=router_logits, out=out, **routing)
+    blocks = {
+        "expert_weights_up": expert_weights_up,
+        "expert_scales_up": expert_scales_up,
+        "expert_weights_down": expert_weights_down,
+        "expert_scales_down": expert_scales_down,
+    }
+    for name, tensor in blocks.items():
+        if tensor is None:
+            raise ValueError(f"{name}: needed where weights is None")
+        check_tensor(name, tensor)
+    assert expert_weights_up is not None and expert_weights_down is not None
+    gates, ids = topk(router_logits, **routing)
+    scales = {"w13_scale": expert_scales_up, "w2_scale": expert_scales_down}
+    return _oxmoe.moe_tensors(
+        activations_in, expert_weights_up, expert_weights_down, gates, ids, format="fp8_block", out=out, **scales
+    )
+
+
+def cute_dsl_fused_moe_bf16(
+    x: Tensor,
+    token_selected_experts: Tensor,
+    token_final_scales: Tensor,
+    w1_weight: Tensor,
+    w2_weight: Tensor,
+    num_experts: int,
+    top_k: int,
+    num_local_experts: int | None = None,
+    local_expert_offset: int = 0,
+    use_fused_finalize: bool = True,
+    moe_output: Tensor | None = None,
+    enable_pdl: bool = True,
+    activation_type: Any = SWIGLU,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    swiglu_limit: float = _FP32_MAX,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+    *,
+    intermediate_buffer: Tensor | None = None,
+    tactic: Any = None,
+) -> Tensor:
+    """flashinfer's call (0.7.2): the layer of x bf16 or f16 [T, H] with given global ids int32 [T, top_k] and fp32
+    gates.
+
+    w1_weight [El, 2I, H], in turn 32 rows of up and the 32 rows of gate that belong to them (interleave_up_gate_sm90),
+    with Relu2 [El, I, H]; w2_weight [El, H, I]. The rows of w1_weight are put in order at the first call with it and
+    kept while it lives (`oxmoe.peers.flashinfer_hopper.cache`), a second copy of it; a first call cannot be captured in
+    a CUDA graph. Experts local_expert_offset to local_expert_offset + num_local_experts are here, of num_experts / El
+    ranks.
+
+    Deterministic whatever use_fused_finalize says; enable_pdl, intermediate_buffer and tactic have no meaning.
+    NotImplementedError for SiTU and other activations than Swiglu, GegluTanh and Relu2.
+    """
+    if situ_beta is not None or situ_linear_beta is not None:
+        raise NotImplementedError("cute_dsl_fused_moe_bf16: no kernel for situ_beta and situ_linear_beta")
+    name = activation_of(activation_type)
+    if name not in _ACTIVATIONS:
+        raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
+    activation, gated = _ACTIVATIONS[name]
+    for operand, tensor in (("x", x), ("w1_weight", w1_weight), ("w2_weight", w2_weight)):
+        check_tensor(operand, tensor)
+    local = num_experts if num_local_experts is None else num_local_experts
+    if local < 1 or num_experts % local or local_expert_offset % local or not 0 <= local_expert_offset < num_experts:
+        raise NotImplementedError(
+            f"local_expert_offset: no kernel for experts from {local_expert_offset} on with {local} of {num_experts}; "
+            "served are ranks with as many experts each"
+        )
+    if w1_weight.shape[0] != local:
+        raise ValueError(f'w1_weight: dimension 0 "experts": expected {local}, got {w1_weight.shape[0]}')
+    if token_selected_experts.shape[-1] != top_k:
+        raise ValueError(
+            f'token_selected_experts: dimension 1 "top_k": expected {top_k}, got {token_selected_experts.shape[-1]}'
+        )
+    options: dict[str, Any] = {"activation": activation, "gated": gated}
+    if gated:
+        options |= {"layout": "up_gate", "alpha": swiglu_alpha, "beta": swiglu_beta}
+        if swiglu_limit < _FP32_MAX:
+            options["limit"] = swiglu_limit
+    w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
+    ranks = {"ep_size": num_experts // local, "ep_rank": local_expert_offset // local}
+    operands = (x, w13, w2_weight, token_final_scales, token_selected_experts)
+    return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
+
+
+def _in_order(w1_weight: Tensor) -> Any:
+    """[up; gate] of rows in turn."""
+    from oxmoe.formats.nvfp4 import deinterleave_w13_halves
+
+    return deinterleave_w13_halves(w1_weight, _UP_GATE_ROWS)

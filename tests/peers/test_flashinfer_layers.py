@@ -1,0 +1,151 @@
+"""flashinfer's layers beside oxmoe's on the same inputs, both against fp64: oxmoe's are no further from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from flashinfer_call import peer, require
+from oxmoe import quantize
+from oxmoe.testing import relative_norm, same_bits
+
+pytestmark = pytest.mark.gpu
+
+E, K, H, N = 8, 2, 256, 512
+BLOCK = 128
+# How far the two may be apart, as a norm relative to fp64's: two roundings of the output's format, or of activations
+# to e4m3 in other places.
+APART = {"bf16": 6e-3, "f16": 1e-3, "fp8_tensor": 6e-2, "fp8_block": 6e-2, "mxfp4": 6e-3}
+FLAGS = {"fp8_block": "use_deepseek_fp8_block_scale", "mxfp4": "use_w4_group_scaling"}
+# oxmoe's distance from fp64 over flashinfer's. Above 1 is what another order of the same sums may give.
+NO_FURTHER = 1.05
+
+
+def blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [E, R, C] and fp32 scales of blocks of 128 x 128."""
+    tiles = weights.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    scales = tiles.abs().amax((2, 4)) / 448
+    codes = (tiles / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.flatten(3, 4).flatten(1, 2), scales
+
+
+def experts(format: str, rng: torch.Generator) -> tuple[list[Tensor], Any, list[Tensor]]:
+    """Weights, quant_scales and the numbers that they stand for, in fp64; rows of w13 are [up; gate]."""
+    plain = [torch.randn(E, 2 * N, H, generator=rng) * 0.06, torch.randn(E, H, N, generator=rng) * 0.04]
+    if format in ("bf16", "f16"):
+        weights = [w.to(torch.bfloat16 if format == "bf16" else torch.float16) for w in plain]
+        return weights, None, [w.double() for w in weights]
+    if format == "fp8_tensor":
+        factors = [w.abs().amax((1, 2)) / 448 for w in plain]
+        weights = [(w / f[:, None, None]).to(torch.float8_e4m3fn) for w, f in zip(plain, factors, strict=True)]
+        of_x, of_hidden = torch.tensor(2.0**-6), torch.tensor(2.0**-5)
+        scales = [factors[0] * of_x, 1 / of_hidden, factors[1] * of_hidden, of_x]
+        return weights, scales, [w.double() * f[:, None, None] for w, f in zip(weights, factors, strict=True)]
+    if format == "fp8_block":
+        pairs = [blocks(w) for w in plain]
+        wide = [s.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2).double() for _, s in pairs]
+        weights = [codes for codes, _ in pairs]
+        return weights, [s for _, s in pairs], [w.double() * s for w, s in zip(weights, wide, strict=True)]
+    made = [quantize.mxfp4(w) for w in plain]
+    numbers = [quantize.dequantize(codes, scales).double() for codes, scales in made]
+    return [codes for codes, _ in made], [scales for _, scales in made], numbers
+
+
+def exact(x: Tensor, numbers: list[Tensor], ids: Tensor, gates: Tensor) -> Tensor:
+    """The layer in fp64 without a rounding."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(numbers[0].shape[0]):
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        up, gate = (x[tokens].double() @ numbers[0][expert].T).chunk(2, -1)
+        rows = (torch.nn.functional.silu(gate) * up) @ numbers[1][expert].T
+        out.index_add_(0, tokens, rows * gates[tokens, slots, None].double())
+    return out
+
+
+def no_further(ours: Tensor, theirs: Tensor, expected: Tensor, apart: float) -> None:
+    near, their_near = (relative_norm(result.double().cpu(), expected) for result in (ours, theirs))
+    assert 0 < near <= NO_FURTHER * their_near, f"from fp64: oxmoe {near:.3e}, flashinfer {their_near:.3e}"
+    between = float((ours.double().cpu() - theirs.double().cpu()).norm() / expected.norm())
+    assert between <= apart, f"apart: {between:.3e}, expected at most {apart:.0e}"
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+@pytest.mark.parametrize("format", APART)
+def test_cutlass(format: str, tokens: int, rng: torch.Generator, tmp_path: Path) -> None:
+    require("fused_moe_90")
+    weights, scales, numbers = experts(format, rng)
+    x = torch.randn(tokens, H, generator=rng).to(torch.float16 if format == "f16" else torch.bfloat16)
+    top = torch.randn(tokens, E, generator=rng).softmax(-1).topk(K)
+    ids, gates = top.indices.int(), top.values / top.values.sum(-1, keepdim=True)
+    if format == "fp8_tensor":
+        x = (x.float() / scales[3]).to(torch.float8_e4m3fn)
+    flags = {FLAGS[format]: True} if format in FLAGS else {}
+    operands = {"x": x, "ids": ids, "gates": gates, "w13": weights[0], "w2": weights[1], "scales": scales, **flags}
+    theirs = peer(f"cutlass-{format}", operands, tmp_path)["out"]
+    given = [scale.cuda() for scale in scales] if scales else None
+    w13, w2 = (w.cuda() for w in weights)
+    if format == "mxfp4":
+        assert given is not None
+        pairs = [quantize.interleave_sm90_mxfp4(w, s, flashinfer="0.7") for w, s in zip((w13, w2), given, strict=True)]
+        (w13, w2), given = (pair[0] for pair in pairs), [pair[1] for pair in pairs]
+    dtype = theirs.dtype
+    (ours,) = oxmoe.cutlass_fused_moe(
+        x.cuda(), ids.cuda(), gates.cuda(), w13, w2, dtype, given, **flags,
+    )  # fmt: skip
+    meant = x.double() * scales[3] if format == "fp8_tensor" else x
+    no_further(ours, theirs, exact(meant, numbers, ids, gates), APART[format])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_mono_moe(tokens: int, rng: torch.Generator, tmp_path: Path) -> None:
+    """flashinfer's one-kernel fp8 layer, whose shape is fixed; rows of w13 are [gate; up]."""
+    require("monomoe")
+    experts_, hidden, width = 256, 2048, 512
+    (w13, s13), (w2, s2) = (
+        blocks(torch.randn(experts_, rows, columns, generator=rng) * 0.05)
+        for rows, columns in ((2 * width, hidden), (hidden, width))
+    )
+    x = torch.randn(tokens, hidden, generator=rng).bfloat16()
+    logits = torch.randn(tokens, experts_, generator=rng).bfloat16()
+    operands = {"x": x, "logits": logits, "w13": w13, "w2": w2, "scales": [s13, s2]}
+    theirs = peer("mono", operands, tmp_path)["out"]
+    weights = oxmoe.ExpertWeights.fp8_block(w13.cuda(), w2.cuda(), s13.cuda(), s2.cuda())
+    ours = oxmoe.moe(x.cuda(), weights, router_logits=logits.cuda(), top_k=8)
+    top = logits.double().softmax(-1).topk(8)
+    gates = top.values / top.values.sum(-1, keepdim=True)
+    chosen = top.indices.unique()
+    numbers = [
+        codes[chosen].double() * scale[chosen].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2).double()
+        for codes, scale in ((w13.roll(width, 1), s13.roll(width // BLOCK, 1)), (w2, s2))
+    ]
+    no_further(ours, theirs, exact(x, numbers, torch.searchsorted(chosen, top.indices), gates), 6e-2)
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mxfp4_quantiser(dtype: torch.dtype, swizzled: bool, rng: torch.Generator, tmp_path: Path) -> None:
+    """Scales are powers of two, so nothing is approximate: bit for bit."""
+    require("fp4_quantization_90")
+    x = torch.randn(130, 512, generator=rng).to(dtype)
+    options = {"sf_vec_size": 32, "sf_use_ue8m0": True, "is_sf_swizzled_layout": swizzled}
+    theirs = peer("fp4", {"x": x, "scale": None, **options}, tmp_path)
+    codes, scales = oxmoe.nvfp4.fp4_quantize(x.cuda(), None, **options)
+    assert same_bits(codes.cpu(), theirs["codes"].view(codes.shape))
+    assert same_bits(scales.cpu().reshape(-1), theirs["scales"].reshape(-1))
+
+
+def test_nvfp4_quantiser(rng: torch.Generator, tmp_path: Path) -> None:
+    """flashinfer's kernels take approximate reciprocals: scales are the same, few codes beside a tie differ by one."""
+    require("fp4_quantization_90")
+    x = torch.randn(130, 512, generator=rng).bfloat16()
+    scale = 448 * 6 / x.float().abs().amax().reshape(1)
+    theirs = peer("fp4", {"x": x, "scale": scale}, tmp_path)
+    codes, scales = oxmoe.nvfp4.fp4_quantize(x.cuda(), scale.cuda())
+    of_scales = (scales.cpu().reshape(-1) != theirs["scales"].reshape(-1)).float().mean()
+    of_codes = (codes.cpu() != theirs["codes"].view(codes.shape)).float().mean()
+    assert of_scales <= 1e-3 and of_codes <= 1e-2, f"scales {of_scales:.1e}, codes {of_codes:.1e} differ"

@@ -1,0 +1,103 @@
+"""flashinfer's kernels, called in a process of their own: a module that was built for some formats only ends its
+process where another format is asked for, and a fault of a peer must not end the tests.
+
+`peer(...)` is for tests; as a script it reads the operands of one call from a file and writes its outputs to another.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Operands = dict[str, Any]
+
+
+def require(*modules: str) -> None:
+    """Skips, by name, where flashinfer or one of its modules built before is missing: no test compiles for minutes."""
+    spec = find_spec("flashinfer")
+    if spec is None or spec.origin is None or not hasattr(torch, "cuda"):
+        pytest.skip("flashinfer is not installed (PYTHONPATH with its package, or pip install flashinfer-python)")
+    built = Path(spec.origin).parent / "data" / "aot"
+    for module in modules:
+        if not (built / module / f"{module}.so").is_file():
+            pytest.skip(f"flashinfer's module {module} is not prebuilt (data/aot/{module}/{module}.so)")
+
+
+def peer(call: str, operands: Operands, folder: Path) -> dict[str, torch.Tensor]:
+    """Outputs of flashinfer's call on a GPU, on the CPU."""
+    given, made = folder / f"{call}.in.pt", folder / f"{call}.out.pt"
+    torch.save(operands, given)
+    command = [sys.executable, __file__, call, str(given), str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if done.returncode in (-signal.SIGILL, -signal.SIGTRAP):
+        pytest.skip(f"flashinfer's prebuilt module has no kernels for {call}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    outputs: dict[str, torch.Tensor] = torch.load(made)
+    return outputs
+
+
+def _cutlass(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    scales: Any,
+    **flags: Any,
+) -> dict[str, torch.Tensor]:
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    w4 = flags.get("use_w4_group_scaling", False)
+    if w4:
+        from flashinfer.fused_moe.core import interleave_moe_scales_for_sm90_mixed_gemm as of_scales
+        from flashinfer.fused_moe.core import interleave_moe_weights_for_sm90_mixed_gemm as of_weights
+
+        w13, w2 = of_weights(w13), of_weights(w2)
+        scales = [of_scales(scale).view(torch.int32) for scale in scales]
+    out = torch.empty(x.shape, dtype=torch.bfloat16 if x.element_size() == 1 else x.dtype, device=x.device)
+    cutlass_fused_moe(
+        input=x, token_selected_experts=ids, token_final_scales=gates, fc1_expert_weights=w13, fc2_expert_weights=w2,
+        output_dtype=out.dtype, quant_scales=scales, output=out, **flags,
+    )  # fmt: skip
+    return {"out": out}
+
+
+def _mono(x: torch.Tensor, logits: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, scales: Any) -> Any:
+    from flashinfer.fused_moe import monomoe
+
+    pad = monomoe.alloc_scratchpad(x.device)
+    return {"out": monomoe.mono_moe(x, logits, w13, scales[0], w2, scales[1], 8, scratchpad=pad)}
+
+
+def _fp4(x: torch.Tensor, scale: torch.Tensor | None, **options: Any) -> dict[str, torch.Tensor]:
+    from flashinfer import fp4_quantize
+
+    codes, scales = fp4_quantize(x, scale, **options)
+    return {"codes": codes, "scales": scales.view(torch.uint8)}
+
+
+_CALLS = {"cutlass": _cutlass, "mono": _mono, "fp4": _fp4}
+
+
+def _on(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_on(part, device) for part in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    import ctypes
+
+    ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
+    name, source, target = sys.argv[1:]
+    operands = {key: _on(value, "cuda") for key, value in torch.load(source).items()}
+    outputs = _CALLS[name.partition("-")[0]](**operands)
+    torch.cuda.synchronize()
+    torch.save({key: value.cpu() for key, value in outputs.items()}, target)

@@ -1,0 +1,83 @@
+"""The command that runs flashinfer's own tests on oxmoe, on a checkout that this test writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+UPSTREAM = Path(__file__).parents[1] / "upstream"
+CONFTEST = """
+import flashinfer
+from flashinfer.jit import MissingJITCacheError
+assert issubclass(MissingJITCacheError, Exception)
+"""
+TESTS = """
+import pytest, torch
+import flashinfer.comm as comm
+from flashinfer import mxfp8_quantize, mxfp8_dequantize_host
+from flashinfer.utils import get_compute_capability, something_else
+
+@pytest.mark.parametrize("k", [32, 64])
+def test_served(k):
+    assert get_compute_capability(torch.device("cuda"))[0] == 10
+    x = torch.randn(4, k, device="cuda").to("cuda:0").cuda()
+    codes, scales = mxfp8_quantize(x)
+    assert (mxfp8_dequantize_host(codes, scales) - x).abs().max() < 0.3
+
+def test_not_served():
+    something_else(1)
+
+def test_not_served_either():
+    comm.vllm_all_reduce(1)
+
+def test_own_skip():
+    pytest.skip("a reason")
+
+def test_mxfp8_grouped_quantize_of_skips_txt():
+    raise AssertionError
+"""
+WRONG = "\n\ndef test_wrong():\n    assert mxfp8_quantize(torch.ones(1, 32, device='cuda'))[0].shape == (2, 32)\n"
+
+
+def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, str(UPSTREAM / "run.py"), str(checkout), "--out", str(checkout / "out"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def write(checkout: Path, tests: str) -> None:
+    (checkout / "tests" / "utils").mkdir(parents=True, exist_ok=True)
+    (checkout / "tests" / "conftest.py").write_text(CONFTEST)
+    (checkout / "tests" / "utils" / "test_fp8_quantize.py").write_text(tests)
+
+
+def test_counts(tmp_path: Path) -> None:
+    write(tmp_path, TESTS)
+    code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu")
+    line = "tests/utils/test_fp8_quantize.py: 2 passed, 2 not served, 1 its own skips, 1 expected in "
+    assert code == 0 and line in said, said
+    assert "all: 2 passed, " in said and "test_mm_mxfp8" not in said
+    log = (tmp_path / "out" / "test_fp8_quantize.log").read_text()
+    assert "not served: something_else" in log and "not served: vllm_all_reduce" in log
+    assert "expected: not served: oxmoe quantises rows in expert order" in log
+
+
+def test_a_failure_is_one(tmp_path: Path) -> None:
+    write(tmp_path, TESTS + WRONG)
+    code, said = upstream(tmp_path, "--on-cpu", "test_fp8_quantize")
+    assert code == 1 and "2 passed, 1 failed, " in said, said
+    write(tmp_path, "import a_module_that_is_not_there\n")
+    code, said = upstream(tmp_path, "--on-cpu", "test_fp8_quantize", "test_mm_mxfp8")
+    assert code == 1 and "1 error" in said and "test_mm_mxfp8.py: is not in this checkout" in said, said
+
+
+def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+    code, said = upstream(tmp_path)
+    assert code == 2 and "expected a checkout of flashinfer with its tests/" in said
+
+
+def test_expected_skips_have_reasons() -> None:
+    lines = [line for line in (UPSTREAM / "skips.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pairs = [line.split(" | ") for line in lines]
+    assert len(pairs) > 10 and all(len(pair) == 2 and pair[0].startswith("tests/") and pair[1] for pair in pairs)

@@ -1,0 +1,119 @@
+"""pytest's plug-in for another project's tests: which are expected to be skipped, and on which device they run."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import flashinfer_served as served
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# Tests whose calls are flashinfer's for Blackwell and oxmoe's for every device: they are told that they run on one.
+ON_EVERY_DEVICE = (
+    *("tests/utils/*", "tests/quantization/*", "tests/moe/test_dpsk_fused_moe_fp8.py*"),
+    *("tests/moe/test_trtllm_gen_routed_fused_moe.py*", "tests/moe/test_trtllm_gen_fused_moe*"),
+    *("tests/moe/test_cute_dsl_fused_moe.py*", "tests/moe/test_trtllm_cutlass_fused_moe.py::test_moe_nvfp4*"),
+    "tests/moe/test_trtllm_cutlass_fused_moe.py::test_moe_mxfp8_mxfp8*",
+)
+
+
+def expected_skips() -> list[tuple[str, str]]:
+    """(pattern of test ids, reason) of every line of skips.txt."""
+    lines = (line.strip() for line in (HERE / "skips.txt").read_text().splitlines())
+    pairs = (line.partition(" | ") for line in lines if line and not line.startswith("#"))
+    return [(pattern.strip(), reason.strip()) for pattern, _, reason in pairs]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """`*` stands for any text; every other character for itself."""
+    return fnmatch.fnmatchcase(name, re.sub(r"([\[\]?])", r"[\1]", pattern))
+
+
+class OnCpu(torch.overrides.TorchFunctionMode):
+    """Tensors that a test asks for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and "cuda" in str(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.to:
+            args = tuple("cpu" if "cuda" in str(arg) and isinstance(arg, str | torch.device) else arg for arg in args)
+        return function(*args, **kwargs)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-cpu", action="store_true", help="run what needs no GPU of its own on the CPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--on-cpu"):
+        return
+    config.stash[_MODE] = mode = OnCpu()
+    mode.__enter__()
+    for name in _WITHOUT_EFFECT:
+        setattr(torch.cuda, name, _nothing)
+    torch.set_default_device = _nothing
+    torch.Generator = _Generator  # type: ignore[misc]
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: _Properties()  # type: ignore[assignment,return-value]
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls, "cpu")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_WITHOUT_EFFECT = (
+    *("synchronize", "empty_cache", "manual_seed_all", "manual_seed", "set_device", "reset_peak_memory_stats"),
+    *("memory_allocated", "max_memory_allocated"),
+)
+_MODE = pytest.StashKey[OnCpu]()
+
+
+class _Properties:
+    name, total_memory, multi_processor_count, major, minor = "CPU", 64 << 30, 132, 9, 0
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (mode := config.stash.get(_MODE, None)) is not None:
+        mode.__exit__(None, None, None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skips = expected_skips()
+    for item in items:
+        for pattern, reason in skips:
+            if matches(pattern, item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=f"expected: {reason}"))
+                break
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    anywhere = any(matches(pattern, item.nodeid) for pattern in ON_EVERY_DEVICE)
+    served.capability = (10, 0) if anywhere else torch.cuda.get_device_capability()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    counts: Counter[str] = Counter()
+    for kind in ("passed", "failed", "error"):
+        counts[kind] = len(terminalreporter.stats.get(kind, ()))
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        kind = reason.split(":")[0] if reason.startswith(("expected: ", "not served: ")) else "its own skips"
+        counts[kind] += 1
+    terminalreporter.write_line("upstream: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
