@@ -121,7 +121,12 @@ def test_options(device: str, rng: torch.Generator) -> None:
     assert codes.shape == (32, 30) and scales.shape == (4, 128)
     assert same_bits(codes.T, plain[0].view(30, 32)) and same_bits(scales.T, plain[1])
     e4m3 = rows.to(E4M3)
-    assert same_bits(nvfp4.fp4_quantize(e4m3)[0], nvfp4.fp4_quantize(e4m3.bfloat16())[0])
+    for given, factor in (({}, 6.0), ({"global_scale": scale}, 1.5), ({"sf_vec_size": 32, "sf_use_ue8m0": True}, 6.0)):
+        made, numbers = nvfp4.fp4_quantize(e4m3, **given), (e4m3.float() * factor).half()
+        assert all(same_bits(*pair) for pair in zip(made, nvfp4.fp4_quantize(numbers, **given), strict=True))
+    inverse = {"global_scale": 1 / scale, "is_global_scale_inversed": True}
+    made = nvfp4.fp4_quantize(e4m3, **inverse)
+    assert same_bits(made[0], nvfp4.fp4_quantize((e4m3.float() * 1.5).half(), **inverse)[0])
     empty = nvfp4.fp4_quantize(x[:0].reshape(0, 64))
     assert empty[0].shape == (0, 32) and empty[1].shape == (0, 4)
 

@@ -155,7 +155,8 @@ def fp4_quantize(
     The scale of a block of sf_vec_size columns (16 or 32) is e4m3(global_scale amax / 6), or with sf_use_ue8m0 a power
     of two, rounded up; numbers are multiplied by global_scale over that scale and rounded to nearest even. Scales lie
     in tiles of 128 (is_sf_8x4_layout: 8) rows by 4, padded with zeros, or row by row. global_scale: fp32, one number;
-    None: 1; is_global_scale_inversed: numbers are divided by it. A matrix with stride(-2) == 1 is quantised along its
+    None: 1; is_global_scale_inversed: numbers are divided by it. Of float8_e4m3fn the numbers times 6 over that scale,
+    rounded to float16, are quantised, as flashinfer's kernels have it. A matrix with stride(-2) == 1 is quantised along its
     rows, and both results are transposed back.
 
     Every backend and enable_pdl gives the same: divisions are exact, where flashinfer's kernels take approximate
@@ -181,8 +182,6 @@ def fp4_quantize(
     columns = input.shape[-1]
     if columns % sf_vec_size != 0:
         raise ValueError(f"input: expected rows of a multiple of {sf_vec_size} (sf_vec_size), got {columns}")
-    if input.dtype == torch.float8_e4m3fn:
-        input = input.to(torch.bfloat16)
     if global_scale is not None:
         check_tensor("global_scale", global_scale)
         if global_scale.is_complex():
@@ -190,6 +189,9 @@ def fp4_quantize(
         global_scale = global_scale.to(device=input.device, dtype=torch.float32).reshape(-1)
         if global_scale.numel() != 1:
             raise ValueError(f"global_scale: expected one number, got {global_scale.numel()}")
+    if input.dtype == torch.float8_e4m3fn:
+        scale = torch.ones((), device=input.device) if global_scale is None else global_scale
+        input = (input.float() * (6 * scale if is_global_scale_inversed else 6 / scale)).half()
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     codes, scales = quantize_nvfp4(
         input.reshape(1, math.prod(input.shape[:-1]), columns),
