@@ -155,9 +155,9 @@ def fp4_quantize(
     The scale of a block of sf_vec_size columns (16 or 32) is e4m3(global_scale amax / 6), or with sf_use_ue8m0 a power
     of two, rounded up; numbers are multiplied by global_scale over that scale and rounded to nearest even. Scales lie
     in tiles of 128 (is_sf_8x4_layout: 8) rows by 4, padded with zeros, or row by row. global_scale: fp32, one number;
-    None: 1; is_global_scale_inversed: numbers are divided by it. Of float8_e4m3fn the numbers times 6 over that scale,
-    rounded to float16, are quantised, as flashinfer's kernels have it. A matrix with stride(-2) == 1 is quantised along its
-    rows, and both results are transposed back.
+    None: 1; is_global_scale_inversed: numbers are divided by it. Of float8_e4m3fn the numbers times 6 / global_scale,
+    rounded to float16, are quantised, as flashinfer's kernels have it. A matrix with stride(-2) == 1 is quantised
+    along its rows, and both results are transposed back.
 
     Every backend and enable_pdl gives the same: divisions are exact, where flashinfer's kernels take approximate
     reciprocals. nvfp4_4over6 (flashinfer 0.7) is refused by name.
