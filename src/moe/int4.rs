@@ -30,6 +30,17 @@ pub struct Spec {
     pub zeros: Option<[View; 2]>,
 }
 
+/// The largest zero point: GPTQ's are one more than what it stores.
+const MOST: i64 = 16;
+
+/// An error where a zero point is out of range.
+pub fn check_zero(operand: &str, number: i64) -> Result<()> {
+    if !(0..=MOST).contains(&number) {
+        contract!("{operand}: expected zero points from 0 to {MOST}, got {number}");
+    }
+    Ok(())
+}
+
 /// Columns of a row of codes.
 pub fn columns(codes: &View) -> i64 {
     codes.shape().last().copied().unwrap_or(0) * if codes.elem == Elem::I32 { 8 } else { 2 }
@@ -79,6 +90,11 @@ pub fn layer(operands: &Operands<'_>, spec: &Spec, options: &Options<'_, '_>) ->
         let zeros = spec.zeros.as_ref().map(|both| &both[i]);
         if let Some(zeros) = zeros {
             contract.check(of_zeros, zeros, &[experts, Dim::Is("rows", rows), Dim::Is("groups", groups)], &ZEROS)?;
+            if zeros.place == Place::Cpu {
+                // SAFETY: `check` saw a contiguous tensor of bytes on the host, which is borrowed for this call.
+                let all = unsafe { std::slice::from_raw_parts(zeros.data.cast_const(), zeros.numel() as usize) };
+                check_zero(of_zeros, all.iter().copied().max().unwrap_or(0).into())?;
+            }
         }
         let own = blocks::Int4 {
             dtype: scale.elem.dtype().unwrap_or(Dtype::F32),

@@ -53,7 +53,9 @@ def environment(checkout: Path) -> dict[str, str]:
     paths = [HERE / "stand_in", HERE, checkout]
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*map(str, paths), *([before] if before else [])])
-    return os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    # Options of a pytest around this one are not those of the checkout's.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return own | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run(checkout: Path, file: str, ranks: int, arguments: list[str], log: Path) -> Counter[str]:

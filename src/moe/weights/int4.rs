@@ -3,28 +3,26 @@
 use super::ExpertWeights;
 use crate::contract;
 use crate::error::{guard, Result};
-use crate::moe::int4::Spec;
+use crate::moe::int4::{check_zero, Spec};
 use crate::moe::numbers::Numbers;
 use crate::moe::operands::Arguments;
 use crate::moe::options::Options;
 use crate::moe::per_expert::{Given, Scalar};
 use crate::quant;
-use crate::tensor::{Borrowed, Contract, Place};
+use crate::tensor::{Borrowed, Contract, Origin, Place};
 use pyo3::prelude::*;
 
-/// Zero points are from 0 to 16 (GPTQ's are one more than what it stores).
-const MOST: i64 = 16;
-
-/// Waits for the GPU that the zero points are on.
-fn check_zeros(name: &str, zeros: &Borrowed<'_>) -> Result<()> {
-    if zeros.numel() == 0 {
+/// An error for zero points on a GPU that are out of range, which this waits for. Those on CPUs are looked at with the rest of the contract.
+fn refuse_on_gpus(name: &str, zeros: &Borrowed<'_>) -> Result<()> {
+    if zeros.place == Place::Cpu || zeros.numel() == 0 {
         return Ok(());
     }
-    for (end, of_all) in [("smallest", "min"), ("largest", "max")] {
+    if zeros.origin == Origin::Other {
+        contract!("{name}: expected a torch tensor on {}", zeros.place);
+    }
+    for of_all in ["min", "max"] {
         let number: i64 = zeros.object().call_method0(of_all)?.call_method0("item")?.extract()?;
-        if !(0..=MOST).contains(&number) {
-            contract!("{name}: expected zero points from 0 to {MOST}, got {number} as the {end}");
-        }
+        check_zero(name, number)?;
     }
     Ok(())
 }
@@ -68,8 +66,9 @@ pub fn int4_experts<'py>(
             (None, _) => contract!("w13_zeros: needed where w2_zeros is given"),
             (_, None) => contract!("w2_zeros: needed where w13_zeros is given"),
         };
-        for (name, zeros) in ["w13_zeros", "w2_zeros"].into_iter().zip(zeros.iter().flatten()) {
-            check_zeros(name, zeros)?;
+        if let Some(zeros) = &zeros {
+            refuse_on_gpus("w13_zeros", &zeros[0])?;
+            refuse_on_gpus("w2_zeros", &zeros[1])?;
         }
         let views = zeros.as_ref().map(|both| both.each_ref().map(|zeros| (**zeros).clone()));
         let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
