@@ -354,8 +354,9 @@ def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
 def int4_weights(
     codes: Tensor, scales: Tensor, zeros: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Weights [..., K] in dtype of int4 pairs uint8 [..., K / 2], scales [..., G] and zero points [..., G] (None: 8).
+    """Weights [..., K] in dtype of int4 pairs (bytes [..., K / 2]), scales [..., G], zero points [..., G] (None: 8).
     The scale and then the product are rounded to dtype."""
+    codes = codes.view(torch.uint8)
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).unflatten(-1, (scales.shape[-1], -1)).double()
     less = 8 if zeros is None else zeros.double()[..., None]
     return ((numbers - less) * scales.to(dtype).double()[..., None]).flatten(-2).to(dtype)
