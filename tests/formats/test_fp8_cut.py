@@ -103,9 +103,9 @@ def test_against_fp64(shape: Shape, scales: str, rng: torch.Generator) -> None:
     layer = make(shape, scales, "cpu", rng)
     x, routing = layer.x(9, rng), make_routing("uniform", 9, shape.experts, shape.top_k, rng)
     result, truth = call(x, layer.weights("token"), *routing).double(), in_fp64(layer, x, *routing)
-    # A code on its border moves by an eighth.
-    norm = relative_norm(result, truth)
-    assert norm < 1.5e-2, f"norm {norm:.3g}"
+    # A code on its border moves by an eighth, of few columns more of the row.
+    norm, most = relative_norm(result, truth), max(1.5e-2, 0.16 * shape.intermediate**-0.5)
+    assert norm < most, f"norm {norm:.3g}, bar {most:.3g}"
 
 
 def rows_between(workspace: Tensor, name: str, shape: Shape, tokens: int, dtype: torch.dtype) -> Tensor:
