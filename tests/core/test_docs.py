@@ -27,6 +27,8 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".pyi", ".rs", ".sh", ".cuh")
 ] + [ROOT / "build.rs"]
+RESULTS = ROOT / "benches" / "results"
+RUNS = {json.loads(line)["run"] for path in RESULTS.iterdir() for line in path.read_text("utf-8").splitlines()}
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -71,8 +73,10 @@ def test_links_of_docs_stay_there(page: Path) -> None:
 
 @every_page
 def test_result_files(page: Path) -> None:
-    names = re.findall(r"\bh\d00_\w+(?:-\d\d)+\w*\.jsonl", page.read_text(encoding="utf-8"))
-    missing = [name for name in names if not (ROOT / "benches" / "results" / name).exists()]
+    """A page names a results file by its name, and a run in it by what the rows have in their field "run"."""
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in re.findall(r"\b(\w[\w-]*\.jsonl)\b", text) if not (RESULTS / name).exists()]
+    missing += [name for name in re.findall(r"`([a-z]\w+_\d{4}-\d\d-\d\d\w*)`", text) if name not in RUNS]
     assert not missing, missing
 
 

@@ -25,21 +25,23 @@ BACKENDS = {
     "NCCL": ("NCCL + sgl_kernel norm",),
     "symmetric memory, best of two": ("torch symm one-shot + sgl_kernel norm", "torch symm two-shot + sgl_kernel norm"),
 }
-# Sections whose tables have a row for each cell, the file of each, and what a row is found by.
+# Sections whose tables have a row for each cell, and the file and the run that each was printed from.
 LAYERS = {
-    "fp8 with 128 x 128 block scales": "h200_fp8_block_2026-11-24_peers.jsonl",
-    "bf16": "h200_bf16_peers_2026-11-21.jsonl",
-    "MXFP4 weights, bf16 activations": "h200_mxfp4_peers_2026-11-21.jsonl",
+    "fp8 with 128 x 128 block scales": ("h200_fp8.jsonl", "fp8_block_2026-11-24_peers"),
+    "bf16": ("h200_bf16.jsonl", "bf16_peers_2026-11-21"),
+    "MXFP4 weights, bf16 activations": ("h200_packed.jsonl", "mxfp4_peers_2026-11-21"),
 }
-ALLREDUCE = {"All-reduce + residual + RMSNorm": "h200_allreduce_2026-11-22.jsonl"}
+ALLREDUCE = {"All-reduce + residual + RMSNorm": ("h200_allreduce.jsonl", "allreduce_2026-11-22")}
 Times = dict[tuple[Any, ...], dict[str, dict[str, Any]]]
 
 
-def times(file: str) -> Times:
-    """Rows by cell and backend. A later run of a cell counts alone, as in the report."""
+def times(file: str, run: str) -> Times:
+    """The rows of a run by cell and backend. A later row of a cell counts alone, as in the report."""
     cells: Times = {}
     for line in (ROOT / "benches" / "results" / file).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
+        if row["run"] != run:
+            continue
         if row["op"] == "moe" and row["format"] in ("bf16", "fp8-block", "fp8_block", "mxfp4"):
             key: tuple[Any, ...] = (row["shape"], row["tokens"])
         elif row["op"] == "allreduce":
@@ -64,9 +66,9 @@ def number(cell: str) -> float:
 
 def rows() -> list[Any]:
     found = []
-    for section, file in {**LAYERS, **ALLREDUCE}.items():
-        assert f"`{file}`" in PAGE
-        cells = times(file)
+    for section, (file, run) in {**LAYERS, **ALLREDUCE}.items():
+        assert f"`{file}`" in PAGE and f"`{run}`" in PAGE
+        cells = times(file, run)
         for row in table(section):
             key = (row["layer"].split(" (")[0], int(row["M"])) if "layer" in row else (row["tokens x hidden"],)
             found.append(pytest.param(row, cells[key], id=" ".join(map(str, key))))

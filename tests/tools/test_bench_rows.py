@@ -207,10 +207,23 @@ def test_table_of_rows_with_and_without_a_spread() -> None:
 
 
 def test_recorded_results_are_still_read() -> None:
-    # Those of dense MXFP8 and of NVFP4's quantiser have rows of their own, which no table is made of.
-    files = sorted(str(path) for path in RESULTS.glob("*.jsonl") if '"op": "moe"' in path.read_text().split("\n")[0])
+    # Rows of dense MXFP8 and of NVFP4's quantiser have other fields, and no table is made of them.
+    files = sorted(str(path) for path in RESULTS.glob("*.jsonl") if '"op": ' in path.read_text().split("\n")[0])
+    assert len(files) >= 6
     rows = [row for row in report.read_json(files) if row.get("op") == "moe"]
     assert len(rows) > 100 and report.markdown(rows).count("\n") > 50
+
+
+def test_recorded_results_name_their_run() -> None:
+    """One file for each GPU and topic: a row's run, with its date, stands in one file only."""
+    runs: dict[str, str] = {}
+    for path in sorted(RESULTS.iterdir()):
+        assert re.fullmatch(r"h\d00_[a-z0-9_]+\.jsonl", path.name), path.name
+        for line in path.read_text(encoding="utf-8").splitlines():
+            run = json.loads(line)["run"]
+            assert re.fullmatch(r"[a-z0-9_]+_\d{4}-\d\d-\d\d(_[a-z0-9_]+)?", run), (path.name, run)
+            assert runs.setdefault(run, path.name) == path.name, run
+    assert len(runs) > 50
 
 
 @pytest.mark.parametrize(

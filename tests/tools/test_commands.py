@@ -179,6 +179,23 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_runs_of_one_file(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--run names the rows that --json appends, and --table prints only those of the run that it names."""
+    path = str(tmp_path / "rows.jsonl")
+    for name, tokens in (("first", "3"), ("second", "5")):
+        arguments = ["bench", "--shapes", tiny, "--tokens", tokens, "--device", "cpu", "--peers", "none"]
+        assert __main__.main([*arguments, "--json", path, "--run", name]) == 0
+    assert [(row["run"], row["tokens"]) for row in report.read_json([path])] == [("first", 3), ("second", 5)]
+    capsys.readouterr()
+    for name, tokens in (("first", 3), ("second", 5)):
+        assert __main__.main(["bench", "--table", path, "--run", name]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[2].startswith(f"| {tiny} | {tokens} | ") and lines[3] == ""
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["bench", "--table", path, "--run", "third"])
+    assert f"--run: no row of {path} has run third; known: first, second" in capsys.readouterr().err
+
+
 def test_bench_records_its_command_without_paths() -> None:
     arguments = ["bench", "--json", "/some/where", "--tokens", "1", "--plot=/else/where", "--layers", "2"]
     assert without_paths(arguments) == ["bench", "--tokens", "1", "--layers", "2"]

@@ -92,6 +92,8 @@ UNREAD = [
     ("bench --fill 3", "--layout routed does not read --fill"),
     ("bench --device cpu --layers 3 --sustain 0", "a run on the CPU does not read --layers, --sustain"),
     ("explain --layer qwen3-30b-a3b --hidden 64", "--layer brings --hidden"),
+    ("bench --run x", "--run names the rows of --json: give --json, too"),
+    ("bench --distance --run x", "--distance does not read --run"),
     ("doctor --tokens 3", "unrecognized arguments: --tokens 3"),
 ]
 

@@ -36,12 +36,15 @@ PROTOCOL: dict[str, Any] = {"layers": 3, "rounds": 3, "replays": 7, "sustain": 0
 
 # What each kind of run reads. A flag that it does not read is refused.
 RUNS: dict[str, tuple[str, ...]] = {
-    "table": (),
-    "allreduce": ("tokens", "peers", "json"),
-    "overhead": ("device", "json"),
+    "table": ("run",),
+    "allreduce": ("tokens", "peers", "json", "run"),
+    "overhead": ("device", "json", "run"),
     "distance": ("shapes", "format", "tokens", "device"),
-    "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", *PROTOCOL),
-    "layout routed": ("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "plot", *PROTOCOL),
+    "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", "run", *PROTOCOL),
+    "layout routed": (
+        *("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "run", "plot"),
+        *PROTOCOL,
+    ),
 }
 
 _names = listed(a_name)
@@ -95,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time allreduce_fusion between so many GPUs, and nothing else; peers: " + ", ".join(allreduce_peers.PEERS),
     )
     parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
+    parser.add_argument(
+        "--run",
+        type=a_name,
+        metavar="NAME",
+        help="with --json: write NAME into the field run of each row; with --table: print only the rows of this run",
+    )
     parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
 
 
@@ -110,7 +119,15 @@ def _kind(args: argparse.Namespace) -> str:
     unread = [f"--{flag}" for flag in given if flag != kind and flag not in RUNS[kind]]
     if unread:
         raise UsageError(f"--{kind} does not read {', '.join(unread)}")
+    if args.run and kind != "table" and not args.json:
+        raise UsageError("--run names the rows of --json: give --json, too")
     return kind
+
+
+def _environment(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """The fields that all rows of this run have in common, the name of the run first."""
+    named = {} if args.run is None else {"run": args.run}
+    return {**named, **machine.environment(device)}
 
 
 def _protocol(args: argparse.Namespace, device: str) -> Protocol:
@@ -232,13 +249,13 @@ def _masked(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
     ]
     of_formats = {name: FORMATS[name.removesuffix("-bf16")] for name in formats}
     require_writable("--json", args.json)
-    right = masked.run(names, of_formats, cases, peers, device, protocol, machine.environment(device), args.json)
+    right = masked.run(names, of_formats, cases, peers, device, protocol, _environment(args, device), args.json)
     return 0 if right else 1
 
 
 def _overhead(args: argparse.Namespace, device: str) -> int:
     require_writable("--json", args.json)
-    environment, rows = machine.environment(device), overhead.measure(device)
+    environment, rows = _environment(args, device), overhead.measure(device)
     report.print_overhead(rows)
     report.append_json(args.json, [{**row, **environment} for row in rows])
     return 0
@@ -247,7 +264,7 @@ def _overhead(args: argparse.Namespace, device: str) -> int:
 def _allreduce(args: argparse.Namespace) -> int:
     peers = _peers(args, allreduce_peers.PEERS)
     require_writable("--json", args.json)
-    environment = machine.environment("cuda" if torch.cuda.is_available() else "cpu")
+    environment = _environment(args, "cuda" if torch.cuda.is_available() else "cpu")
     return allreduce.run(args.allreduce, args.tokens, peers, args.json, environment)
 
 
@@ -272,7 +289,7 @@ def _routed(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
 
     reasons = {peer: PEERS[peer].missing(device) for peer in peers}
     peers = [peer for peer in peers if reasons[peer] is None]
-    output = report.Report(peers, {**vars(protocol), **machine.environment(device)}, args.json)
+    output = report.Report(peers, {**vars(protocol), **_environment(args, device)}, args.json)
     for peer, reason in reasons.items():
         if reason is not None:
             output.skip(peer, reason)
@@ -291,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
     """Everything that can be wrong with the arguments is said before anything is measured."""
     kind = _kind(args)
     if kind == "table":
-        print(report.markdown(report.read_json(args.table)))
+        print(report.markdown(report.read_json(args.table, args.run)))
         return 0
     if kind == "allreduce":
         return _allreduce(args)

@@ -33,8 +33,11 @@ class Cell:
         return min((us for name, us in self.times.items() if name != "oxmoe"), default=None)
 
 
-def read_json(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of these files, formats in today's spelling (older rows have "fp8-block" for "fp8_block")."""
+def read_json(paths: Sequence[str], run: str | None = None) -> list[dict[str, Any]]:
+    """Reads the rows of these files, or only those of one run.
+
+    Formats come out in today's spelling: older rows have "fp8-block" for "fp8_block".
+    """
     spelled = {name.replace("-", "_"): name for name in oxmoe.device_info()["formats"]}
     rows = []
     for path in paths:
@@ -54,7 +57,12 @@ def read_json(paths: Sequence[str]) -> list[dict[str, Any]]:
                 )
             name = row.get("format", "")
             rows.append(row | {"format": spelled.get(name.replace("-", "_"), name)})
-    return rows
+    if run is None:
+        return rows
+    runs = dict.fromkeys(row["run"] for row in rows if "run" in row)
+    if run not in runs:
+        raise UsageError(f"--run: no row of {', '.join(paths)} has run {run}; known: {', '.join(runs) or 'none'}")
+    return [row for row in rows if row.get("run") == run]
 
 
 # What `markdown` reads of a row.
