@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Swap:
-    """One thing taken over in this process."""
+    """One thing that oxmoe has taken over in this process."""
 
     name: str
     sglang_version: str
@@ -47,31 +47,32 @@ _active: dict[str, Swap] = {}
 
 
 def active() -> tuple[Swap, ...]:
-    """What is taken over in this process."""
+    """Returns what oxmoe has taken over in this process."""
     return tuple(_active.values())
 
 
 def requested() -> tuple[setting.Requested, ...]:
-    """What OXMOE_SGLANG asks of the installed SGLang; none (the default) means off. Raises as `setting.read`."""
+    """Returns what OXMOE_SGLANG asks of the installed SGLang. An empty result, the default, means off. Raises what
+    `setting.read` raises."""
     return setting.read(sglang_version())
 
 
 def sglang_version() -> str:
-    """Version of the installed SGLang without a local label: "0.5.23" of "0.5.23+cu130"."""
+    """Returns the version of the installed SGLang without its local label: "0.5.23" for "0.5.23+cu130"."""
     return importlib.metadata.version("sglang").partition("+")[0]
 
 
 def adapter_name() -> str:
-    """The module for the installed SGLang. Its SWAPS maps a swap's part to the function that registers it and says what
-    is taken over, and for which formats."""
+    """Returns the name of the adapter module for the installed SGLang. Its SWAPS maps a part of a swap to the
+    function that registers it. That function returns what is taken over, and for which formats."""
     return "oxmoe.sglang.cores" if capabilities.has_cores() else "oxmoe.sglang.fused_functions"
 
 
 def install() -> None:
-    """Registers what OXMOE_SGLANG asks for. Does nothing when it is empty, and nothing twice.
+    """Registers what OXMOE_SGLANG asks for. It does nothing if the variable is empty, and registers nothing twice.
 
-    Raises where something that is asked for cannot be had: ValueError or RuntimeError for the setting (`setting.read`),
-    RuntimeError where SGLang has no free place for it. What was registered before stays.
+    Raises an error if a part that the variable asks for is not available: ValueError or RuntimeError for the setting
+    (`setting.read`), RuntimeError if SGLang has no free place for it. What was registered before stays.
     """
     if not setting.text():
         return
@@ -101,13 +102,15 @@ def install() -> None:
 
 
 def _model() -> None:
-    """When a process begins to build a model: by then it has its GPU, which is not for this plugin to choose."""
+    """Runs when a process begins to build a model. By then the process has its GPU, which this plugin must not
+    choose."""
     if (remark := untried_gpu()) is not None:
         logger.warning("oxmoe: %s", remark)
 
 
 def untried_gpu() -> str | None:
-    """A remark on this process's GPU where oxmoe's kernels have not run on one like it. Initialises nothing."""
+    """Returns a remark for the log if oxmoe's kernels have not run on a GPU like this process's. Initialises
+    nothing."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -118,10 +121,10 @@ def untried_gpu() -> str | None:
 
 
 def plugin() -> None:
-    """The entry point: `install`, but a failure ends the process.
+    """The entry point. It calls `install`, and a failure ends the process.
 
-    SGLang logs a plugin's exception and goes on without it, so that a server would run on other kernels than it was
-    told to.
+    SGLang itself would log a plugin's exception and go on without the plugin. The server would then run on other
+    kernels than the user asked for.
     """
     try:
         install()

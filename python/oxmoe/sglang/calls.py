@@ -1,8 +1,9 @@
-"""Which MoE layers of this process have run on oxmoe: seen at their calls, where objects alone would prove less.
+"""Records which MoE layers of this process have run on oxmoe. It counts calls, because the objects alone would prove
+less.
 
-SGLang may hold a layer's method or runner of ours and still take another path. So each layer is known from when it is
-built, `ran` is called where its tokens reach oxmoe's kernels, and a layer whose forward ends without that is an error.
-Imports nothing of SGLang.
+SGLang may hold oxmoe's method or runner for a layer and still take another path. So each layer is registered when it
+is built, and `ran` is called when its tokens reach oxmoe's kernels. If a layer's forward ends without that call, it
+is an error. The module imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _told: set[int] = set()
 
 
 def expect(module: Any, name: str) -> None:
-    """This layer must run on oxmoe; RuntimeError in its first forward otherwise."""
+    """Registers a layer that must run on oxmoe. If it does not, its first forward raises a RuntimeError."""
     config = module.moe_runner_config
     first = not getattr(module, "moe_tp_rank", 0) and not getattr(module, "moe_ep_rank", 0)
     _known[id(config)] = _watched[id(config)] = _Layer(weakref.ref(module), config, name, first)
@@ -62,13 +63,13 @@ def expect(module: Any, name: str) -> None:
 
 
 def forget() -> None:
-    """Of all layers."""
+    """Forgets all layers."""
     for of_layers in (_known, _watched, _told):
         of_layers.clear()  # type: ignore[attr-defined]
 
 
 def ran(config: Any) -> None:
-    """Tokens of the layer with this configuration went to oxmoe."""
+    """Notes that tokens of the layer with this configuration went to oxmoe."""
     layer = _watched.get(id(config))
     if layer is None:
         return
@@ -80,7 +81,8 @@ def ran(config: Any) -> None:
 
 
 def _tell() -> None:
-    """Once all layers have run one line; once where one has run several times and another one never."""
+    """Logs one line once all layers have run. It also logs one line if a layer has run several times and another one
+    never."""
     layers = [layer for layer in _known.values() if layer.module() is not None]
     missing = [layer.name for layer in layers if not layer.runs]
     if len(layers) in _told or (missing and all(layer.runs < PASSES for layer in layers)):

@@ -1,7 +1,8 @@
-"""What the installed SGLang has: the adapters and all other modules ask here, and never for a version.
+"""Answers what the installed SGLang has. The adapters and all other modules ask here, and never for a version.
 
-FIRST to LAST are served. A newer release is served, with one warning, where it has all that NEEDS lists; an older one
-is not. docs/sglang_releases.md says how a release is added. Imports nothing of SGLang.
+The releases FIRST to LAST are served. A newer release is served with one warning if it has everything that NEEDS
+lists; an older one is refused. docs/sglang_releases.md says how to add a release. The module imports nothing of
+SGLang.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ PARAMETERS = {
 
 
 def order(version: str) -> tuple[tuple[int, ...], int, int]:
-    """A version to compare by: of release candidates and development builds before their release. ValueError for text
-    that is no version."""
+    """Returns a key that orders versions, with release candidates and development builds before their release.
+    Raises ValueError for text that is not a version."""
     match = _VERSION.fullmatch(version)
     if match is None:
         raise ValueError(f"SGLang {version} is no version that oxmoe can compare; served are {RANGE}")
@@ -65,24 +66,27 @@ def is_new(version: str) -> bool:
 
 
 def has_cores() -> bool:
-    """Whether SGLang takes MoE runners under names of others; before, fused functions for its own names alone."""
+    """Whether SGLang takes MoE runners under names of others. Older releases take fused functions for their own
+    names only."""
     return "register_moe_runner_core" in sources.names(_RUNNERS)
 
 
 def layer_decides() -> bool:
-    """Whether a layer's loader, top-k and dispatcher follow the layer's own runner, not --moe-runner-backend."""
+    """Whether a layer's loader, top-k and dispatcher follow the layer's own runner. In older releases they follow
+    --moe-runner-backend."""
     return "_set_runner_flags" in sources.members(_LAYER, "FusedMoE")
 
 
 def announces_updates() -> bool:
-    """Whether SGLang tells methods of weight updates before it writes, and processes the weights afterwards."""
+    """Whether SGLang tells quantization methods about a weight update before it writes, and processes the weights
+    afterwards."""
     return sources.mentions("srt.model_executor.model_runner_components.weight_updater", "begin_weight_update") and (
         sources.mentions("srt.model_loader.loader", "restore_weights_before_loading")
     )
 
 
 def finds_modelopt_by_name() -> bool:
-    """Whether SGLang looks ModelOpt's configurations up in its table of quantizations, also those of a file beside the
+    """Whether SGLang looks up ModelOpt's configurations in its table of quantizations, also for a file beside the
     checkpoint's config.json."""
     found = sources.function("srt.model_loader.weight_utils", "get_quant_config")
     calls = (node.func for node in ast.walk(found) if isinstance(node, ast.Call)) if found is not None else ()
@@ -97,26 +101,28 @@ def has_argument(name: str) -> bool:
 
 
 def fusion_flag() -> str:
-    """The flag that turns SGLang's fused all-reduce on."""
+    """Returns the flag that turns on SGLang's fused all-reduce."""
     if has_argument("flashinfer_allreduce_fusion_backend"):
         return "--flashinfer-allreduce-fusion-backend auto"
     return "--enable-flashinfer-allreduce-fusion"
 
 
 def a2a_backends() -> frozenset[str]:
-    """Names of --moe-a2a-backend."""
+    """Returns the names that --moe-a2a-backend takes."""
     return sources.constants("srt.layers.moe.utils", "MoeA2ABackend")
 
 
 def swaps() -> dict[str, tuple[str, ...]]:
-    """What can be taken over: a swap, and its parts ("moe=part+part"; the swap alone means all of them)."""
+    """Returns what oxmoe can take over: each swap with its parts. "moe=part+part" names some parts; the swap alone
+    means all of them."""
     runners = ("oxmoe", "triton_kernel", "deep_gemm", "flashinfer_mxfp4")
     # SGLang's fused function for flashinfer_mxfp4 is there before a plugin is called; a core goes before it.
     return {"moe": runners if has_cores() else runners[:-1], "allreduce": ()}
 
 
 def schemas() -> dict[str, str]:
-    """SGLang's all-reduce operators: name -> schema, word for word, as callers and fake kernels rely on it."""
+    """Returns SGLang's all-reduce operators as name -> schema. The schema is exact, because callers and fake kernels
+    rely on it."""
     return {name: _schema(function) for name, function in _operators().items()}
 
 
@@ -126,13 +132,13 @@ def _operators() -> dict[str, sources.Function]:
 
 
 def _decorator(function: sources.Function) -> ast.Call | None:
-    """The call of `register_custom_op` that makes an operator of the function."""
+    """Returns the call of `register_custom_op` that makes an operator of the function."""
     calls = (node for node in function.decorator_list if isinstance(node, ast.Call))
     return next((call for call in calls if getattr(call.func, "id", "") == "register_custom_op"), None)
 
 
 def _schema(function: sources.Function) -> str:
-    """As SGLang makes it: of the function's signature, by torch."""
+    """Returns the schema that torch infers from the function's signature, as SGLang does it."""
     import torch
 
     decorator = _decorator(function)
@@ -150,7 +156,8 @@ def _schema(function: sources.Function) -> str:
 
 
 def _signature(function: sources.Function) -> inspect.Signature:
-    """Without running anything of SGLang's: annotations are looked up, defaults are literals."""
+    """Returns the function's signature without running SGLang's code. Annotations are looked up, and defaults are
+    literals."""
     of, kinds = function.args, inspect.Parameter
     if of.vararg or of.kwarg or of.posonlyargs:
         raise ValueError(f"it takes {ast.unparse(of)}")
@@ -181,7 +188,7 @@ def _literal(default: ast.expr) -> Any:
 
 
 def _type(annotation: ast.expr | None) -> Any:
-    """What an annotation names: of torch, of typing, or a builtin type."""
+    """Returns what an annotation names: something of torch or typing, or a builtin type."""
     import torch
 
     match annotation:
@@ -278,7 +285,8 @@ ARGUMENTS: dict[str, str] = {
 
 
 def missing(parts: tuple[str, ...]) -> list[str]:
-    """Of what these parts need, what the installed SGLang has not under the names that the newest served one has."""
+    """Returns what these parts need and the installed SGLang lacks, under the names of the newest release that is
+    served."""
     lacking = []
     for part in parts:
         for place, wanted in NEEDS.get(part, {}).items():

@@ -1,4 +1,4 @@
-"""SGLang's all-reduce operators, defined before SGLang defines them: it then uses the operators that it finds.
+"""Defines SGLang's all-reduce operators before SGLang does. SGLang then uses the operators that it finds.
 
 Imports nothing of SGLang before an operator is called.
 """
@@ -31,7 +31,7 @@ _spans_hosts: dict[str, bool] = {}
 
 
 def define() -> None:
-    """Defines the operators of the installed SGLang, once. RuntimeError where SGLang has defined one already."""
+    """Defines the operators of the installed SGLang, once. Raises RuntimeError if SGLang has already defined one."""
     for name, schema in capabilities.schemas().items():
         if name in _defined:
             continue
@@ -52,19 +52,20 @@ def define() -> None:
 
 
 def defined() -> tuple[str, ...]:
-    """The operators of SGLang that are oxmoe's in this process."""
+    """Returns the operators of SGLang that oxmoe has defined in this process."""
     return tuple(sorted(_defined))
 
 
 def install() -> str:
-    """Sees that the operators are ours, which `oxmoe.sglang.platform` has defined; says what is taken over."""
+    """Checks that the operators are those that `oxmoe.sglang.platform` has defined. Returns what is taken over."""
     define()
     operators = "operator" if len(_defined) == 1 else "operators"
     return f"{operators} {', '.join(defined())}: bf16, f16 and fp32; called with {capabilities.fusion_flag()}"
 
 
 def group_of(use_attn_tp_group: bool) -> Any:
-    """SGLang's GroupCoordinator behind the flag: that of attention, or the one that experts are summed over."""
+    """Returns the SGLang GroupCoordinator that the flag selects: that of attention, or the one over which experts
+    are summed."""
     from sglang.srt.layers import flashinfer_comm_fusion as fusion
 
     if hasattr(fusion, "resolve_fusion_group"):
@@ -80,16 +81,16 @@ def group_of(use_attn_tp_group: bool) -> Any:
 
 
 def host() -> tuple[str, str]:
-    """(what tells this host from others, its name). Containers of one host have names of their own."""
+    """Returns (an id that tells this host from others, its name). Containers on one host have names of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = platform.node()
     return (boot.read_text().strip() if boot.exists() else name), name
 
 
 def spans_hosts(group: Any) -> bool:
-    """Whether ranks of the group are on several hosts, whose GPUs cannot map each other's memory.
+    """Whether the ranks of the group are on several hosts. GPUs of different hosts cannot map each other's memory.
 
-    Found at the first call, by all ranks together, and logged then, which is in SGLang's warm-up.
+    All ranks find this out together at the first call, which is in SGLang's warm-up, and log it.
     """
     if group.unique_name in _spans_hosts:
         return _spans_hosts[group.unique_name]
@@ -121,7 +122,7 @@ def _sum_over_hosts(tensor: Tensor, group: Any) -> Tensor:
 
 
 def _workspace(group: Any, max_token_num: int, like: Tensor) -> AllReduceFusionWorkspace:
-    """The group's workspace for tensors like this one; made at the first call, by all its ranks together."""
+    """Returns the group's workspace for tensors like this one. All its ranks make it together at the first call."""
     key = (group.unique_name, like.shape[1], like.dtype, like.device)
     workspace = _workspaces.get(key)
     if workspace is not None and workspace.max_token_num >= like.shape[0] and not workspace.destroyed:
@@ -153,7 +154,8 @@ def _fused(
     fp32_acc: bool = True,
     use_attn_tp_group: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(norm, residual) of the sum over the group's ranks. Never declines: older releases would then sum nothing.
+    """Returns (norm, residual) of the sum over the group's ranks. It never declines, because older releases would
+    then sum nothing.
 
     Sums are fp32 with any fp32_acc; input_tensor, residual and weight stay as they are.
     """

@@ -1,8 +1,8 @@
 """Checkpoints of compressed-tensors (llm-compressor) in SGLang's quantization "oxmoe": their fp8, NVFP4 and
 int4 experts.
 
-Parameters and loading are those of SGLang's schemes (int4 has its own, in `int4`), whose processing after loading is
-left out: gate and up keep a scale each, and nothing is laid out for Marlin.
+Parameters and loading are those of SGLang's schemes; int4 has its own, in `int4`. The schemes' processing after
+loading is left out. So gate and up keep a scale each, and nothing is laid out for Marlin.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block, {
 
 
 def nvfp4_runs() -> bool:
-    """Whether this SGLang loads NVFP4 layers below Blackwell, and the GPU, if there is one, is a Hopper."""
+    """Whether this SGLang loads NVFP4 layers below Blackwell. If there is a GPU, it must also be a Hopper."""
     return _WEIGHT_ONLY_NVFP4 is not None and (
         not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
     )
 
 
 def served(checkpoint: dict[str, Any]) -> bool:
-    """Whether all layers of a checkpoint's quantization_config are of formats that experts on oxmoe can have."""
+    """Whether oxmoe has experts for the formats of all layers in a checkpoint's quantization_config."""
     return formats.compressed_served(checkpoint, nvfp4=nvfp4_runs())
 
 
 class _OfScheme(FusedMoEMethodBase):
-    """Parameters of one of SGLang's schemes."""
+    """Creates the parameters of one of SGLang's schemes."""
 
     def __init__(self, scheme: Any) -> None:
         super().__init__()
@@ -52,13 +52,14 @@ class _OfScheme(FusedMoEMethodBase):
 
 
 class OxmoeCompressedTensorsMoEMethod(NeedsBfloat16, MadeAtLoad, _OfScheme):
-    """Experts of such a scheme on oxmoe."""
+    """The method for experts of such a scheme on oxmoe."""
 
     of = "compressed-tensors"
 
 
 class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
-    """fp8: a scale a tensor (gate's and up's each its own), a channel, or a block; used as they lie."""
+    """The method for fp8 experts with one scale for a tensor (gate and up each have one), a channel, or a block. The
+    weights are used as they lie."""
 
     @property
     def sized_as(self) -> str:  # type: ignore[override]
@@ -74,9 +75,10 @@ class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
 
 
 class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
-    """NVFP4 with bf16 activations, also where the checkpoint has scales to quantise these with: those are left out.
+    """The method for NVFP4 experts with bf16 activations. If the checkpoint has scales to quantise activations, they
+    are ignored.
 
-    On CUDA the parameters hold packed weights after loading where sizes are multiples of 64.
+    On CUDA the parameters hold packed weights after loading, if the sizes are multiples of 64.
     """
 
     sized_as = "nvfp4"

@@ -1,8 +1,8 @@
-"""In SGLang with `register_moe_runner_core`: MoE runner cores under the name "oxmoe" and under names of its own, and
-the quantization "oxmoe".
+"""The adapter for SGLang releases that have `register_moe_runner_core`. It registers MoE runner cores under the name
+"oxmoe" and under SGLang's own names, and the quantization "oxmoe".
 
-SGLang's own method for unquantised layers takes its Triton runner even with `--moe-runner-backend oxmoe`, so a layer
-gets ours through its quantization method: `--quantization oxmoe`, or
+SGLang's own method for unquantised layers takes its Triton runner even with `--moe-runner-backend oxmoe`. So such a
+layer gets oxmoe's runner through its quantization method: `--quantization oxmoe`, or
 `FusedMoE(quant_method=OxmoeUnquantizedFusedMoEMethod())`.
 """
 
@@ -39,7 +39,8 @@ FUSION_FLAG = capabilities.fusion_flag()
 
 
 class OxmoeRunnerCore(DispatchMoeRunnerCore):
-    """Runs one layer's experts; holds their ExpertWeights, made once for each set of weight tensors."""
+    """Runs the experts of one layer. It holds their ExpertWeights, which are made once for each set of weight
+    tensors."""
 
     oxmoe = True
     name = NAME
@@ -60,7 +61,7 @@ class OxmoeRunnerCore(DispatchMoeRunnerCore):
         return resolve_moe_runner_backend(self.name)
 
     def prepare(self, quant_info: MoeQuantInfo) -> ExpertWeights:
-        """The layer's ExpertWeights; the same object until SGLang gives the layer other tensors."""
+        """Returns the layer's ExpertWeights. It is the same object until SGLang gives the layer other tensors."""
         return self.experts.prepare(quant_info, self.config)
 
     def run_from_dispatch(
@@ -75,7 +76,7 @@ class OxmoeRunnerCore(DispatchMoeRunnerCore):
 
 
 class OxmoeUnquantizedFusedMoEMethod(quantization.OxmoeUnquantizedFusedMoEMethod):
-    """bf16 and f16 experts on our runner; parameters and loading are SGLang's."""
+    """The method for bf16 and f16 experts on oxmoe's runner. Parameters and loading are SGLang's."""
 
     @staticmethod
     def make_runner(config: MoeRunnerConfig) -> MoeRunner:
@@ -83,7 +84,7 @@ class OxmoeUnquantizedFusedMoEMethod(quantization.OxmoeUnquantizedFusedMoEMethod
 
 
 class OxmoeFp8MoEMethod(quantization.OxmoeFp8MoEMethod):
-    """fp8 experts with block scales on our runner; parameters and loading are SGLang's."""
+    """The method for fp8 experts with block scales on oxmoe's runner. Parameters and loading are SGLang's."""
 
     @staticmethod
     def make_runner(config: MoeRunnerConfig) -> MoeRunner:
@@ -91,14 +92,14 @@ class OxmoeFp8MoEMethod(quantization.OxmoeFp8MoEMethod):
 
 
 class OxmoeFp8Config(quantization.OxmoeFp8Config):
-    """Of an fp8 checkpoint, or of an MXFP8 one."""
+    """The configuration of an fp8 or MXFP8 checkpoint."""
 
     experts = OxmoeFp8MoEMethod
     unquantized = OxmoeUnquantizedFusedMoEMethod
 
 
 class OxmoeCompressedTensorsConfig(quantization.OxmoeCompressedTensorsConfig):
-    """Of a compressed-tensors checkpoint."""
+    """The configuration of a compressed-tensors checkpoint."""
 
     unquantized = OxmoeUnquantizedFusedMoEMethod
 
@@ -112,7 +113,7 @@ class OxmoeConfig(quantization.OxmoeConfig):
 
 
 def install_oxmoe() -> str:
-    """Registers runner and quantization; SGLang refuses a name that is taken."""
+    """Registers the runner and the quantization. SGLang refuses a name that is taken."""
     if NAME in QUANTIZATION_METHODS:
         raise ValueError(f"SGLang already has a quantization {NAME!r}")
     register_moe_runner_core(NAME, OxmoeRunnerCore)
@@ -130,7 +131,7 @@ def install_oxmoe() -> str:
 
 
 def _override(name: str, formats: str) -> Callable[[], str]:
-    """Registers our core for a runner of SGLang's own; SGLang looks for such a core before it makes its own."""
+    """Registers oxmoe's core for one of SGLang's own runners. SGLang looks for such a core before it makes its own."""
     core = type(f"OxmoeCoreOf_{name}", (OxmoeRunnerCore,), {"name": name})
 
     def install() -> str:

@@ -1,4 +1,4 @@
-"""Tokens as SGLang's DeepEP-like dispatchers hand them over, on oxmoe's experts."""
+"""Runs tokens on oxmoe's experts as SGLang's DeepEP-like dispatchers hand them over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BF16 = (
 
 
 def layout(dispatch_output: Any) -> str:
-    """The tokens' layout; NotImplementedError for one that is not served."""
+    """Returns the layout of the tokens. Raises NotImplementedError for one that is not served."""
     name = type(dispatch_output).__name__
     known = getattr(getattr(dispatch_output, "format", None), "value", STANDARD)
     if known in (TOKENS, MASKED):
@@ -42,7 +42,8 @@ def layout(dispatch_output: Any) -> str:
 
 
 def combine_input(dispatch_output: Any, hidden_states: Tensor) -> Any:
-    """What SGLang's dispatcher combines: results, behind an all-to-all with the tokens' top-k ids and weights."""
+    """Returns what SGLang's dispatcher combines: the results, and behind an all-to-all also the tokens' top-k ids
+    and weights."""
     form = layout(dispatch_output)
     module, name = _COMBINE_INPUTS[form]
     kind = getattr(importlib.import_module(f"{_DISPATCHERS}.{module}"), name)
@@ -54,7 +55,7 @@ def combine_input(dispatch_output: Any, hidden_states: Tensor) -> Any:
 
 
 def check_tokens(x: Tensor, scale: Tensor | None, weights: ExpertWeights) -> None:
-    """ValueError where tokens travelled in another dtype than the experts take, naming both."""
+    """Raises a ValueError that names both dtypes if tokens came in another dtype than the experts take."""
     if scale is None:
         if x.dtype != torch.bfloat16 or weights.dtype != "bf16":
             raise ValueError(
@@ -75,10 +76,11 @@ def check_tokens(x: Tensor, scale: Tensor | None, weights: ExpertWeights) -> Non
 
 
 def run(dispatch_output: Any, form: str, weights: ExpertWeights, config: Any) -> Tensor:
-    """This rank's results for the tokens of a dispatcher: [T, H], weighted and summed over its experts (normal mode),
-    or [El, m, H], which the dispatcher weights and sums (low latency; rows beyond masked_m are undefined).
+    """Returns this rank's results for the tokens of a dispatcher. In normal mode they are [T, H], weighted and
+    summed over its experts. In low-latency mode they are [El, m, H], which the dispatcher weights and sums; rows
+    beyond masked_m are undefined.
 
-    The routed scaling factor is the model's in both: SGLang's models multiply by it after the combine.
+    In both modes SGLang's models multiply by the routed scaling factor themselves, after the combine.
     """
     if config.no_combine or config.apply_router_weight_on_input:
         given = "no_combine" if config.no_combine else "apply_router_weight_on_input"
@@ -92,8 +94,8 @@ def run(dispatch_output: Any, form: str, weights: ExpertWeights, config: Any) ->
 
 
 def dispatched(weights_format: str, version: str) -> str | None:
-    """The dtype in which the server's all-to-all must bring tokens to such experts; None where it has none. The errors
-    of `dispatch_dtype` where it cannot."""
+    """Returns the dtype in which the server's all-to-all must bring tokens to such experts, or None without an
+    all-to-all. Raises what `dispatch_dtype` raises."""
     a2a_backend = importlib.import_module("sglang.srt.layers.moe.utils").get_moe_a2a_backend().value
     if a2a_backend == "none":
         return None
@@ -115,7 +117,8 @@ def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:
 
 
 def refuse_overlap() -> None:
-    """NotImplementedError where SGLang's combine would wait for signals of the down projection: none would come."""
+    """Raises NotImplementedError if SGLang's combine would wait for signals of the down projection, because none
+    would come."""
     batch_overlap = importlib.import_module("sglang.srt.batch_overlap.single_batch_overlap")
     if batch_overlap.SboFlags.enable_combine_down_gemm_two_stream_overlap():
         raise NotImplementedError(

@@ -1,7 +1,8 @@
 """MXFP4 experts of an fp8 checkpoint in SGLang's quantization "oxmoe": DeepSeek-V4's form.
 
-SGLang sets `is_fp4_experts` of an fp8 checkpoint's configuration when it has looked at the config and the tensors. A
-layer then has int8 codes [E, 2I, H / 2], rows [gate; up], and scales under the names of fp8's, one for 32 columns.
+SGLang sets `is_fp4_experts` of an fp8 checkpoint's configuration after it has looked at the config and the tensors.
+A layer then has int8 codes [E, 2I, H / 2] with rows [gate; up]. Its scales, one for 32 columns, have the names of
+fp8's scales.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 class _Parameters(FusedMoEMethodBase):
-    """The parameters of such a layer, in the shapes that SGLang's loader knows."""
+    """Creates the parameters of such a layer, in the shapes that SGLang's loader knows."""
 
     def create_weights(
         self,
@@ -38,7 +39,7 @@ class _Parameters(FusedMoEMethodBase):
         with_bias: bool = False,
         **attributes: Any,
     ) -> None:
-        """num_experts: of this rank."""
+        """num_experts: the number of experts of this rank."""
         if with_bias:
             raise NotImplementedError("oxmoe: MXFP4 experts of an fp8 checkpoint are not served with biases")
         rows = intermediate_size_per_partition * (2 if layer.moe_runner_config.is_gated else 1)
@@ -59,11 +60,12 @@ class _Parameters(FusedMoEMethodBase):
 
 
 class OxmoeFp8Mxfp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
-    """Such experts on oxmoe, activations bf16.
+    """The method for such experts on oxmoe, with bf16 activations.
 
-    Scales are E8M0 while SGLang's loader writes them, which converts numbers to the dtype of a parameter. Otherwise the
-    parameter is the same bytes as uint8, which every process group can send: SGLang's load balancer moves experts so.
-    On CUDA the parameters hold packed weights after loading where sizes are multiples of 64.
+    Scales are E8M0 while SGLang's loader writes them, because it converts numbers to the dtype of a parameter. At
+    all other times the parameter is the same bytes as uint8. Every process group can send uint8, which SGLang's load
+    balancer needs to move experts. On CUDA the parameters hold packed weights after loading, if the sizes are
+    multiples of 64.
     """
 
     of, sized_as = "MXFP4", "mxfp4"
@@ -103,7 +105,7 @@ def _view_scales(layer: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _loader(layer: torch.nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, SGLang's weight_loader, of tensors whose numbers the parameters keep."""
+    """Wraps `load`, SGLang's weight_loader, so that the parameters keep the numbers of the tensors."""
 
     def weight_loader(param: Any, loaded_weight: Tensor, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(("weight_name", "shard_id", "expert_id"), arguments, strict=False)) | named
@@ -122,7 +124,7 @@ def _codes(loaded: Tensor) -> Tensor:
 
 
 def _scales(layer: Any, parameter: Tensor, loaded: Tensor, name: str, shard: str | None) -> Tensor:
-    """A checkpoint's scales as E8M0; ValueError where that would change a number."""
+    """Converts a checkpoint's scales to E8M0. Raises ValueError if that would change a number."""
     # Ranks cut neither the columns of w13 nor the rows of w2. Others are a fused shared expert's, of fp8 blocks.
     whole = -2 if shard == "w2" else -1
     if loaded.dim() < 2 or loaded.shape[whole] != parameter.shape[whole] or loaded.dtype == _E8M0:

@@ -1,6 +1,7 @@
-"""Which layout and activation dtype SGLang's all-to-all backends must bring to which MoE runner. Imports nothing of it.
+"""Says which layout and activation dtype SGLang's all-to-all backends must bring to which MoE runner. Imports
+nothing of SGLang.
 
-docs/sglang.md has the same as a table; tests compare it with what SGLang's dispatchers send.
+docs/sglang.md has the same rules as a table. Tests compare them with what SGLang's dispatchers send.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MASKED = "deepep_ll"  # [El, m, H], each expert's rows, with counts
 
 
 class Dispatch(NamedTuple):
-    """How tokens must come."""
+    """How tokens must arrive."""
 
     layout: str  # SGLang's DispatchOutputFormat: "standard", "deepep_normal" or "deepep_ll"
     dtype: str  # "bf16", "fp8" (e4m3, an fp32 scale for each 128 columns) or "nvfp4"
@@ -84,7 +85,7 @@ def _has(version: str, name: str) -> bool:
 
 
 def modes(a2a_backend: str) -> tuple[str | None, ...]:
-    """The modes of an all-to-all; (None,) of one that has none or is not served."""
+    """Returns the modes of an all-to-all. It is (None,) for one that has none or is not served."""
     return tuple(mode or None for mode in _LAYOUTS.get(a2a_backend, {"": ""}))
 
 
@@ -108,7 +109,7 @@ def dispatch_dtype(
     options: Mapping[str, Any] | None = None,
     version: str = capabilities.LAST,
 ) -> Dispatch:
-    """How tokens must reach a MoE runner: layout, dtype, oxmoe's call for them, and DeepEP's options.
+    """Returns how tokens must reach a MoE runner: layout, dtype, oxmoe's call for them, and DeepEP's options.
 
     a2a_backend and runner_backend: names of SGLang's --moe-a2a-backend and --moe-runner-backend, or the runner
     "oxmoe"; weights: the experts' format ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "mxfp8", "nvfp4",
@@ -166,7 +167,7 @@ def dispatch_dtype(
 
 
 def _check(options: Mapping[str, Any], wanted: Dispatch, what: str) -> None:
-    """ValueError where the options of a dispatch are not those of the dtype that is wanted."""
+    """Raises ValueError if the options of a dispatch do not belong to the dtype that is needed."""
     wrong = [
         f"{name}={options.get(name, False)}"
         for name in ("use_fp8", "use_nvfp4")

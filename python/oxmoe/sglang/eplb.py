@@ -1,5 +1,6 @@
-"""SGLang's expert load balancer: it moves rows of a layer's parameters that have one for each local expert, between
-ranks too, and says nothing to the layer's method. So all that kernels read of an expert must be such a row."""
+"""Supports SGLang's expert load balancer. It moves rows of those parameters that have one row for each local expert,
+also between ranks, and does not tell the layer's method. So everything that kernels read of an expert must be such a
+row."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ COPIED = ("triton_kernel", "flashinfer_mxfp4")
 
 
 def tables(weights: ExpertWeights) -> dict[str, Tensor]:
-    """What kernels read of each expert besides its activation's numbers, by name."""
+    """Returns by name what kernels read of each expert, except the numbers of its activation."""
     names = ("w13", "w2", "w13_scale", "w2_scale", "b13", "b2")
     found = {name: getattr(weights, name) for name in names}
     for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
@@ -28,8 +29,8 @@ def tables(weights: ExpertWeights) -> dict[str, Tensor]:
 
 
 def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
-    """Makes parameters of the layer of all tables that are not yet; NotImplementedError with --enable-eplb where an
-    expert has more than its rows of them."""
+    """Turns all tables that are not parameters of the layer yet into parameters. With --enable-eplb it raises
+    NotImplementedError if an expert has more than its rows of them."""
     known = {parameter.data_ptr() for parameter in layer.parameters()}
     for name, tensor in tables(weights).items():
         if tensor.data_ptr() not in known:
@@ -46,7 +47,7 @@ def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
 
 
 def copies(method: Any, runner: Any) -> str | None:
-    """Why a layer that SGLang's own method runs on oxmoe would not see moved rows; None where it would."""
+    """Returns why a layer that SGLang's own method runs on oxmoe would not see moved rows, or None if it would."""
     backend = runner.runner_backend.value
     if backend in COPIED:
         return f"with --moe-runner-backend {backend} oxmoe keeps copies of the weights"

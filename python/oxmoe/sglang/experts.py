@@ -1,7 +1,8 @@
-"""SGLang's experts on oxmoe's kernels: what its layers hand over, in all releases that are served.
+"""Runs SGLang's experts on oxmoe's kernels. It knows what SGLang's layers hand over, in all releases that are
+served.
 
-Imports nothing of SGLang: its types are told apart by name, so that no module of it is loaded for a format that a
-server does not use.
+The module imports nothing of SGLang. It tells SGLang's types apart by name, so that no module is loaded for a format
+that a server does not use.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Kind:
 class Handover:
     """What SGLang does with a layer besides what its MoeRunnerConfig says.
 
-    Where not `capabilities.layer_decides()`, the layer's loader, top-k and dispatcher follow the server's
+    Unless `capabilities.layer_decides()`, the layer's loader, top-k and dispatcher follow the server's
     --moe-runner-backend, whichever method the layer has.
     """
 
@@ -57,7 +58,7 @@ class Handover:
 
 
 def activation(config: Any, *, fuse_swiglu_interleaved: bool = False, up_first: bool = False) -> dict[str, Any]:
-    """A MoeRunnerConfig's activation, and the order of w13's rows, as options of ExpertWeights."""
+    """Returns a MoeRunnerConfig's activation, and the order of w13's rows, as options of ExpertWeights."""
     options = expert_options(
         activation=config.activation,
         is_gated=config.is_gated,
@@ -79,7 +80,7 @@ def activation(config: Any, *, fuse_swiglu_interleaved: bool = False, up_first: 
 
 
 def _fp8_block(info: Any, **options: Any) -> ExpertWeights:
-    """fp8 experts of either quant_info, refused by name where they are not blocks with fp32 scales."""
+    """Makes fp8 experts from either quant_info. It refuses by name all that are not blocks with fp32 scales."""
     name, block, scales = type(info).__name__, info.block_shape, (info.w13_scale, info.w2_scale)
     if info.w13_weight.dtype != torch.float8_e4m3fn:
         raise NotImplementedError(f"oxmoe: no kernel for {name} of {info.w13_weight.dtype} with scales; {SERVED}")
@@ -96,7 +97,8 @@ def _fp8_block(info: Any, **options: Any) -> ExpertWeights:
 
 
 def _with_scales(info: Any) -> list[Any]:
-    """Weights, and scales that are the layer's own: one scale an expert is spread over blocks anew at each call."""
+    """Returns the weights, and those scales that belong to the layer. One scale an expert is spread over blocks anew
+    at each call, so it is left out."""
     scales = [scale for scale in (info.w13_scale, info.w2_scale) if isinstance(scale, torch.nn.Parameter)]
     return [info.w13_weight, info.w2_weight, *scales]
 
@@ -170,12 +172,12 @@ def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: boo
 
 
 def _placed(info: Any, config: Any, name: str) -> int:
-    """Where a rank's experts are: the configuration says it, or in older releases this quant_info."""
+    """Returns the rank's place among the experts. The configuration has it, or in older releases this quant_info."""
     return int(getattr(info if hasattr(info, name) else config, name))
 
 
 def _memory(*tensors: Any) -> list[Any]:
-    """The tensors behind triton_kernels' wrappers, or they themselves."""
+    """Returns the tensors inside triton_kernels' wrappers, or the tensors themselves."""
     return [getattr(getattr(tensor, "storage", None), "data", tensor) for tensor in tensors]
 
 
@@ -227,7 +229,8 @@ def _kind(info: Any) -> _Kind:
 
 
 class Experts:
-    """One layer's ExpertWeights, made once for each set of weight tensors that SGLang gives it."""
+    """Holds one layer's ExpertWeights. They are made once for each set of weight tensors that SGLang gives the
+    layer."""
 
     def __init__(self) -> None:
         self._made_for: tuple[int, ...] | None = None
@@ -237,14 +240,14 @@ class Experts:
         self._handover = Handover()
 
     def follow(self, handover: Handover) -> None:
-        """From now on for a layer with this handover."""
+        """Sets the layer's handover."""
         self._handover = handover
 
     def prepare(self, quant_info: Any, config: Any, columns: int | None = None) -> ExpertWeights:
-        """The layer's ExpertWeights; the same object until SGLang gives the layer other tensors.
+        """Returns the layer's ExpertWeights. It is the same object until SGLang gives the layer other tensors.
 
-        columns: of the input, where weights may be padded beyond them. Made at the first call, which SGLang makes
-        before it captures graphs; RuntimeError inside a capture.
+        columns: the columns of the input, beyond which weights may be padded. The weights are made at the first
+        call, which SGLang makes before it captures graphs. Inside a capture it is a RuntimeError.
         """
         if type(quant_info).__name__ not in _KINDS:
             _kind(quant_info)
@@ -267,7 +270,8 @@ class Experts:
         return self._weights
 
     def run(self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None) -> Tensor:
-        """[T, H] (with no_combine [T, k, H]) of SGLang's dispatched tokens; `deepep.run`'s behind an all-to-all."""
+        """Runs SGLang's dispatched tokens. Returns [T, H], or with no_combine [T, k, H], or behind an all-to-all
+        what `deepep.run` returns."""
         if hooks is not None:
             raise NotImplementedError(
                 "oxmoe: LoRA on MoE layers is not served; run LoRA models without moe in OXMOE_SGLANG"
@@ -292,7 +296,7 @@ class Experts:
 
 
 def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, handover: Handover) -> Any:
-    """A layer's tokens on weights that were made at load: what SGLang's dispatcher combines."""
+    """Runs a layer's tokens on weights that were made at load. Returns what SGLang's dispatcher combines."""
     calls.ran(config)
     form = deepep.layout(dispatch_output)
     if form == STANDARD:
@@ -333,7 +337,8 @@ def routing(topk_output: Any, layer_id: int | None = None) -> dict[str, Any]:
 def run_local(
     x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, handover: Handover, *, inplace: bool
 ) -> Tensor:
-    """This rank's part of the layer: ids are of its experts, -1 for another rank's, or by `handover` of all ranks'."""
+    """Runs this rank's part of the layer. Ids are those of its experts, with -1 for other ranks' experts, or, if
+    `handover` says so, those of all ranks' experts."""
     if inplace and config.no_combine:
         raise ValueError("oxmoe: inplace and no_combine exclude each other (the result is [T, k, H])")
     ranks = {}

@@ -1,6 +1,7 @@
-"""Which formats and sizes of experts oxmoe serves in SGLang: rules of the adapters and of `python -m oxmoe check`.
+"""Says which formats and sizes of experts oxmoe serves in SGLang. The adapters and `python -m oxmoe check` use these
+rules.
 
-Imports nothing of SGLang, and no torch.
+The module imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MULTIPLES = {
 
 
 def check_sizes(format: str, hidden_size: int, intermediate_size: int, *, of: str) -> None:
-    """NotImplementedError if no kernel takes experts of this format and these sizes; of: what they are called."""
+    """Raises NotImplementedError if no kernel takes experts of this format and these sizes. of: the name of the
+    experts in the error."""
     multiples = dict(zip(("hidden_size", "intermediate_size of a rank"), MULTIPLES.get(format, (1, 1)), strict=True))
     sizes = zip(multiples.items(), (hidden_size, intermediate_size), strict=True)
     wrong = [f"{name} {size}" for (name, multiple), size in sizes if size % multiple]
@@ -49,13 +51,14 @@ def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
 
 
 def is_hybrid(checkpoint: dict[str, Any]) -> bool:
-    """Whether the experts of this fp8 quantization_config are NVFP4 of ModelOpt, as SGLang tells them."""
+    """Whether the experts of this fp8 quantization_config are ModelOpt's NVFP4, by SGLang's own rule."""
     named = [str(checkpoint.get(name, "")).upper() for name in ("quant_algo", "moe_quant_algo")]
     return named == ["MIXED_PRECISION", "NVFP4"] and checkpoint.get("group_size") is not None
 
 
 def compressed_kind(weights: Any) -> str | None:
-    """A config_group's weights as "fp8" or "nvfp4"; None for others, and for what a config should not have there."""
+    """Returns "fp8" or "nvfp4" for the weights of a config_group. It is None for other weights, and for malformed
+    entries."""
     given = weights if isinstance(weights, dict) else {}
     if given.get("type") != "float":
         return None
@@ -68,9 +71,9 @@ def compressed_kind(weights: Any) -> str | None:
 
 
 def compressed_served(checkpoint: dict[str, Any], *, nvfp4: bool) -> bool:
-    """Whether all layers of a compressed-tensors quantization_config are of formats that experts on oxmoe can have.
+    """Whether oxmoe has experts for the formats of all layers in a compressed-tensors quantization_config.
 
-    nvfp4: whether SGLang's release and the GPU have NVFP4 layers that oxmoe can take.
+    nvfp4: whether SGLang's release and the GPU have NVFP4 layers that oxmoe can take over.
     """
     groups = checkpoint.get("config_groups")
     listed = groups.values() if isinstance(groups, dict) else ()

@@ -1,6 +1,7 @@
-"""In SGLang without `register_moe_runner_core`: fused functions in its free places, and the quantization "oxmoe".
+"""The adapter for SGLang releases without `register_moe_runner_core`. It registers fused functions in their free
+places, and the quantization "oxmoe".
 
-Such a release takes no runner under a name of ours: `initialize_moe_config` knows those of its enum only.
+Such a release takes no runner named oxmoe, because `initialize_moe_config` knows only the names of its enum.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _layers: dict[int, tuple[weakref.ref[MoeRunnerConfig], Experts]] = {}
 
 
 def experts_of(config: MoeRunnerConfig) -> Experts:
-    """The Experts of the layer with this configuration."""
+    """Returns the Experts of the layer with this configuration."""
     known = _layers.get(id(config))
     if known is not None and known[0]() is config:
         return known[1]
@@ -64,7 +65,7 @@ def experts_of(config: MoeRunnerConfig) -> Experts:
 
 
 def fused_experts(dispatch_output: Any, quant_info: MoeQuantInfo, runner_config: MoeRunnerConfig) -> Any:
-    """SGLang's fused function of a layer's tokens, weights and configuration."""
+    """The fused function that SGLang calls with a layer's tokens, weights and configuration."""
     result = experts_of(runner_config).run(dispatch_output, quant_info, runner_config)
     return deepep.combine_input(dispatch_output, result)
 
@@ -73,7 +74,7 @@ fused_experts.oxmoe = True  # type: ignore[attr-defined]
 
 
 def install_oxmoe() -> str:
-    """Registers the quantization; SGLang refuses a name that is taken."""
+    """Registers the quantization. SGLang refuses a name that is taken."""
     if NAME in QUANTIZATION_METHODS:
         raise ValueError(f"SGLang already has a quantization {NAME!r}")
     QUANTIZATION_METHODS[NAME] = OxmoeConfig

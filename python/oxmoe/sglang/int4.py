@@ -1,8 +1,9 @@
-"""int4 checkpoints in SGLang: experts of compressed-tensors' pack-quantized ones, of AWQ's and of GPTQ's, on oxmoe.
+"""Runs the experts of int4 checkpoints in SGLang on oxmoe: pack-quantized ones of compressed-tensors, AWQ's and
+GPTQ's.
 
-Parameters are the checkpoint's tensors as they lie there, under the names that SGLang's loader looks for, without a
-copy for Marlin. AWQ and GPTQ have configurations of their own here, which take the place of SGLang's "awq_marlin" and
-"gptq_marlin" in its registry of quantizations; linear layers keep SGLang's methods.
+The parameters are the checkpoint's tensors as they lie there, under the names that SGLang's loader looks for. There
+is no copy for Marlin. AWQ and GPTQ have configurations of their own here. They replace SGLang's "awq_marlin" and
+"gptq_marlin" in its registry of quantizations. Linear layers keep SGLang's methods.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _MARLIN = ("awq_marlin", "gptq_marlin")
 
 @dataclass(frozen=True)
 class _Names:
-    """Of a layout's tensors, behind "w13_" and "w2_", as SGLang's loader makes them of a checkpoint's names."""
+    """The names of a layout's tensors after "w13_" and "w2_", as SGLang's loader makes them from a checkpoint's
+    names."""
 
     codes: str
     scales: str
@@ -48,7 +50,7 @@ _NAMES = {
 
 
 def _shapes(layout: str, rows: int, columns: int, groups: int) -> tuple[list[int], list[int], list[int]]:
-    """Of a matrix's codes, scales and zero points."""
+    """Returns the shapes of a matrix's codes, scales and zero points."""
     if layout == int4_schemes.PACK_QUANTIZED:
         return [rows, columns // _WORD], [rows, groups], [rows // _WORD, groups]
     codes = [columns, rows // _WORD] if layout == "awq" else [columns // _WORD, rows]
@@ -56,7 +58,7 @@ def _shapes(layout: str, rows: int, columns: int, groups: int) -> tuple[list[int
 
 
 def _spread(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, which repeats the scales and zero points of groups that several ranks share."""
+    """Wraps `load` so that it repeats the scales and zero points of groups that several ranks share."""
 
     def weight_loader(param: Any, loaded_weight: Tensor, *arguments: Any, **named: Any) -> Any:
         times, dimension = getattr(param, "oxmoe_spread", (1, 0))
@@ -68,7 +70,7 @@ def _spread(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Parameters(FusedMoEMethodBase):
-    """The checkpoint's tensors as parameters."""
+    """Creates parameters for the checkpoint's tensors."""
 
     scheme: Scheme
 
@@ -111,10 +113,11 @@ class _Parameters(FusedMoEMethodBase):
 
 
 class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
-    """int4 experts with bf16 activations.
+    """The method for int4 experts with bf16 activations.
 
-    On CUDA the parameters of codes hold packed weights after loading where sizes are multiples of 64, and those of
-    scales where each has as many bytes, too. On a CPU codes of AWQ and GPTQ are turned in their own memory.
+    On CUDA the parameters of codes hold packed weights after loading, if the sizes are multiples of 64. So do the
+    parameters of scales, if the packed scales have as many bytes. On a CPU the codes of AWQ and GPTQ are reordered
+    in their own memory.
     """
 
     of, sized_as = "int4", "int4"
@@ -125,7 +128,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
         self.scheme, self.names = scheme, _NAMES[scheme.layout]
 
     def matrix(self, layer: Any, name: str) -> Matrix:
-        """What a matrix's parameters hold."""
+        """Returns what a matrix's parameters hold."""
         scheme, names = self.scheme, self.names
         codes, scales = (getattr(layer, f"{name}_{part}").data for part in (names.codes, names.scales))
         zeros = getattr(layer, f"{name}_{names.zeros}").data if scheme.zeros else None
@@ -138,7 +141,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
         return from_gptq(codes, scales, zeros, version=scheme.version)
 
     def _check_order(self, layer: Any, name: str) -> None:
-        """NotImplementedError unless each column is of the group that it lies in, in the whole matrix."""
+        """Raises NotImplementedError unless, in the whole matrix, each column belongs to the group that it lies in."""
         order = getattr(layer, f"{name}_{self.names.order}").data
         first = layer.moe_tp_rank * order.shape[1] if name == "w2" else 0
         end = first + order.shape[1]
@@ -158,7 +161,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
         return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, w13_zeros=w13_zeros, w2_zeros=w2_zeros, **options)
 
     def _turn(self, layer: torch.nn.Module, name: str, codes: Tensor) -> Tensor:
-        """Codes in the memory of their parameter."""
+        """Reorders codes in the memory of their parameter."""
         own: Tensor = getattr(layer, f"{name}_{self.names.codes}").data
         return own.view(-1).view(torch.uint8).view(codes.shape).copy_(codes)
 
@@ -190,7 +193,7 @@ class _Int4Experts:
         return super().from_config(config).of(config)  # type: ignore[misc]
 
     def of(self, checkpoint: dict[str, Any]) -> Any:
-        """This configuration, which knows what it was read from."""
+        """Returns this configuration, which remembers what it was read from."""
         self.checkpoint = checkpoint
         return self
 
@@ -206,7 +209,8 @@ _made: dict[tuple[Any, Any], Any] = {}
 
 
 def _of(base: Any, unquantized: Any) -> Any:
-    """`base`, an SGLang configuration, with experts on oxmoe; one class for each."""
+    """Returns a subclass of `base`, an SGLang configuration, whose experts run on oxmoe. Each base has one such
+    class."""
     if issubclass(base, _Int4Experts):
         return base
     if (base, unquantized) not in _made:
@@ -216,15 +220,15 @@ def _of(base: Any, unquantized: Any) -> Any:
 
 
 def install(unquantized: Any) -> None:
-    """Puts configurations with experts on oxmoe in the place of SGLang's for Marlin, which claim such checkpoints."""
+    """Replaces SGLang's configurations for Marlin, which claim such checkpoints, by ones whose experts run on oxmoe."""
     for name in _MARLIN:
         if name in QUANTIZATION_METHODS:
             QUANTIZATION_METHODS[name] = _of(QUANTIZATION_METHODS[name], unquantized)
 
 
 def claims(checkpoint: dict[str, Any] | None, asked: str | None, name: str) -> bool:
-    """Whether the quantization `name` takes an AWQ or GPTQ checkpoint: where it is asked for, or where nothing is and
-    the checkpoint's experts are served."""
+    """Whether the quantization `name` takes an AWQ or GPTQ checkpoint. It does if the user asks for it, or if the
+    user names none and the checkpoint's experts are served."""
     config = checkpoint or {}
     if str(config.get("quant_method", "")).lower() not in int4_schemes.METHODS or asked not in (None, name):
         return False
@@ -238,7 +242,8 @@ def claims(checkpoint: dict[str, Any] | None, asked: str | None, name: str) -> b
 
 
 def from_config(config: dict[str, Any], unquantized: Any) -> QuantizationConfig:
-    """Of an AWQ or GPTQ checkpoint; its linear layers are those that SGLang would choose by itself."""
+    """Returns the configuration of an AWQ or GPTQ checkpoint. Its linear layers are those that SGLang would choose
+    by itself."""
     method = str(config.get("quant_method", "")).lower()
     marlin: Any = QUANTIZATION_METHODS.get(f"{method}_marlin")
     fits = marlin is not None and getattr(marlin, f"is_{method}_marlin_compatible")(config)

@@ -1,6 +1,6 @@
-"""Which int4 checkpoints oxmoe serves in SGLang: rules of the adapters and of `python -m oxmoe check`.
+"""Says which int4 checkpoints oxmoe serves in SGLang. The adapters and `python -m oxmoe check` use these rules.
 
-Imports nothing of SGLang, and no torch.
+The module imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ METHODS = ("awq", "gptq")  # quant_method of such a checkpoint
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint has its experts' weights."""
+    """How a checkpoint stores its experts' weights."""
 
     layout: str  # "pack-quantized", "awq" or "gptq"
     group: int | None  # columns that share a scale; None: a row
@@ -36,7 +36,7 @@ def _refused(what: str, why: str) -> NotImplementedError:
 
 
 def _group(what: str, size: Any) -> int | None:
-    """Columns of a group; None for -1, a whole row."""
+    """Returns the columns of a group. None stands for -1, a whole row."""
     if size == -1:
         return None
     if not isinstance(size, int) or isinstance(size, bool) or size < BLOCK or size % BLOCK:
@@ -48,13 +48,13 @@ def _group(what: str, size: Any) -> int | None:
 
 
 def is_packed(group: Any) -> bool:
-    """Whether a config_group has integer weights with 16-bit activations, served or not."""
+    """Whether a config_group has integer weights with 16-bit activations, whether these are served or not."""
     weights = group.get("weights") if isinstance(group, dict) else None
     return isinstance(weights, dict) and weights.get("type") == "int" and not group.get("input_activations")
 
 
 def of_weights(weights: dict[str, Any], layout: Any) -> Scheme:
-    """Of a config_group's weights and its format; NotImplementedError for those that are not served."""
+    """Returns the scheme of a config_group's weights and format. Raises NotImplementedError if it is not served."""
     what = "experts of compressed-tensors"
     if layout != PACK_QUANTIZED:
         raise _refused(what, f"integers in the format {layout}")
@@ -78,7 +78,7 @@ def of_weights(weights: dict[str, Any], layout: Any) -> Scheme:
 
 
 def of_checkpoint(config: dict[str, Any]) -> Scheme:
-    """Of AWQ's and GPTQ's quantization_config; NotImplementedError for those that are not served."""
+    """Returns the scheme of an AWQ or GPTQ quantization_config. Raises NotImplementedError if it is not served."""
     method = str(config.get("quant_method", "")).lower()
     what = f"experts of a checkpoint of {method}"
     bits = config.get("bits", config.get("w_bit"))
@@ -107,9 +107,10 @@ def _gptq(what: str, config: dict[str, Any], group: int | None) -> Scheme:
 
 
 def skips(config: dict[str, Any], prefix: str) -> bool:
-    """Whether the experts under this prefix are not quantised in such a checkpoint, as SGLang reads it.
+    """Whether SGLang reads the experts under this prefix as not quantised in such a checkpoint.
 
-    NotImplementedError where GPTQ's rules (`dynamic`) change their format, or leave out some of their projections.
+    Raises NotImplementedError if GPTQ's rules (`dynamic`) change their format, or leave out some of their
+    projections.
     """
     if str(config.get("quant_method", "")).lower() == "awq":
         return any(name in prefix for name in config.get("modules_to_not_convert") or ())
@@ -121,7 +122,8 @@ def skips(config: dict[str, Any], prefix: str) -> bool:
 
 
 def _rule(rules: dict[str, Any], name: str) -> bool | None:
-    """False: not quantised; True: in another format; None: no rule is for this name. The first that fits counts."""
+    """Returns False for not quantised, True for another format, and None if no rule names it. The first rule that
+    matches counts."""
     for pattern, changes in rules.items():
         if pattern.startswith("-:"):
             if re.match(pattern[2:], name):
@@ -135,10 +137,11 @@ def _rule(rules: dict[str, Any], name: str) -> bool | None:
 
 
 def groups_of(scheme: Scheme, hidden_size: int, intermediate_size: int, ranks: int) -> tuple[int | None, int | None]:
-    """Columns of a group of w13 and of w2, where `ranks` have this part of the intermediate size each.
+    """Returns the columns of a group of w13 and of w2, if each of `ranks` ranks has this part of the intermediate
+    size.
 
-    A group of w2 that two ranks share is cut into parts of the same scale. NotImplementedError for sizes without
-    kernels, or that the groups do not cut evenly.
+    A group of w2 that two ranks share is cut into parts with the same scale. Raises NotImplementedError for sizes
+    without kernels, and for sizes that the groups do not divide evenly.
     """
     group, whole = scheme.group, intermediate_size * ranks
     if group is None:

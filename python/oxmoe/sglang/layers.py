@@ -1,7 +1,7 @@
-"""Sees that every MoE layer that SGLang builds runs on oxmoe, and stops the server at load where one does not.
+"""Checks that every MoE layer that SGLang builds runs on oxmoe, and stops the server at load if one does not.
 
-torch tells of each module that becomes part of another (its `register_module_module_registration_hook`): nothing of
-SGLang is touched, and a running model is not slowed.
+torch reports each module that becomes part of another (`register_module_module_registration_hook`). So nothing of
+SGLang is touched, and a running model is not slowed down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _watched: dict[str, Any] = {}
 
 
 def watch(swaps: tuple[setting.Requested, ...], adapter: ModuleType, begin: Callable[[], None]) -> None:
-    """From now on looks at each layer and, once, at the server's arguments. Called again, does it for these swaps.
+    """Starts to look at each layer and, once, at the server's arguments. A second call does the same for its swaps.
 
     begin: called once, when the first layer of a model is there and SGLang has set up its log.
     """
@@ -56,14 +56,16 @@ def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of SGLang if its module is loaded, else None: then no object of it exists either."""
+    """Returns a class of SGLang if its module is loaded, or None. If it is not loaded, no object of the class exists
+    either."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def check_layer(module: nn.Module) -> None:
-    """RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe; says why and how to mend it.
+    """Raises RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe. The error says why, and how
+    to fix it.
 
-    What does is looked at again when it runs (`calls`).
+    A layer that does run on oxmoe is checked again when it runs (`calls`).
     """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
@@ -125,7 +127,7 @@ def check_layer(module: nn.Module) -> None:
 
 
 def _serve(module: Any, through: str) -> None:
-    """Of a layer that is to run on oxmoe; the first one of a model says so in the log."""
+    """Registers a layer that is to run on oxmoe. The first one of a model writes the line in the log."""
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(module.quant_method).__name__})"
     calls.expect(module, name)
     if "swaps" not in _watched or _watched.get("said") or not _leads():
@@ -142,7 +144,7 @@ def _allreduce() -> str:
 
 
 def _leads() -> bool:
-    """Whether this is the process that speaks for its server."""
+    """Whether this is the process that writes its server's log lines."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not ranks or torch.distributed.get_rank() == 0
 
@@ -195,7 +197,7 @@ def _message(what: str, mend: str) -> str:
 
 
 def check_allreduce(adapter: ModuleType) -> None:
-    """RuntimeError if the server was started so that SGLang never calls the fused all-reduce."""
+    """Raises RuntimeError if SGLang would never call the fused all-reduce with the server's arguments."""
     from sglang.srt.utils import is_flashinfer_available
 
     asked = adapter.allreduce_fusion()

@@ -1,5 +1,6 @@
-"""MXFP8 linear layers of SGLang on `oxmoe.mxfp8_linear`, where SGLang has no kernel for them: its own begin with
-Blackwell. The function that its method calls comes from a fixed list; its registry of quantizations is the way in.
+"""Runs MXFP8 linear layers of SGLang on `oxmoe.mxfp8_linear` if SGLang has no kernel for them; its own begin with
+Blackwell. SGLang's method takes its function from a fixed list, so this module goes through the registry of
+quantizations.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ BLOCK = 32  # columns of one scale
 
 
 def ours() -> bool:
-    """Whether this process's device has no MXFP8 linear layer in SGLang and one here: Hopper, or a CPU."""
+    """Whether SGLang has no MXFP8 linear layer for this process's device, and oxmoe has one. That is a Hopper GPU or
+    a CPU."""
     if not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
 class Fp8LinearMethod(fp8.Fp8LinearMethod):
-    """W8A8: weight float8_e4m3fn [n, k] with scales uint8 [n, k / 32], input quantised to MXFP8 at every call.
+    """The method for W8A8 layers. The weight is float8_e4m3fn [n, k] with scales uint8 [n, k / 32], and the input is
+    quantised to MXFP8 at every call.
 
-    Parameters and loading are SGLang's, and are used as they lie. NOTE: its linear layers choose how weights are loaded
-    by the name of their method's class, hence this one's.
+    Parameters and loading are SGLang's, and the parameters are used as they lie. NOTE: SGLang's linear layers choose
+    how weights are loaded by the name of their method's class, hence the name of this class.
     """
 
     oxmoe = True
@@ -46,7 +49,8 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
 
 
 def method(chosen: Any) -> Any:
-    """Ours in place of SGLang's method for an MXFP8 linear layer, where it has no kernel; else what it chose."""
+    """Returns oxmoe's method in place of SGLang's for an MXFP8 linear layer that SGLang has no kernel for. Otherwise
+    it returns what SGLang chose."""
     if type(chosen) is not fp8.Fp8LinearMethod or not chosen.use_mxfp8:
         return chosen
     # Turned into fp8 with blocks of 128 x 128 while it is loaded, where the user asks for that.

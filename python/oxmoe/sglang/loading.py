@@ -1,4 +1,4 @@
-"""What quantization methods do with a layer's weights when SGLang has loaded or updated them."""
+"""Does what quantization methods do with a layer's weights after SGLang has loaded or updated them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oxmoe.sglang.updates import Updates
 
 
 class NeedsBfloat16:
-    """A method whose experts compute in bf16 alone, and have kernels for some sizes alone."""
+    """A method whose experts compute in bf16 only, and have kernels for some sizes only."""
 
     of = ""  # their format
     sized_as = ""  # the format whose sizes `formats` has
@@ -25,8 +25,8 @@ class NeedsBfloat16:
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, *sizes: Any, **attributes: Any
     ) -> None:
-        """SGLang's, after NotImplementedError for sizes without kernels, before a checkpoint is read, and for another
-        params_dtype. Both may come by their place."""
+        """Creates SGLang's parameters. Before a checkpoint is read, it raises NotImplementedError for sizes without
+        kernels and for another params_dtype. Both may be positional arguments."""
         columns = sizes[0] if sizes else attributes["intermediate_size_per_partition"]
         formats.check_sizes(self.sized_as, hidden_size, columns, of=f"{self.of} experts")
         dtype = attributes.get("params_dtype", sizes[1] if len(sizes) > 1 else None)
@@ -36,7 +36,7 @@ class NeedsBfloat16:
 
 
 def refuse_transposed(layer: Any) -> None:
-    """NotImplementedError where SGLang's loader would transpose the weights of this layer on their way in."""
+    """Raises NotImplementedError if SGLang's loader would transpose the weights of this layer while it loads them."""
     if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
         raise NotImplementedError(
             "oxmoe: with --moe-runner-backend triton_kernel this SGLang loads the weights of every layer transposed; "
@@ -46,7 +46,7 @@ def refuse_transposed(layer: Any) -> None:
 
 
 def handover(layer: Any, method: Any) -> Handover:
-    """What SGLang did and will do with this layer; NotImplementedError for what cannot be followed."""
+    """Returns what SGLang did and will do with this layer. Raises NotImplementedError if oxmoe cannot follow it."""
     # Where the layer decides, this flag is False for our runner and for methods without one.
     by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
     if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
@@ -70,7 +70,7 @@ def handover(layer: Any, method: Any) -> Handover:
 
 
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
-    """At load: a dispatcher is told what to bring, and what it would have to wait for in vain is refused."""
+    """Tells the layer's dispatcher at load which dtype to bring, and refuses an overlap that would wait for ever."""
     # "fp8_tensor-token": how activations are scaled is nothing to a dispatcher.
     deepep.tell_dispatcher(layer, weights.format.partition("-")[0], sglang_version())
     deepep.refuse_overlap()
@@ -82,7 +82,8 @@ def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
 
 
 def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
-    """`new`; after an update of a layer's weights `old`, with what is in `new`: CUDA graphs know its addresses."""
+    """Returns `new`. After an update of a layer's weights it returns `old`, filled with the contents of `new`,
+    because CUDA graphs know its addresses."""
     # On a CPU there are none, and the global scales of NVFP4 and int4's zero points are not among the tensors.
     if old is None or (new.format in ("nvfp4", "int4-zeros") and new.w13_packed is None):
         return new
@@ -93,13 +94,14 @@ def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
 
 
 def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
-    """Gives a parameter the memory of what was packed of it, where that has as many bytes: the other is freed."""
+    """Gives a parameter the memory of what was packed from it, if that has as many bytes. The parameter's own memory
+    is freed."""
     if packed.nbytes == parameter.nbytes:
         parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
 
 
 def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str, scales: str = "weight_scale") -> None:
-    """`share_memory` of a layer's codes, "w13_<codes>" and "w2_<codes>", and of their scales."""
+    """Calls `share_memory` for a layer's codes, "w13_<codes>" and "w2_<codes>", and for their scales."""
     for name, packed in (("w13", weights.w13_packed), ("w2", weights.w2_packed)):
         if packed is not None:
             share_memory(getattr(layer, f"{name}_{codes}"), packed[0])
@@ -107,20 +109,20 @@ def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str, sca
 
 
 def packed_parameters(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:
-    """Names of the parameters whose memory holds packed weights, no longer the checkpoint's."""
+    """Returns the names of the parameters whose memory holds packed weights instead of the checkpoint's."""
     packed = [tensor for tensor in (*(weights.w13_packed or ()), *(weights.w2_packed or ())) if tensor is not None]
     storages = {tensor.untyped_storage().data_ptr() for tensor in packed}
     return {name for name, own in _loaded(layer) if own.untyped_storage().data_ptr() in storages}
 
 
 def biases(layer: torch.nn.Module, weights: ExpertWeights) -> set[str]:
-    """Names of the parameters that are read as biases where they lie."""
+    """Returns the names of the parameters that kernels read as biases where they lie."""
     held = {bias.data_ptr() for bias in (weights.b13, weights.b2) if bias is not None}
     return {name for name, own in _loaded(layer) if own.data_ptr() in held}
 
 
 def is_derived(layer: torch.nn.Module, weights: ExpertWeights) -> bool:
-    """Whether writing the layer's parameters alone leaves these ExpertWeights wrong."""
+    """Whether these ExpertWeights are wrong after only the layer's parameters are written."""
     # The global scales of NVFP4 are copied, and are not among the tensors.
     if weights.format.startswith("nvfp4") or weights.w13_packed is not None:
         return True
@@ -130,7 +132,8 @@ def is_derived(layer: torch.nn.Module, weights: ExpertWeights) -> bool:
 
 
 def _loaded(layer: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that a checkpoint fills: not oxmoe's own tables, which are parameters so that EPLB moves them."""
+    """Returns the parameters that a checkpoint fills. oxmoe's own tables are not among them; they are parameters so
+    that EPLB moves them."""
     return [(name, own) for name, own in layer.named_parameters(recurse=False) if not name.startswith(eplb.PREFIX)]
 
 
@@ -139,7 +142,7 @@ def _addresses(layer: torch.nn.Module) -> dict[str, int]:
 
 
 class MadeAtLoad:
-    """A method of a layer whose ExpertWeights are made at load: tokens go to oxmoe.moe as they come."""
+    """A method for layers whose ExpertWeights are made at load. Tokens go to oxmoe.moe as they come."""
 
     oxmoe = True
     runner: Any = None
@@ -160,7 +163,7 @@ class MadeAtLoad:
         return self._updates
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
-        """The format's own, whose parameters are written through `Updates.loader`."""
+        """Creates the format's parameters, which are written through `Updates.loader`."""
         if "weight_loader" in attributes:
             attributes["weight_loader"] = self.updates.loader(layer, attributes["weight_loader"], self.of)
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
@@ -175,15 +178,15 @@ class MadeAtLoad:
         raise NotImplementedError
 
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
-        """Newer releases call it before they update weights and will process them afterwards.
+        """Newer releases call this before they update weights, and process them afterwards.
 
-        Nothing is unpacked: packed parameters are written whole, or the update is refused where it ends.
+        Nothing is unpacked. Packed parameters are written whole, or the update is refused at its end.
         """
         if self.weights is not None:
             self.updates.announce()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Describes the weights; after a weight update SGLang calls it again, for layers that it did not write, too."""
+        """Describes the weights. After a weight update SGLang calls it again, also for layers that it did not write."""
         if self.weights is not None and self.packed:
             missing = self.updates.missing(layer, set(self.packed))
             # What is packed is made of other parameters, too, such as global scales: none of them may change alone.
@@ -210,7 +213,7 @@ class MadeAtLoad:
         loaded(layer, self.weights)
 
     def share(self, layer: torch.nn.Module, weights: ExpertWeights) -> None:
-        """Gives the layer's parameters the memory of what was made of them, where a format can."""
+        """Gives the layer's parameters the memory of what was made from them, if the format can do so."""
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Notes what the ExpertWeights were made of."""
@@ -233,5 +236,5 @@ class MadeAtLoad:
         return run_dispatched(dispatch_output, self.weights, self.moe_runner_config, self.handover)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask this. None means that tokens come with top-k ids of this rank's experts."""
         return None

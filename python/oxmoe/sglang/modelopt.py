@@ -1,9 +1,9 @@
-"""Checkpoints of NVIDIA's ModelOpt in SGLang, their experts on oxmoe: NVFP4, fp8 with given scales of activations,
+"""Runs the experts of NVIDIA's ModelOpt checkpoints in SGLang on oxmoe: NVFP4, fp8 with given scales of activations,
 mixtures of these and others, and NVFP4 experts in an fp8 checkpoint (hybrid).
 
-SGLang's own configurations claim such checkpoints before it asks other quantizations. So oxmoe registers subclasses of
-these under their names in SGLang's table of quantizations: linear layers, KV cache, excluded layers and names stay
-SGLang's. The loading of experts is SGLang's, too; what it makes of them after loading is left out.
+SGLang's own configurations claim such checkpoints before it asks other quantizations. So oxmoe registers subclasses
+of them under their names in SGLang's table of quantizations. Linear layers, KV cache, excluded layers and names stay
+SGLang's. SGLang also loads the experts, but its processing after loading is left out.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _HYBRID: Any = getattr(modelopt_quant, "HybridFp8NvFp4Config", None)
 
 
 def runs_nvfp4() -> bool:
-    """Whether NVFP4 experts run on oxmoe here: on Hopper, or without a GPU. Others have kernels of SGLang's own."""
+    """Whether NVFP4 experts run on oxmoe here. They do on Hopper and without a GPU. For other GPUs SGLang has
+    kernels of its own."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
 class _OfModelOpt(NeedsBfloat16, MadeAtLoad):
-    """A method of ModelOpt's experts, which have no biases: SGLang's methods would leave them out."""
+    """A method for ModelOpt's experts. It refuses biases, because SGLang's methods would leave them out."""
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
         if attributes.get("with_bias"):
@@ -52,7 +53,7 @@ class _OfModelOpt(NeedsBfloat16, MadeAtLoad):
 
 
 class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
-    """Parameters of NVFP4 experts as SGLang's loader fills them, without its second copies of the scales."""
+    """Creates the parameters of NVFP4 experts that SGLang's loader fills, without its second copies of the scales."""
 
     def __init__(self, quant_config: Any) -> None:
         # Not SGLang's, which asks for a GPU and a --moe-runner-backend of its own kernels.
@@ -60,7 +61,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
 
     @property
     def load_up_proj_weight_first(self) -> bool:
-        """Rows of w13 are [gate; up], whatever the server's --moe-runner-backend is."""
+        """Says that rows of w13 are [gate; up], whatever the server's --moe-runner-backend is."""
         return False
 
     def create_weights(
@@ -89,12 +90,12 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
 
 
 class OxmoeModelOptNvFp4MoEMethod(_OfModelOpt, _Nvfp4Parameters):
-    """NVFP4 experts with bf16 activations, also where the checkpoint has scales to quantise these with: those are left
-    out. Gate and up may have global scales of their own.
+    """The method for NVFP4 experts with bf16 activations. If the checkpoint has scales to quantise activations, they
+    are ignored. Gate and up may have global scales of their own.
 
-    SGLang's loader knows the scales by "ModelOpt" in the name of the method's class. Its top-k multiplies by the routed
-    scaling factor for methods of this kind, and the layer says so (`Handover.scaled`).
-    On CUDA the parameters hold packed weights after loading where sizes are multiples of 64.
+    SGLang's loader recognises the scales by "ModelOpt" in the name of the method's class. Its top-k multiplies by
+    the routed scaling factor for methods of this kind, and the layer says so (`Handover.scaled`). On CUDA the
+    parameters hold packed weights after loading, if the sizes are multiples of 64.
     """
 
     of, sized_as = "ModelOpt NVFP4", "nvfp4"
@@ -134,7 +135,8 @@ class OxmoeModelOptNvFp4MoEMethod(_OfModelOpt, _Nvfp4Parameters):
 
 
 class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod):
-    """fp8 experts with one scale a matrix, gate's and up's each its own, and given scales of activations."""
+    """The method for fp8 experts with one scale a matrix and given scales of activations. Gate and up each have a
+    scale."""
 
     of, sized_as = "ModelOpt fp8", "fp8_tensor"
 
@@ -153,14 +155,15 @@ class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod
 
 
 def nvfp4_method(config: Any) -> QuantizeMethodBase:
-    """Of NVFP4 experts: oxmoe's, or SGLang's where those are for another GPU."""
+    """Returns the method for NVFP4 experts: oxmoe's, or SGLang's if the GPU is one of those that SGLang has kernels
+    for."""
     if runs_nvfp4():
         return OxmoeModelOptNvFp4MoEMethod(config)
     return modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)
 
 
 class _Experts:
-    """A configuration of SGLang's whose experts run on oxmoe; all other layers are SGLang's."""
+    """A configuration of SGLang's whose experts run on oxmoe. All other layers are SGLang's."""
 
     unquantized: Any = None  # the method of layers that the checkpoint leaves as they are
     blocks: Any = None  # of fp8 experts with block scales
@@ -168,7 +171,8 @@ class _Experts:
 
     @classmethod
     def override_quantization_method(cls, checkpoint: dict[str, Any] | None, user_quant: str | None) -> str | None:
-        """SGLang's answer; where the release would take its own configuration for that name, our second name."""
+        """Returns SGLang's answer. If the release would take its own configuration for that name, it returns oxmoe's
+        second name."""
         answer = super().override_quantization_method(checkpoint, user_quant)  # type: ignore[misc]
         return second_name(answer) if answer in _SECOND and not capabilities.finds_modelopt_by_name() else answer
 
@@ -185,7 +189,7 @@ class _Experts:
 
 
 class _WithNvfp4(_Experts):
-    """Such a configuration with NVFP4 layers, which older releases have for Blackwell alone."""
+    """Such a configuration with NVFP4 layers. Older releases have these for Blackwell only."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -205,7 +209,7 @@ class _WithNvfp4(_Experts):
 
 
 class OxmoeModelOptFp4Config(_WithNvfp4, modelopt_quant.ModelOptFp4Config):
-    """Of an NVFP4 checkpoint."""
+    """The configuration of an NVFP4 checkpoint."""
 
     def experts(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not self.is_checkpoint_nvfp4_serialized:
@@ -214,7 +218,7 @@ class OxmoeModelOptFp4Config(_WithNvfp4, modelopt_quant.ModelOptFp4Config):
 
 
 class OxmoeModelOptFp8Config(_Experts, modelopt_quant.ModelOptFp8Config):
-    """Of an fp8 checkpoint."""
+    """The configuration of an fp8 checkpoint."""
 
     def experts(self, layer: torch.nn.Module, prefix: str) -> Any:
         return OxmoeModelOptFp8MoEMethod(self)
@@ -232,7 +236,7 @@ _MIXED = {
 
 
 class OxmoeModelOptMixedPrecisionConfig(_WithNvfp4, modelopt_quant.ModelOptMixedPrecisionConfig):
-    """Of a checkpoint that names a quant_algo for each of its layers."""
+    """The configuration of a checkpoint that names a quant_algo for each of its layers."""
 
     def experts(self, layer: torch.nn.Module, prefix: str) -> Any:
         algorithm = self._resolve_quant_algo(prefix)
@@ -256,9 +260,9 @@ class OxmoeModelOptMixedPrecisionConfig(_WithNvfp4, modelopt_quant.ModelOptMixed
 
 
 class _HybridOfFp8:
-    """An fp8 configuration of which SGLang's loader makes a hybrid.
+    """An fp8 configuration that SGLang's loader turns into a hybrid.
 
-    The hybrid takes over all attributes of the fp8 configuration, and so this one's get_quant_method, which knows the
+    The hybrid takes over all attributes of the fp8 configuration, including this get_quant_method. It recognises the
     hybrid by the layer that asks.
     """
 
@@ -277,7 +281,8 @@ class _HybridOfFp8:
 
 
 def fp8_config(kind: Any, checkpoint: dict[str, Any]) -> Any:
-    """An fp8 checkpoint's configuration, of this kind; of a hybrid one that which SGLang's loader makes one of."""
+    """Returns an fp8 checkpoint's configuration of this kind. For a hybrid checkpoint it returns the configuration
+    that SGLang's loader turns into a hybrid."""
     if not is_hybrid(checkpoint):
         return kind.from_config(checkpoint)
     if _HYBRID is None:
@@ -299,14 +304,14 @@ _SECOND = ("modelopt_fp8", "modelopt_fp4")
 
 
 def second_name(name: str) -> str:
-    """Under which a configuration is registered once more, so that those releases look at the table."""
+    """Returns the second name under which a configuration is registered, so that those releases look at the table."""
     return f"oxmoe_{name}"
 
 
 def register(**methods: Any) -> None:
-    """Puts our configurations in place of SGLang's in its table of quantizations.
+    """Replaces SGLang's configurations in its table of quantizations by oxmoe's.
 
-    methods: of the adapter, for layers of other formats: `unquantized`, `blocks` and `mxfp8`.
+    methods: the adapter's methods for layers of other formats: `unquantized`, `blocks` and `mxfp8`.
     """
     made = {kind: type(kind.__name__, (kind,), methods) for kind in _CONFIGS.values()}
     QUANTIZATION_METHODS.update({name: made[kind] for name, kind in _CONFIGS.items() if name in QUANTIZATION_METHODS})

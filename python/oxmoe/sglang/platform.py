@@ -1,6 +1,7 @@
-"""SGLang's `sglang.srt.platforms` entry point: called while SGLang is imported, before it defines its operators.
+"""SGLang's `sglang.srt.platforms` entry point. SGLang calls it while it is imported, before it defines its
+operators.
 
-Brings no platform: SGLang stays on its own. Imports nothing of SGLang.
+The entry point brings no platform, so SGLang stays on its own. The module imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from oxmoe.sglang import setting, sglang_version
 
 
 def activate() -> None:
-    """Defines the operators that OXMOE_SGLANG asks for; returns None, which to SGLang is "not this platform"."""
+    """Defines the operators that OXMOE_SGLANG asks for. Returns None, which SGLang reads as "not this platform"."""
     try:
         requested = setting.read(sglang_version())
     except (RuntimeError, ValueError):

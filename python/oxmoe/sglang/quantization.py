@@ -1,10 +1,10 @@
-"""SGLang's quantization "oxmoe": MoE layers on oxmoe, all others as they are, but MXFP8 linear layers where SGLang has
-no kernel.
+"""SGLang's quantization "oxmoe". MoE layers run on oxmoe, and so do MXFP8 linear layers if SGLang has no kernel for
+them. All other layers stay as they are.
 
-`--quantization oxmoe` for checkpoints of bf16 or f16 weights, whose layers SGLang would else run on its Triton kernels;
-MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8, NVFP4 or int4 layers, get it by themselves.
-None is laid out for another package first: MXFP4 and MXFP8 weights are packed at load in their own memory, 16-bit and
-fp8 ones are used as they lie.
+Checkpoints of bf16 or f16 weights need `--quantization oxmoe`; otherwise SGLang would run their layers on its Triton
+kernels. MXFP4, MXFP8 and fp8 checkpoints, and those of compressed-tensors with fp8, NVFP4 or int4 layers, get this
+quantization by themselves. No weights are laid out for another package first. MXFP4 and MXFP8 weights are packed at
+load in their own memory; 16-bit and fp8 weights are used as they lie.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ SCALE_OF_ONE = 127  # E8M0
 
 
 def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts) -> Any:
-    """A layer's tokens through its MoeRunner, or where SGLang has none for us directly."""
+    """Runs a layer's tokens through its MoeRunner, or directly if SGLang has no runner for oxmoe."""
     if hasattr(runner, "run"):
         return runner.run(dispatch_output, quant_info)
     return deepep.combine_input(dispatch_output, experts.run(dispatch_output, quant_info, runner.config))
 
 
 class DirectRunner:
-    """What stands for a MoeRunner where SGLang takes none under a name of its own."""
+    """Stands for a MoeRunner if SGLang takes no runner under another name."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 class ThroughRunner:
-    """A method whose layer keeps SGLang's parameters: tokens go through its MoeRunner."""
+    """A method whose layer keeps SGLang's parameters. Tokens go through its MoeRunner."""
 
     oxmoe = True
     make_runner: Any = staticmethod(DirectRunner)
@@ -64,7 +64,8 @@ class ThroughRunner:
         self.runner = self.make_runner(moe_runner_config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Describes the weights once, at load: what oxmoe does not serve fails here and not at the first request."""
+        """Describes the weights once, at load. So what oxmoe does not serve fails here, and not at the first
+        request."""
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
         experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
@@ -74,12 +75,12 @@ class ThroughRunner:
         return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:
-        """Newer releases ask; None: tokens come with top-k ids of this rank's experts."""
+        """Newer releases ask this. None means that tokens come with top-k ids of this rank's experts."""
         return getattr(self.runner, "runner_backend", None)
 
 
 class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
-    """bf16 and f16 experts on oxmoe; parameters and loading are SGLang's."""
+    """The method for bf16 and f16 experts on oxmoe. Parameters and loading are SGLang's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
 
 
 class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
-    """fp8 experts with a scale for each 128 x 128 block; parameters and loading are SGLang's."""
+    """The method for fp8 experts with a scale for each 128 x 128 block. Parameters and loading are SGLang's."""
 
     of, sized_as = "fp8", "fp8_block"
 
@@ -99,7 +100,8 @@ class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
 
 
 class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
-    """fp8 experts with one scale a matrix, gate's and up's each its own; parameters and loading are SGLang's."""
+    """The method for fp8 experts with one scale a matrix; gate and up each have one. Parameters and loading are
+    SGLang's."""
 
     of, sized_as = "fp8", "fp8_tensor"
 
@@ -118,10 +120,11 @@ class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
 
 
 class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
-    """MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row; parameters and loading are SGLang's.
+    """The method for MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row. Parameters and loading are
+    SGLang's.
 
-    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp8(in_place=True)`), else the
-    checkpoint's.
+    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp8(in_place=True)`). Elsewhere they
+    hold the checkpoint's.
     """
 
     of, sized_as = "MXFP8", "mxfp8"
@@ -141,10 +144,10 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
 
 
 class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
-    """MXFP4 experts of a GPT-OSS checkpoint on oxmoe: [E, 2I, H / 2] codes, gate and up rows alternating.
+    """The method for MXFP4 experts of a GPT-OSS checkpoint: [E, 2I, H / 2] codes, with gate and up rows in turn.
 
-    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp4(in_place=True)`), else the
-    checkpoint's.
+    On CUDA the parameters hold packed weights after loading (`ExpertWeights.mxfp4(in_place=True)`). Elsewhere they
+    hold the checkpoint's.
     """
 
     of = "MXFP4"
@@ -161,7 +164,8 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
         with_bias: bool = False,
         **attributes: Any,
     ) -> None:
-        """num_experts: of this rank. A rank's share of I is rounded up: GPT-OSS is cut at whole blocks of weights."""
+        """num_experts: the number of experts of this rank. A rank's share of I is rounded up, because GPT-OSS is cut
+        at whole blocks of weights."""
         if params_dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: MXFP4 experts need --dtype bfloat16, got {params_dtype}")
         if "weight_loader" in attributes:
@@ -223,13 +227,14 @@ class OxmoeMxfp4Config(Mxfp4Config):
 
 
 class OxmoeFp8Config(Fp8Config):
-    """SGLang's configuration of an fp8 checkpoint, whose experts may be MXFP4, or of an MXFP8 one (its name stays)."""
+    """SGLang's configuration of an fp8 or MXFP8 checkpoint, under its own name. The experts of an fp8 checkpoint may
+    be MXFP4."""
 
     experts: Any = OxmoeFp8MoEMethod
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
 
     def get_min_capability(self) -> int:
-        """SGLang's MXFP8 begins with sm_100."""
+        """Returns at most 90, because SGLang's own MXFP8 begins with sm_100."""
         return min(90, int(super().get_min_capability()))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -245,19 +250,21 @@ class OxmoeFp8Config(Fp8Config):
 
 
 def served_compressed(checkpoint: dict[str, Any] | None) -> bool:
-    """Whether a checkpoint's quantization_config is compressed-tensors' with layers of fp8 or NVFP4."""
+    """Whether a checkpoint's quantization_config is one of compressed-tensors that `compressed_tensors.served`
+    accepts."""
     config = checkpoint or {}
     return config.get("quant_method") in formats.COMPRESSED and compressed_tensors.served(config)
 
 
 class OxmoeCompressedTensorsConfig(compressed_tensors.OxmoeCompressedTensorsConfig):
-    """Of a compressed-tensors checkpoint."""
+    """The configuration of a compressed-tensors checkpoint."""
 
     unquantized = OxmoeUnquantizedFusedMoEMethod
 
 
 class OxmoeConfig(QuantizationConfig):
-    """`--quantization oxmoe`: of bf16 and f16 checkpoints; of quantised ones it makes their own configurations."""
+    """The configuration of `--quantization oxmoe`, for bf16 and f16 checkpoints. For quantised checkpoints it makes
+    their own configurations."""
 
     unquantized: Any = OxmoeUnquantizedFusedMoEMethod
     fp8: Any = OxmoeFp8Config
@@ -279,7 +286,8 @@ class OxmoeConfig(QuantizationConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
-        """SGLang asks each method whether a checkpoint is its own: these are, unless the user names another."""
+        """SGLang asks each method whether a checkpoint belongs to it. The checkpoints that oxmoe serves do, unless
+        the user names another method."""
         method = (hf_quant_cfg or {}).get("quant_method")
         if int4.claims(hf_quant_cfg, user_quant, NAME):
             return NAME

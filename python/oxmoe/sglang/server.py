@@ -1,4 +1,4 @@
-"""The arguments of this process's server. Imports nothing of SGLang before it is asked."""
+"""Reads the arguments of this process's server. Imports nothing of SGLang before a function is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def read(of_context: Callable[[Any], Any], of_arguments: Callable[[Any], Any]) -> Any:
-    """What SGLang's runtime context says, or in older releases its global arguments; None without a server."""
+    """Returns what SGLang's runtime context says, or in older releases its global arguments. It is None without a
+    server."""
     try:
         return of_context(importlib.import_module("sglang.srt.runtime_context"))
     except (AttributeError, ImportError, LookupError, RuntimeError, ValueError):
@@ -20,12 +21,12 @@ def read(of_context: Callable[[Any], Any], of_arguments: Callable[[Any], Any]) -
 
 
 def balances_experts() -> bool:
-    """Whether it has --enable-eplb."""
+    """Whether the server has --enable-eplb."""
     return bool(read(lambda context: context.get_exec().moe.enable_eplb, lambda arguments: arguments.enable_eplb))
 
 
 def compiles() -> bool:
-    """Whether it has --enable-torch-compile."""
+    """Whether the server has --enable-torch-compile."""
     return bool(
         read(
             lambda context: context.get_exec().graph.enable_torch_compile,
@@ -35,7 +36,7 @@ def compiles() -> bool:
 
 
 def speculates() -> bool:
-    """Whether it has --speculative-algorithm."""
+    """Whether the server has --speculative-algorithm."""
     algorithm = read(
         lambda context: context.get_spec().speculative_algorithm, lambda arguments: arguments.speculative_algorithm
     )
@@ -43,7 +44,7 @@ def speculates() -> bool:
 
 
 def fuses_allreduce() -> bool | None:
-    """Whether it fuses its all-reduce; None where there is nothing to reduce, or no server."""
+    """Whether the server fuses its all-reduce. It is None if there is nothing to reduce, or no server."""
 
     def of_context(context: Any) -> tuple[int, bool]:
         backend = context.get_exec().comm.flashinfer_allreduce_fusion_backend

@@ -1,4 +1,4 @@
-"""OXMOE_SGLANG: what of SGLang oxmoe takes over. Imports nothing of SGLang."""
+"""Reads OXMOE_SGLANG, which says what oxmoe takes over in SGLang. Imports nothing of SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTING = "OXMOE_SGLANG"
 
 @dataclass(frozen=True)
 class Requested:
-    """One swap of the setting, with the parts that are wanted of it."""
+    """One swap of the setting, with the parts of it that the setting names."""
 
     name: str
     parts: tuple[str, ...]
@@ -23,15 +23,15 @@ class Requested:
 
 
 def text() -> str:
-    """The setting as it stands in the environment."""
+    """Returns the setting as it stands in the environment."""
     return os.environ.get(SETTING, "").strip()
 
 
 def read(version: str) -> tuple[Requested, ...]:
-    """The swaps that the setting asks for, in order; none where it is empty (the default).
+    """Returns the swaps that the setting asks for, in order. There are none if it is empty, the default.
 
-    ValueError says what is wrong with a setting and what this SGLang version can have; RuntimeError, why a release is
-    not served: it is older than those that are, or a newer one that lacks what the swaps need.
+    A ValueError says what is wrong with the setting, and what this SGLang version can have. A RuntimeError says why
+    a release is not served: it is too old, or a newer one that lacks what the swaps need.
     """
     items = [item.strip() for item in text().split(",") if item.strip()]
     if not items:
@@ -64,7 +64,7 @@ def read(version: str) -> tuple[Requested, ...]:
 
 
 def _refuse_changed(version: str, requested: Iterable[Requested]) -> None:
-    """RuntimeError for a newer release that lacks what the swaps need."""
+    """Raises RuntimeError for a newer release that lacks what the swaps need."""
     lacking = capabilities.missing(tuple(name for swap in requested for name in (swap.name, *swap.parts)))
     if lacking:
         raise RuntimeError(

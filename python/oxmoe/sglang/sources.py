@@ -1,7 +1,7 @@
-"""What modules of the installed SGLang define, read from their sources.
+"""Reads from their sources what modules of the installed SGLang define.
 
-Nothing is imported: the all-reduce operators must be defined while SGLang itself is being imported, and a question
-must not load a module that registers kernels of its own.
+It imports nothing, for two reasons. The all-reduce operators must be defined while SGLang itself is being imported.
+And a question must not load a module that registers kernels of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @functools.cache
 def folder() -> Path:
-    """Of the package sglang; ModuleNotFoundError where there is none."""
+    """Returns the folder of the package sglang. Raises ModuleNotFoundError if there is none."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("sglang is not installed")
@@ -26,7 +26,7 @@ def folder() -> Path:
 
 @functools.cache
 def _statements(module: str) -> tuple[ast.stmt, ...] | None:
-    """Of a module, named as in "srt.layers.moe.utils"; None where there is no such module."""
+    """Returns the statements of a module, named as in "srt.layers.moe.utils". It is None if there is no such module."""
     path = folder().joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.exists():
@@ -35,7 +35,7 @@ def _statements(module: str) -> tuple[ast.stmt, ...] | None:
 
 
 def _flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, and those inside `if`, `try` and `with`, which run at the same level."""
+    """Yields statements, and those inside `if`, `try` and `with`, which run at the same level."""
     for statement in statements:
         yield statement
         for part in ("body", "orelse", "finalbody"):
@@ -59,7 +59,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 @functools.cache
 def names(module: str) -> frozenset[str]:
-    """What a module defines or imports; empty where there is no such module."""
+    """Returns what a module defines or imports. It is empty if there is no such module."""
     return frozenset(name for statement in _statements(module) or () for name in _bound(statement))
 
 
@@ -70,7 +70,7 @@ def _class(module: str, name: str) -> ast.ClassDef | None:
 
 @functools.cache
 def members(module: str, name: str) -> frozenset[str]:
-    """Methods, fields and constants that a class has by its own body, and attributes that its methods set."""
+    """Returns the methods, fields and constants in a class's own body, and the attributes that its methods set."""
     owner = _class(module, name)
     if owner is None:
         return frozenset()
@@ -81,14 +81,14 @@ def members(module: str, name: str) -> frozenset[str]:
 
 @functools.cache
 def function(module: str, name: str) -> Function | None:
-    """A function of a module."""
+    """Returns a function of a module."""
     found = (node for node in _statements(module) or () if isinstance(node, Function) and node.name == name)
     return next(found, None)
 
 
 @functools.cache
 def mentions(module: str, text: str) -> bool:
-    """Whether code of a module has an identifier, attribute or string of exactly this text."""
+    """Whether the code of a module has an identifier, attribute or string with exactly this text."""
     for statement in _statements(module) or ():
         for node in ast.walk(statement):
             if text in (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")):
@@ -98,14 +98,14 @@ def mentions(module: str, text: str) -> bool:
 
 @functools.cache
 def constants(module: str, name: str) -> frozenset[str]:
-    """The texts that a class has as constants: an enum's values."""
+    """Returns the texts that a class has as constants, which are the values of an enum."""
     owner = _class(module, name)
     values = (statement.value for statement in owner.body if isinstance(statement, ast.Assign)) if owner else ()
     return frozenset(value.value for value in values if isinstance(value, ast.Constant) and type(value.value) is str)
 
 
 def fields_of_classes(package: str) -> Iterator[frozenset[str]]:
-    """Of every class in a package's modules, its members; nothing where there is no such package."""
+    """Returns the members of every class in a package's modules. It is empty if there is no such package."""
     for file in sorted(folder().joinpath(*package.split(".")).glob("*.py")):
         module = f"{package}.{file.stem}"
         for node in _statements(module) or ():

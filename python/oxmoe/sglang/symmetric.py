@@ -1,6 +1,8 @@
-"""A layer's output in NCCL's symmetric memory (--enable-symm-mem), which makes the all-reduce behind it the fast one.
+"""Allocates a layer's output in NCCL's symmetric memory (--enable-symm-mem), so that the all-reduce after it is the
+fast one.
 
-SGLang's own runners allocate the sum over experts under the same conditions. Imports nothing of SGLang before a call.
+SGLang's own runners allocate the sum over experts under the same conditions. The module imports nothing of SGLang
+before a call.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ _ALLOCATOR = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 
 
 def output_like(x: Tensor) -> Tensor | None:
-    """An output for tokens x in the pool of the tensor-parallel group; None where SGLang wants none there.
+    """Returns an output for tokens x in the pool of the tensor-parallel group, or None if SGLang would not allocate
+    it there.
 
-    SGLang wants none without --enable-symm-mem, with one rank, and while ranks of DP attention have different numbers
-    of tokens.
+    SGLang does not do so without --enable-symm-mem, with one rank, and while ranks of DP attention have different
+    numbers of tokens.
     """
     # SGLang's layers have imported it.
     allocator = sys.modules.get(_ALLOCATOR)

@@ -1,9 +1,10 @@
-"""Which parameters of a layer SGLang has written since oxmoe's ExpertWeights were made of them.
+"""Records which parameters of a layer SGLang has written since oxmoe's ExpertWeights were made of them.
 
-SGLang's models write a parameter through its `weight_loader`, which a quantization method hands over when it creates
-the parameter. A layer whose ExpertWeights hold more than the parameters' own memory (packed weights, tables of scales)
-must make them again after a write, and CUDA graphs run no Python that could see that this was left out. So a write that
-no `process_weights_after_loading` follows is refused before it happens. Imports nothing of SGLang.
+SGLang's models write a parameter through its `weight_loader`, which a quantization method sets when it creates the
+parameter. A layer's ExpertWeights may hold more than the parameters' own memory: packed weights, or tables of
+scales. Such a layer must make them again after a write. CUDA graphs run no Python that could notice that this was
+left out. So a write is refused before it happens, unless `process_weights_after_loading` follows it. The module
+imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ POST_PROCESS = ("load_weights_and_postprocess", "update_weights_from_ipc")
 
 
 def post_processing_follows() -> bool:
-    """Whether a thread of this process is inside a function of SGLang that processes weights when it has loaded them.
+    """Whether a thread of this process is inside a function of SGLang that processes weights after it has loaded
+    them.
 
-    Every thread counts: some models write experts from a pool of threads. Older releases have no other sign of it.
+    Every thread counts, because some models write experts from a pool of threads. Older releases have no other sign
+    of it.
     """
     return any(_post_processes(frame) for last in _threads() for frame in _frames(last))
 
@@ -43,7 +46,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def local_experts(layer: Any, expert: int) -> list[int]:
-    """The rows of this rank's parameters that SGLang's loader writes for a checkpoint's expert."""
+    """Returns the rows of this rank's parameters that SGLang's loader writes for an expert of the checkpoint."""
     module = sys.modules.get("sglang.srt.eplb.expert_location")
     placed = module is not None and getattr(layer, "uses_expert_location", True)
     location = module.get_global_expert_location_metadata() if module is not None and placed else None
@@ -58,12 +61,12 @@ def local_experts(layer: Any, expert: int) -> list[int]:
 
 
 def _is_gated(layer: Any) -> bool:
-    """Whether w13 has rows of gate and of up, which a checkpoint has apart."""
+    """Whether w13 has gate rows and up rows, which a checkpoint stores separately."""
     return bool(getattr(getattr(layer, "moe_runner_config", None), "is_gated", True))
 
 
 class Updates:
-    """The writes to one layer's parameters. The first load is announced by itself."""
+    """The writes to the parameters of one layer. The first load counts as announced."""
 
     def __init__(self) -> None:
         self.announced = True
@@ -72,12 +75,13 @@ class Updates:
         self._lock = threading.Lock()
 
     def announce(self) -> None:
-        """`process_weights_after_loading` will follow the writes that come now."""
+        """Notes that `process_weights_after_loading` will follow the writes that come now."""
         self.announced = True
         self._forget()
 
     def finish(self, *, derived: bool) -> None:
-        """ExpertWeights are made. derived: they hold more than the parameters' memory: later writes are announced."""
+        """Notes that ExpertWeights are made. derived: they hold more than the parameters' memory, so later writes
+        must be announced."""
         self.announced = not derived
         self._forget()
 
@@ -86,7 +90,7 @@ class Updates:
         self._whole.clear()
 
     def loader(self, layer: torch.nn.Module, load: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """`load`, SGLang's weight_loader of this layer's parameters, behind a look at what it is about to write."""
+        """Wraps `load`, SGLang's weight_loader of this layer's parameters, and checks what it is about to write."""
 
         def weight_loader(param: Any, loaded_weight: Any, *arguments: Any, **named: Any) -> Any:
             given = dict(zip(("weight_name", "shard_id", "expert_id"), arguments, strict=False)) | named
@@ -116,11 +120,12 @@ class Updates:
                 self._written.setdefault(name, set()).add((local, shard))
 
     def written(self) -> set[str]:
-        """The parameters of which anything was written."""
+        """Returns the parameters of which any part was written."""
         return self._whole | self._written.keys()
 
     def missing(self, layer: torch.nn.Module, names: set[str]) -> dict[str, tuple[int, int]]:
-        """Of these parameters those that were not written whole: (parts that were written, parts that there are)."""
+        """Returns those of the given parameters that were not written whole, each with (parts that were written,
+        parts in all)."""
         found = {}
         for name in sorted(names - self._whole):
             parts = getattr(layer, name).shape[0] * (2 if name.startswith("w13") and _is_gated(layer) else 1)
