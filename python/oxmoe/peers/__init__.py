@@ -1,5 +1,5 @@
-"""Other projects' calls, served by oxmoe: a file for each call, which is named after the project.
+"""Other projects' calls on oxmoe's kernels. Each call has a file, which is named after the project.
 
-What a call makes of the project's tensors is `ExpertWeights`; `kept` finds it again at the next call. `topk_forms` and
-`packed_topk` read the forms of a top-k result. SGLang itself is `oxmoe.sglang`.
+A call makes `ExpertWeights` from the project's tensors, and `kept` finds them again at the next call. `topk_forms`
+and `packed_topk` read the forms of a top-k result. `oxmoe.sglang` is the plugin for SGLang itself.
 """

@@ -50,24 +50,24 @@ def _mode(quant_mode: str) -> str:
 
 
 class CuteDslMoEWrapper:
-    """flashinfer's class of this name (0.6.11 and 0.7.2) over ExpertWeights.nvfp4, on what those run on.
+    """flashinfer's class of this name (0.6.11 and 0.7.2) on ExpertWeights.nvfp4, on every device that runs those.
 
-    num_experts, top_k, hidden_size H, intermediate_size N: of the layer; this rank holds num_local_experts (default:
-    all) from local_expert_offset on, and the output is their part of the sum.
+    num_experts, top_k, hidden_size H and intermediate_size N describe the layer. This rank holds num_local_experts
+    (default: all) from local_expert_offset on, and the output is their part of the sum.
 
-    use_cuda_graph: the output and the workspace are this object's, made for max_num_tokens on `device`, so a call
-    allocates nothing, and the next call writes over the last one's output (as in flashinfer 0.6.11). More tokens then
-    are a ValueError. With max_num_tokens None (0.7.2 ignores the number), or without use_cuda_graph, torch's allocator
-    gives both, while a graph is captured from that graph's memory.
+    use_cuda_graph: this object owns the output and the workspace, made for max_num_tokens on `device`. So a call
+    allocates nothing, and overwrites the output of the last call (as in flashinfer 0.6.11). More tokens are a
+    ValueError then. With max_num_tokens None (0.7.2 ignores the number), or without use_cuda_graph, torch's
+    allocator provides both. While a graph is captured, they come from that graph's memory.
 
-    quant_mode "w4a4" ("nvfp4"): tokens come as NVFP4, and GEMM1's output is rounded to it with fc2_input_scale;
-    "w4a16": tokens of output_dtype, and no rounding. activation_type: Swiglu (with swiglu_alpha, swiglu_beta and
-    swiglu_limit, which are ExpertWeights' alpha, beta and limit), GegluTanh, or Relu2 (w1 then is [El, N, H / 2]). What
-    is computed in is output_dtype: bf16, on CPU also f16 or fp32.
+    quant_mode: with "w4a4" ("nvfp4") tokens come as NVFP4, and GEMM1's output is rounded to NVFP4 with
+    fc2_input_scale. With "w4a16" tokens have output_dtype, and nothing is rounded. activation_type: Swiglu,
+    GegluTanh, or Relu2 (w1 then is [El, N, H / 2]). swiglu_alpha, swiglu_beta and swiglu_limit are ExpertWeights'
+    alpha, beta and limit. output_dtype is the dtype of the computation: bf16, on CPUs also f16 or fp32.
 
-    tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never atomic.
-    Refused by name: sf_vec_size other than 16, situ_beta, situ_linear_beta, "w4a8", and of `run` per_token_scale and
-    tactic.
+    tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never
+    atomic. These are refused by name: a sf_vec_size other than 16, situ_beta, situ_linear_beta, "w4a8", and the
+    arguments per_token_scale and tactic of `run`.
 
     One object serves one stream at a time.
     """
@@ -143,7 +143,7 @@ class CuteDslMoEWrapper:
                 self._output = torch.empty((max_num_tokens, hidden_size), dtype=self.output_dtype, device=device)
 
     def get_valid_tactics(self) -> list[Any]:
-        """None: plans are functions of the shape."""
+        """Returns None, because plans are functions of the shape."""
         return []
 
     def prepare(
@@ -156,7 +156,7 @@ class CuteDslMoEWrapper:
         w2_weight_sf: Tensor,
         w2_alpha: Tensor,
     ) -> ExpertWeights:
-        """What `run` makes of these at its first call with them, for its `weights`."""
+        """Makes what `run` would make of these tensors at its first call with them. Pass the result as `weights`."""
         if (fc2_input_scale is None) != (self.quant_mode == "w4a16"):
             raise ValueError(
                 f"fc2_input_scale: expected {'None' if self.quant_mode == 'w4a16' else 'one number'} with quant_mode "
@@ -194,7 +194,7 @@ class CuteDslMoEWrapper:
         )
 
     def _kept(self, blocks: tuple[Tensor, ...], others: tuple[Tensor | None, ...]) -> ExpertWeights:
-        """The experts of these tensors; those of tensors before them are let go."""
+        """Returns the experts of these tensors, and drops those of earlier tensors."""
         w1, w1_sf, w2, w2_sf = blocks
         w1_alpha, fc2, w2_alpha = others
 
@@ -223,7 +223,7 @@ class CuteDslMoEWrapper:
         per_token_scale: Tensor | None = None,
         weights: ExpertWeights | None = None,
     ) -> Tensor:
-        """flashinfer's method: this rank's part of out [T, hidden_size] in output_dtype.
+        """flashinfer's method. Returns this rank's part of out [T, hidden_size] in output_dtype.
 
         x uint8 [T, H / 2] with x_sf e4m3 (float8_e4m3fn or its bytes) of T H / 16 scales row by row, as
         fp4_quantize(is_sf_swizzled_layout=False) gives them, or with "w4a16" [T, H] of output_dtype without x_sf.

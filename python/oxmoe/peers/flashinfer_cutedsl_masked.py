@@ -1,4 +1,4 @@
-"""SGLang's `flashinfer_cutedsl_moe_masked`: NVFP4 experts on rows that lie expert by expert."""
+"""SGLang's `flashinfer_cutedsl_moe_masked`: NVFP4 experts on rows in expert order."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def flashinfer_cutedsl_moe_masked(
     down_start_event: Any = None,
     activation: str = "silu",
 ) -> Tensor:
-    """SGLang's function of this name, on what ExpertWeights.nvfp4 runs on: W4A4 experts on DeepEP's masked layout. bf16
-    [El, m, K].
+    """SGLang's function of this name, on every device that runs ExpertWeights.nvfp4. It runs W4A4 experts on
+    DeepEP's masked layout. Returns bf16 [El, m, K].
 
     hidden_states: (x bf16 [El, m, K], None), quantised with input_global_scale fp32 [El], or (codes uint8 of logical
     shape [m, K / 2, El], scales [32, 4, m tiles, 4, k tiles, El]) as scaled_fp4_grouped_quantize gives them. w1 uint8
@@ -40,12 +40,12 @@ def flashinfer_cutedsl_moe_masked(
     [El, M', G'] or as a view in MMA layout; alphas and a2_global_scale fp32 [El]; masked_m int32 [El]. Rows beyond the
     mask are undefined.
 
-    CUDA tensors: the first call with these weights packs them, which a CUDA graph cannot capture, and keeps that copy
-    (`oxmoe.nvfp4.cache`) for as long as they live.
+    With CUDA tensors, the first call with these weights packs them, which a CUDA graph cannot capture. It keeps that
+    copy (`oxmoe.nvfp4.cache`) for as long as they live.
 
-    GEMM1's sums go into the activation unrounded, where SGLang's kernels round them to bf16 first. down_sm_count,
-    down_signals and down_start_event are refused by name: a combine on another stream waits for signals of finished
-    rows, and the down projection here writes none.
+    GEMM1's sums go into the activation unrounded; SGLang's kernels round them to bf16 first. down_sm_count,
+    down_signals and down_start_event are refused by name. With them a combine on another stream waits for signals of
+    finished rows, and the down projection here writes none.
     """
     overlap = {"down_sm_count": down_sm_count, "down_signals": down_signals, "down_start_event": down_start_event}
     for name, value in overlap.items():

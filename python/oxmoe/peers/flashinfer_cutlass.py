@@ -1,4 +1,4 @@
-"""flashinfer's `cutlass_fused_moe` on Hopper's formats, and SGLang's call of it with MXFP4 weights, served by `moe`."""
+"""flashinfer's `cutlass_fused_moe` in Hopper's formats, and SGLang's call of it with MXFP4 weights. `moe` runs both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ cache = Cache()
 
 
 class WorkspaceError(ValueError, RuntimeError):
-    """Of a workspace_buffer that cannot be used: oxmoe's ValueError, and the RuntimeError that flashinfer raises."""
+    """The error of a workspace_buffer that cannot be used. It is oxmoe's ValueError, and also the RuntimeError that
+    flashinfer raises."""
 
 
 def _name(dtype: Any) -> Any:
-    """torch.bfloat16 to "bf16", as ExpertWeights names it."""
+    """Converts torch.bfloat16 to "bf16", the name that ExpertWeights uses."""
     return _OF_DTYPES.get(name_of(dtype), name_of(dtype))
 
 
@@ -49,10 +50,10 @@ def prepare_cutlass_fused_moe(
     use_w4_group_scaling: bool | None = None,
     use_mxfp8_act_scaling: bool = False,
 ) -> ExpertWeights:
-    """ExpertWeights of what `cutlass_fused_moe` takes: made once, at load.
+    """Makes ExpertWeights from what `cutlass_fused_moe` takes, once, at load.
 
-    Rows of fc1 are [up; gate], or of activations without a gate one of I. The formats, by dtype, flags and
-    quant_scales:
+    Rows of fc1 are [up; gate]. With an activation without a gate they are one block of I rows. These are the
+    formats, by dtype, flags and quant_scales:
 
     bf16, f16, fp32: fc1 [El, 2I, H] and fc2 [El, H, I]; no quant_scales.
     fp8 with one scale: float8_e4m3fn; fp32 [El] fc1's scale times the input's, the number that GEMM1's output is
@@ -66,12 +67,13 @@ def prepare_cutlass_fused_moe(
     NVFP4: uint8 (or viewed as int64) [El, 2I, H / 2] and [El, H, I / 2]; fc1's activation scale, swizzled block scales
         and dequantisation scale (one number or [El]), and the same of fc2.
 
-    Biases [El, 2I] and [El, H]; fc2's counts on tp_rank 0 alone, as in flashinfer. swiglu_*: fp32 [El]; a number that
-    all experts share is taken as one, which is faster. SwigluStep without a limit has flashinfer's, 7.0. hidden_size:
-    columns of the input where MXFP4 or MXFP8 weights are padded beyond them. dtype: of MXFP4 and NVFP4 weights' input.
+    Biases are [El, 2I] and [El, H]; fc2's counts on tp_rank 0 only, as in flashinfer. swiglu_* are fp32 [El]; if all
+    experts share a number, it becomes one number, which is faster. SwigluStep without a limit has flashinfer's
+    limit, 7.0. hidden_size: the columns of the input, if MXFP4 or MXFP8 weights are padded beyond them. dtype: the
+    dtype of the input for MXFP4 and NVFP4 weights.
 
-    16-bit and fp8 weights are used as they lie; of the others the result holds copies, made on their device.
-    NotImplementedError for combinations that are not served.
+    16-bit and fp8 weights are used as they lie. For other formats the result holds copies, made on their device.
+    Combinations that are not served are a NotImplementedError.
     """
     scales = list(quant_scales or ())
     if use_w4_group_scaling is None:
@@ -141,7 +143,7 @@ def cutlass_fused_moe(
     backend: str = "cutlass",
     weights: ExpertWeights | None = None,
 ) -> list[Tensor]:
-    """flashinfer's call (0.6.11 and 0.7.2, by keyword): [output].
+    """flashinfer's call (0.6.11 and 0.7.2, by keyword). Returns [output].
 
     input [T, H] of output_dtype, or float8_e4m3fn of fp8 weights with one scale, or with input_sf (swizzled, or with
     swizzled_input_sf=False row by row) NVFP4 codes of NVFP4 weights; token_selected_experts int32 or int64 [T, k],
@@ -157,7 +159,8 @@ def cutlass_fused_moe(
     workspace_buffer: uint8 or int8 [cutlass_fused_moe_workspace_size(...)], 256-byte aligned; WorkspaceError for
     others.
 
-    Deterministic whatever use_fused_finalize says; tune_max_num_tokens, enable_pdl and profile_ids have no meaning.
+    The call is deterministic whatever use_fused_finalize says. tune_max_num_tokens, enable_pdl and profile_ids have
+    no meaning.
     """
     unserved = {
         "cluster_size": cluster_size != 1,
@@ -216,7 +219,8 @@ def cutlass_fused_moe(
 
 
 def _check_aligned(name: str, tensor: Tensor) -> None:
-    """The GPU's kernels read 16 bytes at a time; flashinfer's callers know this error as "16B-aligned"."""
+    """Checks alignment, because the GPU's kernels read 16 bytes at a time. flashinfer's callers know this error as
+    "16B-aligned"."""
     if tensor.is_cuda and tensor.data_ptr() % 16:
         raise ValueError(
             f"{name}: must be 16B-aligned (start at a multiple of 16 bytes), got address {tensor.data_ptr():#x}; pass "
@@ -233,7 +237,7 @@ def _kept(
     activation: str,
     output_dtype: Any,
 ) -> ExpertWeights:
-    """The cache's ExpertWeights for an input like this; others: biases and swiglu_*."""
+    """Returns the cache's ExpertWeights for an input like this. others: biases and swiglu_*."""
     fc1, fc2, scales = blocks
     columns = {"mxfp4": 2, "mxfp8": 1}.get(format, 0) * fc1.shape[-1] * fc1.element_size()
     hidden_size = input.shape[1] if input.shape[1] < columns else None
@@ -247,7 +251,7 @@ def _kept(
 
 
 def _workspace(buffer: Tensor, input: Tensor) -> Tensor:
-    """The buffer as `moe` takes it, in flashinfer's words where it cannot."""
+    """Returns the buffer in the form that `moe` takes. The error is in flashinfer's words if that is impossible."""
     import torch
 
     problem = None
@@ -269,7 +273,7 @@ def _workspace(buffer: Tensor, input: Tensor) -> Tensor:
 
 
 def _with_workspace(call: Any, *operands: Any, workspace: Tensor | None, **options: Any) -> Tensor:
-    """`call`, whose complaint about its workspace is one about the workspace_buffer."""
+    """Runs `call`, and turns its error about the workspace into one about the workspace_buffer."""
     try:
         result: Tensor = call(*operands, workspace=workspace, **options)
     except ValueError as error:
@@ -352,7 +356,8 @@ def fused_experts_flashinfer_mxfp4(
     weights: ExpertWeights | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
-    """What SGLang 0.5.23 computes with a FlashInferCutlassMxfp4MoeQuantInfo on Hopper (W4A16): [T, H].
+    """Computes what SGLang 0.5.23 computes with a FlashInferCutlassMxfp4MoeQuantInfo on Hopper (W4A16). Returns [T,
+    H].
 
     hidden_states [T, H]; topk_output standard (global ids) or bypassed (then routed here); H may be below
     quant_info.padded_hidden, without copies of input and output. runner_config gives moe_tp_* and moe_ep_*. Returns

@@ -1,4 +1,5 @@
-"""What flashinfer's `cutlass_fused_moe` tells of its weights: their format, activation and scales, in oxmoe's terms.
+"""Translates what flashinfer's `cutlass_fused_moe` says about its weights into oxmoe's terms: format, activation and
+scales.
 
 Source: flashinfer/fused_moe/core.py, csrc/fused_moe/cutlass_backend and tests/moe/test_trtllm_cutlass_fused_moe.py of
 0.6.11 and 0.7.2. Rows of fc1 are [up; gate] in every format.
@@ -48,7 +49,7 @@ _COUNTS = {"mxfp4": (2,), "fp8_block": (2,), "fp8_tensor": (4,), "mxfp8": (4,), 
 
 
 def name_of(dtype: Any) -> str:
-    """torch.bfloat16 to "bfloat16"."""
+    """Converts torch.bfloat16 to "bfloat16"."""
     return str(dtype).rpartition(".")[2]
 
 
@@ -71,7 +72,8 @@ def format_of(
     use_w4_group_scaling: bool,
     use_mxfp8_act_scaling: bool,
 ) -> str:
-    """The name of the weights' format; NotImplementedError or ValueError where flags, dtype and scales do not fit."""
+    """Returns the name of the weights' format. Raises NotImplementedError or ValueError if flags, dtype and scales
+    do not fit together."""
     dtype, scales = name_of(fc1_expert_weights.dtype), len(quant_scales or ())
     flags = {
         "use_deepseek_fp8_block_scale": use_deepseek_fp8_block_scale,
@@ -126,7 +128,7 @@ class Activations:
     swiglu_limit: Tensor | None
 
     def options(self, tp_rank: int, *, once: bool) -> dict[str, Any]:
-        """Options of ExpertWeights. once: they are made at load, where numbers may be read from the device."""
+        """Returns options of ExpertWeights. once: they are made at load, so numbers may be read from the device."""
         activation, gated, clamp, limit = ACTIVATIONS[self.name]
         read: Any = number if once else lambda tensor: tensor
         given = {"alpha": read(self.swiglu_alpha), "beta": read(self.swiglu_beta), "limit": read(self.swiglu_limit)}
@@ -146,7 +148,7 @@ class Activations:
 def described(
     format: str, fc1: Tensor, fc2: Tensor, quant_scales: Sequence[Tensor], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of `moe_tensors` for weights that are read as they lie."""
+    """Returns the arguments of `moe_tensors` for weights that are read as they lie."""
     arguments: dict[str, Any] = {"w13": fc1, "w2": fc2, **options}
     if format == "fp8_block":
         return arguments | {"format": format, "w13_scale": quant_scales[0], "w2_scale": quant_scales[1]}
@@ -156,8 +158,8 @@ def described(
 
 
 def _one_scale(experts: int, quant_scales: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Scales of weights and of activations. flashinfer has fc1's and the input's as one product, and fc2's activation
-    scale as the number that activations are multiplied by."""
+    """Returns the scales of weights and of activations. flashinfer gives the product of fc1's scale and the input's.
+    It gives fc2's activation scale as the number that multiplies activations."""
     fc1, fc2_quant, fc2, of_input = (scale.float().reshape(-1) for scale in quant_scales)
     for name, scale, counts in (
         ("quant_scales[0]", fc1, (1, experts)),
@@ -186,7 +188,7 @@ def prepared(
     dtype: str,
     hidden_size: int | None,
 ) -> ExpertWeights:
-    """ExpertWeights of packed formats, which hold copies, made on the weights' device."""
+    """Makes ExpertWeights of packed formats. They hold copies, made on the weights' device."""
     import torch
 
     if format == "mxfp4":
@@ -225,14 +227,15 @@ def prepared(
 
 
 def _one_or_experts(scale: Tensor) -> Any:
-    """One number where there is one."""
+    """Returns one number if there is only one."""
     return scale.float().reshape(-1).clone() if scale.numel() > 1 else scale.item()
 
 
 def quantised_input(
     format: str, input: Tensor, input_sf: Tensor | None, quant_scales: Sequence[Tensor] | None, *, swizzled: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(x, x_scale) of `moe` for an input that may be quantised; NotImplementedError for a form that is not served."""
+    """Returns (x, x_scale) of `moe` for an input that may be quantised. Raises NotImplementedError for a form that
+    is not served."""
     import torch
 
     from oxmoe.formats.nvfp4 import unswizzle_blockscale

@@ -1,4 +1,4 @@
-"""flashinfer's layers for Hopper alone: `mono_moe` (fp8 blocks, few tokens) and `cute_dsl_fused_moe_bf16`.
+"""flashinfer's layers that exist for Hopper only: `mono_moe` (fp8 blocks, few tokens) and `cute_dsl_fused_moe_bf16`.
 
 Source: flashinfer/fused_moe/monomoe.py and cute_dsl/sm90_fused_moe.py of 0.7.2.
 """
@@ -29,17 +29,17 @@ cache = Cache()
 
 
 def has_monomoe() -> bool:
-    """Whether `mono_moe` can be called: always."""
+    """Whether `mono_moe` can be called. This is always True."""
     return True
 
 
 def get_scratchpad_size_bytes() -> int:
-    """Bytes of a scratchpad, which `mono_moe` takes and does not use: 0."""
+    """Returns 0, the size of the scratchpad that `mono_moe` takes and does not use."""
     return 0
 
 
 def alloc_scratchpad(device: Any) -> Tensor:
-    """A scratchpad for `mono_moe`, which does not use it: an empty uint8 tensor."""
+    """Returns an empty uint8 tensor as the scratchpad for `mono_moe`, which does not use it."""
     import torch
 
     return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
@@ -61,15 +61,17 @@ def mono_moe(
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """flashinfer's call (0.7.2): the layer of activations_in bf16 [M, K] from router_logits [M, E], with fp8 experts.
+    """flashinfer's call (0.7.2). It runs the layer on activations_in bf16 [M, K] from router_logits [M, E], with fp8
+    experts.
 
-    expert_weights_up float8_e4m3fn [E, 2N, K], rows [gate; up], expert_weights_down [E, K, N], scales fp32 of blocks of
-    128 x 128. Every E, N, K and M that `moe` serves, where flashinfer has E 256, N 512, K 2048 and up to 8 tokens, and
-    the same bits in every run. The weights are described at each call. weights: `ExpertWeights.fp8_block` of them, made
-    once, in their place; with it a call of few tokens is one launch.
+    expert_weights_up is float8_e4m3fn [E, 2N, K] with rows [gate; up], and expert_weights_down is [E, K, N]. Scales
+    are fp32, for blocks of 128 x 128. The call takes every E, N, K and M that `moe` takes; flashinfer has E 256, N
+    512, K 2048 and up to 8 tokens. The result has the same bits in every run. The weights are described at each
+    call. weights: `ExpertWeights.fp8_block` of them, made once, in their place; with it a call of few tokens is one
+    launch.
 
-    scratchpad has no meaning here. NotImplementedError for interleave_up=False, which says that rows lie as
-    flashinfer's kernel reads them: pass the plain rows.
+    scratchpad has no meaning here. interleave_up=False, which says that rows lie as flashinfer's kernel reads them,
+    is a NotImplementedError. Pass the plain rows.
     """
     if not interleave_up:
         raise NotImplementedError(
@@ -122,17 +124,17 @@ def cute_dsl_fused_moe_bf16(
     intermediate_buffer: Tensor | None = None,
     tactic: Any = None,
 ) -> Tensor:
-    """flashinfer's call (0.7.2): the layer of x bf16 or f16 [T, H] with given global ids int32 [T, top_k] and fp32
-    gates.
+    """flashinfer's call (0.7.2). It runs the layer on x bf16 or f16 [T, H] with given global ids int32 [T, top_k]
+    and fp32 gates.
 
-    w1_weight [El, 2I, H], in turn 32 rows of up and the 32 rows of gate that belong to them (interleave_up_gate_sm90),
-    with Relu2 [El, I, H]; w2_weight [El, H, I]. The rows of w1_weight are put in order at the first call with it and
-    kept while it lives (`oxmoe.peers.flashinfer_hopper.cache`), a second copy of it; a first call cannot be captured in
-    a CUDA graph. Experts local_expert_offset to local_expert_offset + num_local_experts are here, of num_experts / El
-    ranks.
+    w1_weight is [El, 2I, H], with 32 rows of up and the 32 rows of gate that belong to them in turn
+    (interleave_up_gate_sm90); with Relu2 it is [El, I, H]. w2_weight is [El, H, I]. The first call with w1_weight
+    puts its rows in order and keeps that second copy while w1_weight lives (`oxmoe.peers.flashinfer_hopper.cache`).
+    A first call cannot be captured in a CUDA graph. This rank, one of num_experts / El, holds the experts
+    local_expert_offset to local_expert_offset + num_local_experts.
 
-    Deterministic whatever use_fused_finalize says; enable_pdl, intermediate_buffer and tactic have no meaning.
-    NotImplementedError for SiTU and other activations than Swiglu, GegluTanh and Relu2.
+    The call is deterministic whatever use_fused_finalize says. enable_pdl, intermediate_buffer and tactic have no
+    meaning. SiTU, and other activations than Swiglu, GegluTanh and Relu2, are a NotImplementedError.
     """
     if situ_beta is not None or situ_linear_beta is not None:
         raise NotImplementedError("cute_dsl_fused_moe_bf16: no kernel for situ_beta and situ_linear_beta")
@@ -166,7 +168,7 @@ def cute_dsl_fused_moe_bf16(
 
 
 def _in_order(w1_weight: Tensor) -> Any:
-    """[up; gate] of rows in turn."""
+    """Converts rows in turn to [up; gate]."""
     from oxmoe.formats.nvfp4 import deinterleave_w13_halves
 
     return deinterleave_w13_halves(w1_weight, _UP_GATE_ROWS)

@@ -1,4 +1,4 @@
-"""ExpertWeights made of other kernels' weight tensors, and kept for as long as those tensors live."""
+"""Keeps ExpertWeights that were made from other kernels' weight tensors, for as long as those tensors live."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def number(value: Tensor | None) -> Tensor | float | None:
-    """The number that all experts share, which kernels read faster, else the tensor."""
+    """Returns the number that all experts share, which kernels read faster, or the tensor if they share none."""
     if value is None or value.numel() == 0:
         return value
     numbers = value.tolist()
@@ -28,12 +28,13 @@ class _Entry(NamedTuple):
 
 
 class Cache:
-    """ExpertWeights by the tensors that they were made of.
+    """Finds ExpertWeights by the tensors that they were made of.
 
-    A tensor is known by its storage (weakly: the cache keeps no weights of the caller alive), address, shape, strides,
-    dtype and torch's version counter, so other views of the same memory find their entry, and writing to a tensor or
-    giving a new one its address makes new ExpertWeights. Entries whose weights were freed are dropped when the next one
-    is made. NOTE: writes through `tensor.data` do not count versions; after them, call `clear`.
+    A tensor is known by its storage, address, shape, strides, dtype and torch's version counter. The reference to
+    the storage is weak, so the cache keeps no weights of the caller alive. Other views of the same memory find their
+    entry. Writing to a tensor, or a new tensor at its address, makes new ExpertWeights. Entries whose weights were
+    freed are dropped when the next entry is made. NOTE: writes through `tensor.data` do not count versions; after
+    them, call `clear`.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class Cache:
         options: tuple[Hashable, ...],
         make: Callable[[], ExpertWeights],
     ) -> ExpertWeights:
-        """What `make` made of these tensors and options. `owners`: weights and scales, of which it holds copies."""
+        """Returns what `make` made of these tensors and options. owners: weights and scales, of which the result
+        holds copies."""
         tensors = [*owners, *others]
         identity: list[Hashable] = []
         versions: list[int | None] = []

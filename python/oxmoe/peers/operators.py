@@ -1,5 +1,5 @@
-"""torch.ops.oxmoe.* of other projects' calls, each with a fake kernel. The calls themselves go through these operators
-while torch traces, by name, so no call imports this module; `import oxmoe` does where torch is installed."""
+"""Defines torch.ops.oxmoe.* for other projects' calls, each with a fake kernel. While torch traces, the calls go
+through these operators by name, so no call imports this module. `import oxmoe` imports it if torch is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Top-k results as flashinfer's and SGLang's pre-routed calls take them: an expert and its weight in one int32."""
+"""Top-k results in the form of flashinfer's and SGLang's pre-routed calls: an expert and its weight in one int32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
 
 
 def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """(topk_weights fp32 [T, k], topk_ids int32 [T, k]) of what pack_topk makes; id 0xFFFF becomes -1."""
+    """Inverts pack_topk. Returns (topk_weights fp32 [T, k], topk_ids int32 [T, k]). The id 0xFFFF becomes -1."""
     import torch
 
     _check("packed", packed, (torch.int32,))

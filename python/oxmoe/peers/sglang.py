@@ -1,4 +1,4 @@
-"""SGLang's `fused_experts`: the call of releases 0.5.12.post1 and 0.5.23, served by `moe`."""
+"""SGLang's `fused_experts`: the call of releases 0.5.12.post1 and 0.5.23, which `moe` runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONFIG_FIELDS = frozenset(
 
 @functools.cache
 def _unknown_fields(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Name and default of the fields of a configuration that are not known."""
+    """Returns the names and defaults of the fields of a configuration that oxmoe does not know."""
     unknown = [field for field in fields(kind) if field.name not in _CONFIG_FIELDS] if is_dataclass(kind) else []
     return tuple(
         (field.name, field.default_factory() if field.default_factory is not MISSING else field.default)
@@ -39,7 +39,8 @@ def _unknown_fields(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def check_config(config: Any) -> None:
-    """NotImplementedError if a MoeRunnerConfig sets a field that is not known: it may change what a layer computes."""
+    """Raises NotImplementedError if a MoeRunnerConfig sets a field that oxmoe does not know, because the field may
+    change what a layer computes."""
     for name, default in _unknown_fields(type(config)):
         value = getattr(config, name)
         unset = value is default or (default is MISSING and (value is None or value is False))
@@ -66,10 +67,10 @@ def expert_options(
     gate_up_interleaved: bool = True,
     fuse_swiglu_interleaved: bool = False,
 ) -> dict[str, Any]:
-    """SGLang's activation fields as options of ExpertWeights, in SGLang's order of precedence.
+    """Converts SGLang's activation fields to options of ExpertWeights, in SGLang's order of precedence.
 
-    gemm1_alpha selects GPT-OSS's form, and only there does gate_up_interleaved tell the rows; else gemm1_limit bounds
-    the gate after its SiLU; else swiglu_limit (DeepSeek-V4) before it.
+    gemm1_alpha selects GPT-OSS's form; only there does gate_up_interleaved describe the rows. Otherwise gemm1_limit
+    bounds the gate after its SiLU. Otherwise swiglu_limit (DeepSeek-V4) bounds it before the SiLU.
     """
     if activation not in _ACTIVATIONS:
         served = ", ".join(f'"{name}"' for name in _ACTIVATIONS)
@@ -119,7 +120,8 @@ def run(
     out: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
-    """The layer with SGLang's configuration taken apart: kernel of `torch.ops.oxmoe.fused_experts`."""
+    """Runs the layer with SGLang's configuration as single arguments. It is the kernel of
+    `torch.ops.oxmoe.fused_experts`."""
     blocks: dict[str, Any] = {}
     if w1_scale is not None or w2_scale is not None:
         blocks = {"w13_scale": w1_scale, "w2_scale": w2_scale, "format": "fp8_block"}

@@ -1,4 +1,4 @@
-"""SGLang's forms of a top-k result, as arguments of `moe`."""
+"""Converts SGLang's forms of a top-k result to arguments of `moe`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _FLOATS = ("torch.bfloat16", "torch.float16", "torch.float64")
 
 
 def as_float32(topk_weights: Any) -> Any:
-    """Top-k weights as fp32 where they are floats of another dtype: SGLang's models and custom routing functions leave
-    them in the router's (Llama-4, PhiMoE). What is no such tensor is given back, for `moe` to judge."""
+    """Converts top-k weights of another float dtype to fp32. SGLang's models and custom routing functions leave them
+    in the router's dtype (Llama-4, PhiMoE). Anything else is returned unchanged, for `moe` to check."""
     return topk_weights.float() if str(getattr(topk_weights, "dtype", None)) in _FLOATS else topk_weights
 
 
 def routing_arguments(topk_output: Any) -> dict[str, Any]:
-    """Of a StandardTopKOutput its weights and ids; of a TritonKernelTopKOutput (0.5.12 or 0.5.23) the same, made of its
-    tables; of a BypassedTopKOutput the router logits and how to choose.
+    """Returns the arguments for a top-k result. A StandardTopKOutput has weights and ids. For a
+    TritonKernelTopKOutput (0.5.12 or 0.5.23) they are made from its tables. For a BypassedTopKOutput they are the
+    router logits and how to choose.
 
-    What `moe` does not choose itself (a custom function, fused shared experts, scaled weights, expert placement) is
-    left to the output's own to_standard().
+    If `moe` cannot make the choice itself (a custom function, fused shared experts, scaled weights, expert
+    placement), the output's own to_standard() makes it.
     """
     config = getattr(topk_output, "topk_config", None)
     data: Any = getattr(topk_output, "routing_data", None)
@@ -67,8 +68,9 @@ def routing_arguments(topk_output: Any) -> dict[str, Any]:
 
 
 def slots_of(histogram: Tensor, slot_of_place: Tensor, gates: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """(topk_weights fp32 [T, k], topk_ids int32 [T, k]) back from triton_kernels' tables: rows of each expert [E], and
-    slot and weight of each place in expert order [T k]; slot -1: none."""
+    """Converts triton_kernels' tables back to (topk_weights fp32 [T, k], topk_ids int32 [T, k]). The tables have the
+    rows of each expert [E], and the slot and weight of each place in expert order [T k]. A slot of -1 stands for
+    none."""
     import torch
 
     slots = slot_of_place.numel()

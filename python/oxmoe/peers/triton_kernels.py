@@ -1,4 +1,4 @@
-"""SGLang's `triton_kernel_fused_experts_with_bias` on triton_kernels' MXFP4 weights, served by `moe`."""
+"""SGLang's `triton_kernel_fused_experts_with_bias` on triton_kernels' MXFP4 weights, which `moe` runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SERVED = "served are MXFP4 weights that triton_kernels holds in HopperMXValueLa
 
 
 def _storage(operand: str, wrapped: Any) -> tuple[Tensor, Any]:
-    """(memory, layout) of a triton_kernels.tensor.Tensor."""
+    """Returns (memory, layout) of a triton_kernels.tensor.Tensor."""
     storage: Any = getattr(wrapped, "storage", None)
     if not hasattr(storage, "data") or not hasattr(storage, "layout"):
         raise NotImplementedError(f"{operand}: no kernel for {type(wrapped).__name__}; {_SERVED}")
@@ -26,7 +26,7 @@ def _storage(operand: str, wrapped: Any) -> tuple[Tensor, Any]:
 
 
 def _scale_of(operand: str, config: Any) -> Any:
-    """The weight's scale in a PrecisionConfig: `weight_scale` in triton_kernels 3.6, `b_mx_scale` in 3.8."""
+    """Returns the weight's scale in a PrecisionConfig: `weight_scale` in triton_kernels 3.6, `b_mx_scale` in 3.8."""
     for name in ("weight_scale", "b_mx_scale"):
         scale = getattr(config, name, None)
         if scale is not None:
@@ -35,7 +35,7 @@ def _scale_of(operand: str, config: Any) -> Any:
 
 
 def _matrix(operand: str, weight: Any, config: Any) -> tuple[Tensor, Tensor]:
-    """(codes [E, N, K / 2], scales [E, N, K / 32]), copies, of a weight [E, K, N]."""
+    """Returns copies (codes [E, N, K / 2], scales [E, N, K / 32]) of a weight [E, K, N]."""
     import torch
 
     codes, layout = _storage(operand, weight)
@@ -65,12 +65,12 @@ def prepare_triton_kernel_experts(
     gemm1_alpha: float,
     gemm1_clamp_limit: float | None,
 ) -> ExpertWeights:
-    """ExpertWeights of a `triton_kernel` layer of SGLang on Hopper: made once, at load.
+    """Makes ExpertWeights of a `triton_kernel` layer of SGLang on Hopper, once, at load.
 
-    w1 [E, H, 2I] and w2 [E, I, H]: triton_kernels tensors (3.6 or 3.8) of FP4; w1_pcg and w2_pcg: their
-    PrecisionConfig, which has the scales; b1 [E, 2I] and b2 [E, H] fp32 or bf16. Gate and up columns alternate
-    (GPT-OSS): g <= limit, |u| <= limit, g sigmoid(alpha g) (u + 1). The result holds copies of weights and scales, made
-    on their device.
+    w1 [E, H, 2I] and w2 [E, I, H] are triton_kernels tensors (3.6 or 3.8) of FP4. w1_pcg and w2_pcg are their
+    PrecisionConfig, which has the scales. b1 [E, 2I] and b2 [E, H] are fp32 or bf16. Gate and up columns alternate
+    (GPT-OSS): g <= limit, |u| <= limit, g sigmoid(alpha g) (u + 1). The result holds copies of weights and scales,
+    made on their device.
     """
     (w13, w13_scale), (down, w2_scale) = _matrix("w1", w1, w1_pcg), _matrix("w2", w2, w2_pcg)
     options: dict[str, Any] = {"alpha": gemm1_alpha, "beta": 1.0, "limit": gemm1_clamp_limit}

@@ -53,7 +53,8 @@ class RaggedTensorMetadata:
 
     @staticmethod
     def max_n_blocks(n_slices: int, n_total_rows: int) -> int:
-        """Blocks of the smallest size that n_total_rows rows can need, however they fall on n_slices experts."""
+        """Returns the most blocks of the smallest size that n_total_rows rows can need, however they fall on
+        n_slices experts."""
         if n_total_rows <= n_slices:
             return n_total_rows
         return n_slices - 1 - ((n_slices - n_total_rows - 1) // min(RaggedTensorMetadata.block_sizes()))
@@ -96,7 +97,7 @@ class RoutingData:
     expected_tokens_per_expt: int | None = None
 
     def n_blocks(self, n_rows: int, block_m: int) -> int:
-        """Blocks of block_m rows that n_rows rows can need, however they fall on the experts."""
+        """Returns the most blocks of block_m rows that n_rows rows can need, however they fall on the experts."""
         if n_rows <= self.n_expts_tot:
             return n_rows
         return -(-max(n_rows - self.n_expts_tot + 1, 0) // block_m) + self.n_expts_tot - 1
@@ -105,7 +106,7 @@ class RoutingData:
 def _choose(
     logits: Tensor, top_k: int, sm_first: bool, expt_indx: Tensor | None, n_rows: Tensor | int | None
 ) -> tuple[Tensor, Tensor]:
-    """(weights fp32, ids int32) [T, k], ids -1 in padding rows."""
+    """Returns (weights fp32, ids int32) [T, k]. Ids are -1 in padding rows."""
     values = logits.softmax(-1) if sm_first else logits
     if isinstance(n_rows, int):
         n_rows = logits.new_full((), max(0, min(n_rows, logits.shape[0])), dtype=torch.int32)
@@ -128,7 +129,7 @@ def _choose(
 
 
 def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Keeps experts below num_experts; what a row keeps moves to its front, the rest becomes -1."""
+    """Keeps experts below num_experts. What a row keeps moves to its front, and the rest becomes -1."""
     gone = (ids < 0) | (ids >= num_experts)
     order = gone.int().argsort(dim=1, stable=True)
     return weights.gather(1, order), ids.masked_fill(gone, -1).gather(1, order)
