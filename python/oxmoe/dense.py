@@ -1,4 +1,4 @@
-"""Dense MXFP8: flashinfer's quantiser and GEMM, and SGLang's linear layer on them, on CPU and on Hopper."""
+"""Dense MXFP8 on CPUs and on Hopper: flashinfer's quantiser and GEMM, and SGLang's linear layer made of them."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def mxfp8_quantize(
     """flashinfer.mxfp8_quantize on CPU and any GPU from sm_80 on: (float8_e4m3fn [..., K rounded up to alignment],
     scales uint8, flat) of bf16, f16 or fp32 input [..., K], K a multiple of 32, alignment too.
 
-    A scale byte is b of 2^(b - 127), the least power of two that clips nothing of its 32 elements: amax / 448 rounded
-    towards +inf. An element is input * 2^(127 - b), to nearest, ties to even; 0 where b is 0, and beyond K. NaN stays
-    NaN and counts for no scale; of a group with infinity (b = 254), that becomes NaN and what is finite 0.
+    A scale byte b stands for 2^(b - 127), the least power of two that clips none of its 32 elements: amax / 448
+    rounded towards +inf. An element is input * 2^(127 - b), to nearest, ties to even. It is 0 if b is 0, and beyond
+    K. NaN stays NaN and does not count for the scale. In a group with an infinity (b = 254), the infinity becomes
+    NaN and finite numbers become 0.
 
     Scales of rows M and columns K' lie in tiles of 128 x 4, padded with zeros (M up to 128, K' / 32 up to 4); with
     SfLayout.layout_8x4 in tiles of 8 x 4; linear: M * K' / 32. sf_swizzle_layout overrides is_sf_swizzled_layout.
@@ -74,7 +75,7 @@ def mxfp8_dequantize_host(
 ) -> Tensor:
     """flashinfer.mxfp8_dequantize_host, also on GPUs: fp32 [..., K] of uint8 or float8_e4m3fn codes and flat scales.
 
-    Element times 2^(b - 127); the scale byte 255 makes its 32 elements NaN.
+    A number is the element times 2^(b - 127). The scale byte 255 makes its 32 elements NaN.
     """
     return dequantize_mxfp8(input, scale_tensor, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout))
 
@@ -97,9 +98,9 @@ def mm_mxfp8(
     Elements times scales are exact in bf16, from 2^-133 to 2^128; they are multiplied exactly, summed in fp32 and
     rounded once. The same input gives the same bits; up to 32 rows of a, a row's do not depend on the others.
 
-    backend is one of flashinfer's names and changes nothing, but "trtllm", whose b is shuffled, is refused: nothing in
-    such a tensor tells that it is, so do not pass one under another name. Raises ValueError where shapes, dtypes or
-    strides are wrong, NotImplementedError on GPUs other than sm_90.
+    backend is one of flashinfer's names and changes nothing. "trtllm", whose b is shuffled, is refused. Nothing in
+    such a tensor shows that it is shuffled, so do not pass one under another name. Raises ValueError if shapes,
+    dtypes or strides are wrong, and NotImplementedError on GPUs other than sm_90.
     """
     if backend not in _GEMMS:
         message = f"mm_mxfp8: backend {backend!r}; supported: {', '.join(_GEMMS)}"

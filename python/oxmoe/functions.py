@@ -1,4 +1,5 @@
-"""The public functions: the extension's builtins, or with torch the wrappers of `oxmoe.ops`, which torch can trace."""
+"""The public functions. With torch they are the wrappers of `oxmoe.ops`, which torch can trace; without it they are
+the extension's builtins."""
 
 from __future__ import annotations
 

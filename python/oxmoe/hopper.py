@@ -1,4 +1,4 @@
-"""What is known of GPUs on which oxmoe's kernels have not run."""
+"""Remarks about GPUs on which oxmoe's kernels have not run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ HOPPER = "sm_90"
 
 
 def untried(arch: str) -> str:
-    """A remark on a GPU of this architecture; empty where the kernels have run on one."""
+    """Returns a remark on a GPU of this architecture. It is empty if the kernels have run on one."""
     if arch == HOPPER:
         return ""
     return f"oxmoe's kernels are compiled for {arch} and have not run there: Hopper ({HOPPER}) alone has run them"

@@ -8,7 +8,7 @@ from oxmoe.tracing import tracing
 
 
 def check_tensor(name: str, value: Any, *dimensions: str) -> None:
-    """ValueError unless value is a dense torch tensor in memory, and has these dimensions where any are named."""
+    """Raises ValueError unless value is a dense torch tensor in memory. If dimensions are given, it must have them."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
 """Fused all-reduce + residual + RMSNorm (+ quantisation) with flashinfer's names, values and meanings.
 
-`fusion` is the call, `workspace` what the ranks of a group need for it and how they agree, `exchange` how bytes travel
-on CPUs, `memory` and `mailbox` how GPUs open their memory to each other. `trtllm` has flashinfer's older names.
+`fusion` has the call. `workspace` has what the ranks of a group need for it, and how they agree. `exchange` moves
+bytes on CPUs. `memory` and `mailbox` let GPUs open their memory to each other. `trtllm` has flashinfer's older
+names.
 """
 
 from oxmoe.allreduce.fusion import (

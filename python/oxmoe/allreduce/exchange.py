@@ -1,4 +1,5 @@
-"""How ranks exchange bytes on CPU: through a torch process group, peer by peer, or through a function of the caller."""
+"""Exchanges bytes between ranks on CPUs: through a torch process group, peer by peer, or through a function of the
+caller."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 
 class PeerLost(Exception):
-    """A wait that failed: which peer (None where that cannot be told) and why."""
+    """A wait that failed. It says which peer was missing (None if that is unknown) and why."""
 
     def __init__(self, peer: int | None, why: str) -> None:
         super().__init__(why)
@@ -31,16 +32,17 @@ class Link(Protocol):
         """Starts to send this rank's header."""
 
     def headers(self, end: float, size: int, stale: Callable[[bytes], bool]) -> list[bytes]:
-        """All ranks' headers in rank order; stale ones, of calls that this rank has refused, are read over."""
+        """Returns all ranks' headers in rank order. Stale headers, of calls that this rank has refused, are skipped."""
 
     def refuse(self, header: bytes, end: float) -> None:
-        """Sends a header of a call that this rank takes no further part in."""
+        """Sends a header that tells the peers that this rank takes no further part in the call."""
 
     def messages(self, mine: Any, size: int, end: float) -> list[Any]:
-        """All ranks' messages of `size` bytes in rank order."""
+        """Returns all ranks' messages of `size` bytes in rank order."""
 
     def agree(self, end: float) -> None:
-        """Once, after the first headers: makes what follows distinct from other links of the same ranks."""
+        """Runs once, after the first headers. It makes later traffic distinct from that of other links of the same
+        ranks."""
 
     def reserve(self, size: int) -> None:
         """Allocates for messages of up to `size` bytes."""
@@ -53,7 +55,8 @@ class Link(Protocol):
 
 
 def group_link(group: Any) -> Link:
-    """Of a torch ProcessGroup: by its CPU backend, else by the store that its ranks met at."""
+    """Returns the link of a torch ProcessGroup. It uses the group's CPU backend, or else the store at which its
+    ranks met."""
     import torch
     from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -72,7 +75,8 @@ def group_link(group: Any) -> Link:
 class StoreExchange:
     """An all-gather of bytes through a torch Store, which every group has, whatever its backend.
 
-    Several on one store are numbered, so that none reads another's keys; ranks make them in the same order.
+    Several exchanges on one store are numbered, so that none reads another's keys. Ranks make them in the same
+    order.
     """
 
     def __init__(self, store: Any, size: int, rank: int) -> None:
@@ -106,7 +110,7 @@ class GroupLink:
         self._buffers: Any = None
 
     def _peers(self) -> list[int]:
-        """Everybody else, each rank starting at another one."""
+        """Returns all other ranks. Each rank starts at a different one."""
         return [(self.rank + hop) % self.size for hop in range(1, self.size)]
 
     def _send(self, peer: int, tensor: Any) -> None:
@@ -198,7 +202,8 @@ class GroupLink:
 
 
 class FunctionLink:
-    """An all-gather that the caller brings. It is trusted to return; a thread stands in for its deadline."""
+    """An all-gather function of the caller. It is trusted to return; it runs in a thread, so that a wait for it can
+    end at a deadline."""
 
     def __init__(self, exchange: Callable[[bytes], Sequence[bytes]], size: int, rank: int) -> None:
         if not callable(exchange):
@@ -238,7 +243,8 @@ class FunctionLink:
         return self._checked(results[0], data)
 
     def _checked(self, parts: list[Any], data: bytes) -> list[bytes]:
-        """Everybody's bytes. What the function gave is not converted: bytes(5) would be five zeros."""
+        """Returns every rank's bytes after checks. What the function returned is not converted, because bytes(5)
+        would be five zeros."""
         if len(parts) != self.size:
             many = f"{len(parts)}" if len(parts) < self.size else f"more than {self.size}"
             raise PeerLost(None, f"the exchange function returned {many} items for {self.size} ranks")

@@ -1,8 +1,8 @@
 """Fused all-reduce + residual + RMSNorm (+ quantisation) with flashinfer's names, values and meanings.
 
-Every rank adds all ranks' rows itself, in rank order in fp32, so all get the same bits in every run, on CPU and on GPU.
-CPU tensors travel through their process group; between GPUs kernels write into memory that all ranks map. Nothing waits
-for ever: a peer that does not come, or is gone, is a TimeoutError that names it.
+Every rank adds all ranks' rows itself, in rank order in fp32. So all get the same bits in every run, on CPUs and on
+GPUs. CPU tensors travel through their process group. Between GPUs kernels write into memory that all ranks map.
+Nothing waits for ever: a peer that does not come, or is gone, is a TimeoutError that names it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class AllReduceFusionPattern(IntEnum):
     """flashinfer's patterns (flashinfer/comm/trtllm_ar.py).
 
-    After the sum over ranks: residual add, RMSNorm, quantisation. "Out" patterns write norm_out as well as the
-    quantised norm.
+    The sum over ranks is followed by residual add, RMSNorm and quantisation. "Out" patterns write norm_out as well
+    as the quantised norm.
     """
 
     kAllReduce = 0
@@ -79,8 +79,8 @@ class _Operands:
 
 
 def takes(function: Any, *names: str) -> bool:
-    """Whether a callable takes these keyword arguments. Never raises: one without a signature (builtins, operators of
-    torch.ops) says nothing, which counts as no. For calls of other packages whose versions differ."""
+    """Whether a callable takes these keyword arguments. It is used for calls of other packages whose versions
+    differ. It never raises: a callable without a signature (builtins, operators of torch.ops) counts as no."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -121,14 +121,15 @@ def allreduce_fusion(
     *,
     deadline: float | None = None,
 ) -> Tensor:
-    """The sum of all ranks' rows, with residual add, RMSNorm and quantisation as `pattern` says. Collective.
+    """Adds all ranks' rows, with residual add, RMSNorm and quantisation as `pattern` says. The call is collective.
 
-    Writes the outputs that are given and returns norm_out, else quant_out, else residual_out, else output.
+    It writes the given outputs, and returns the first of norm_out, quant_out, residual_out and output that there is.
 
     s = T(sum of input over ranks, in rank order in fp32); output = s. r = T(s + residual_in) = residual_out;
     norm_out = T(r / sqrt(mean(r^2) + rms_eps) * (weight_bias + rms_gamma)), in fp32, T the dtype of input (bf16, f16,
     fp32). input, residual_in and [T, H] outputs are contiguous; H is a multiple of 16 bytes; rms_gamma [H].
-    An output may be input or residual_in itself; else no two tensors may overlap. quant_out is made of norm_out:
+    An output may be input or residual_in itself. Otherwise no two tensors may overlap. quant_out is made from
+    norm_out:
 
     - FP8: e4m3 [T, H], saturating, norm x (1 / scale_factor).
     - FP4: NVFP4, e2m1 pairs uint8 [T, H / 2], low nibble first, and one e4m3 scale per 16 values,
@@ -143,21 +144,23 @@ def allreduce_fusion(
     with all outputs optional (quant_out: NVFP4). kAllReduce without output and kMoEFinalize without norm_out allocate
     it.
 
-    launch_with_pdl, trigger_completion_at_end and use_oneshot choose how, not what; sums are fp32 with any fp32_acc.
-    use_oneshot must be the same on all ranks; it counts between 4 or 8 GPUs, where the workspace has room for it.
-    deadline: seconds, instead of the workspace's.
+    launch_with_pdl, trigger_completion_at_end and use_oneshot do not change the result. Sums are fp32 with any
+    fp32_acc. use_oneshot must be the same on all ranks; it matters between 4 or 8 GPUs, if the workspace has room
+    for it.
+    deadline: seconds, in place of the workspace's deadline.
 
-    CUDA tensors, contiguous and at multiples of 16 bytes, on the workspace's GPU: one launch on torch's current stream,
-    also in a CUDA graph; nothing is synchronised. One stream at a time. Rows of up to 64 KB (16 KB before sm_90), scale
-    groups of 16 x 2^n bytes up to 512. rms_gamma is a weight: the kernel right before must not write it. scale_factor
-    may lie there; expanded_idx_to_permuted_idx is not checked: a number that is no row's makes the token NaN. What goes
-    wrong on the GPU is raised by the next call, or by `workspace.check()`. A rank that raises launches nothing, so the
-    others find it missing.
+    CUDA tensors are contiguous, start at multiples of 16 bytes, and are on the workspace's GPU. The call is one
+    launch on torch's current stream, also in a CUDA graph, and synchronises nothing. Use one stream at a time. Rows
+    have up to 64 KB (16 KB before sm_90), and scale groups have 16 x 2^n bytes up to 512. rms_gamma is a weight: the
+    kernel right before must not write it. scale_factor may be on the GPU, too. expanded_idx_to_permuted_idx is not
+    checked: a number that is not a row makes the token NaN. A fault on the GPU is raised by the next call, or by
+    `workspace.check()`. A rank that raises launches nothing, so the others find it missing.
 
-    ValueError names a wrong, missing or unused operand, or ranks whose patterns or shapes differ (on all ranks; the
-    workspace stays usable). RuntimeError: another rank refused the call. TimeoutError names rank, peer, epoch and shape
-    of a wait that took too long or whose peer is gone; the workspace then stays failed (on the GPU also where shapes
-    differ). NotImplementedError: tensors or patterns that the workspace's device does not serve.
+    A ValueError names a wrong, missing or unused operand, or ranks whose patterns or shapes differ. It comes on all
+    ranks, and the workspace stays usable, except on GPUs if shapes differ. A RuntimeError says that another rank
+    refused the call. A TimeoutError names rank, peer, epoch and shape of a wait that took too long or whose peer is
+    gone; the workspace then stays failed. A NotImplementedError says that the workspace's device does not serve
+    these tensors or this pattern.
     """
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
@@ -192,7 +195,8 @@ def allreduce_fusion(
 
 
 def _empty_like(tensor: Any) -> Any:
-    """A new tensor of its package; None for what is no tensor, which the contract then refuses."""
+    """Returns a new tensor of the same package. For what is not a tensor it returns None, which the contract then
+    refuses."""
     if hasattr(tensor, "new_empty"):
         return tensor.new_empty(tensor.shape)
     if type(tensor).__module__ == "numpy":

@@ -1,9 +1,11 @@
-"""How ranks of one host hand each other file descriptors, and nobody else can: sockets, a secret, credentials.
+"""Lets ranks of one host hand each other file descriptors, and keeps everybody else out: sockets, a secret,
+credentials.
 
-Every rank listens at a random abstract name. Everybody on the host can read such names in /proc/net/unix and connect.
-A connection therefore counts for nothing until it has shown three things. The credentials that the kernel tells of its
-process are those that the group told of a rank. Its message has the secret that only the group was told. That rank has
-not come before. Anything else is closed, with all descriptors that it brought, and the wait goes on to its deadline.
+Every rank listens at a random abstract name. Everybody on the host can read such names in /proc/net/unix and
+connect. So a connection counts for nothing until three things hold. The credentials that the kernel reports for its
+process are those that the group told of a rank. Its message has the secret that only the group knows. That rank has
+not come before. Any other connection is closed, with all descriptors that it brought, and the wait goes on to its
+deadline.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ _RETRY = 0.002
 
 @dataclass(frozen=True)
 class Credentials:
-    """Of a process, as this process sees it."""
+    """The credentials of a process, as this process sees them."""
 
     uid: int
     pid: int
 
     @staticmethod
     def of(connection: socket.socket) -> Credentials:
-        """Of who connected or, at the other end, of who listens. The kernel noted them; nobody can choose them."""
+        """Returns the credentials of the process that connected, or, at the other end, of the one that listens. The
+        kernel noted them, so nobody can choose them."""
         data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(data)
         return Credentials(uid, pid)
@@ -56,7 +59,7 @@ class Credentials:
 
 
 def _namespace(kind: str) -> int:
-    """The number of this process's namespace, 0 where it cannot be told."""
+    """Returns the number of this process's namespace, or 0 if it is unknown."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
@@ -65,7 +68,7 @@ def _namespace(kind: str) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """Where a rank's mailbox is and how the rank is known: what the ranks tell each other through their group."""
+    """What ranks tell each other through their group: where a rank's mailbox is, and how to recognise the rank."""
 
     name: str
     secret: bytes = field(repr=False)
@@ -105,8 +108,9 @@ class Card:
     def fits(self, seen: Credentials, here: Card) -> bool:
         """Whether the process that `here` sees can be this rank.
 
-        A number of another namespace is seen translated, or as one that stands for all that have no translation (pid 0,
-        uid 65534). It says nothing about what the rank calls itself and is not compared. The secret then decides.
+        A number from another namespace appears translated, or as the number that stands for all without a
+        translation (pid 0, uid 65534). It says nothing about the number that the rank told the group, so it is not
+        compared. The secret then decides.
         """
         same_users = 0 != self.user_namespace == here.user_namespace
         same_pids = 0 != self.pid_namespace == here.pid_namespace
@@ -120,7 +124,7 @@ def _new_socket() -> socket.socket:
 
 
 class _Delivery:
-    """This rank's descriptor on its way to one peer, which says when it has taken it."""
+    """This rank's descriptor on its way to one peer. The peer confirms when it has taken it."""
 
     def __init__(self, peer: int, card: Card, message: bytes, descriptor: int) -> None:
         self.peer, self._card, self._message, self._descriptor = peer, card, message, descriptor
@@ -132,7 +136,7 @@ class _Delivery:
         return None if self._connection is None else self._connection.fileno()
 
     def step(self, here: Card) -> None:
-        """As far as it goes without waiting. What a peer did not take is sent again."""
+        """Sends as much as possible without waiting. What a peer did not take is sent again."""
         if self.done or time.monotonic() < self._again:
             return
         try:
@@ -237,7 +241,7 @@ class Mailbox:
         return text
 
     def _listen(self, expected: dict[int, Card], taken: dict[int, int]) -> None:
-        """Takes what has come, without waiting."""
+        """Takes what has arrived, without waiting."""
         for _ in range(_BATCH):
             try:
                 connection, _ = self._listener.accept()
@@ -282,7 +286,7 @@ class Mailbox:
     def _judge(
         self, data: bytes, descriptors: int, whole: bool, seen: Credentials, expected: dict[int, Card]
     ) -> tuple[str, int]:
-        """(what is wrong with a message, "" if nothing; the sender's rank)."""
+        """Returns (what is wrong with a message, or ""; the sender's rank)."""
         if not whole or len(data) != _MESSAGE.size:
             return "a message of the wrong size", 0
         secret, sender = _MESSAGE.unpack(data)
@@ -307,7 +311,7 @@ class Mailbox:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """(data, descriptors, which are now this process's, whether neither was cut off)."""
+    """Returns (data, descriptors, whether both are complete). The descriptors now belong to this process."""
     items = array.array("i")
     room = socket.CMSG_SPACE(_DESCRIPTOR_ROOM * items.itemsize)
     data, ancillary, flags, _ = connection.recvmsg(_MESSAGE.size + 1, room, socket.MSG_CMSG_CLOEXEC)

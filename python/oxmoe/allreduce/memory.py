@@ -1,4 +1,4 @@
-"""GPU memory that every rank of a group maps: file descriptors travel between processes over Unix sockets."""
+"""Shares GPU memory that every rank of a group maps. File descriptors travel between processes over Unix sockets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Round = Callable[[Exception | None, str], list[str]]
 
 
 def share(make: Callable[[], Any], exchange: Round, rank: int, end: float) -> Any:
-    """This rank's memory (`make` allocates it), with every peer's mapped into this process. Collective.
+    """Returns this rank's memory (`make` allocates it), with every peer's memory mapped into this process. The call
+    is collective.
 
-    When it returns every rank has emptied its own memory and mapped all others'. Raises on all ranks where one fails.
-    `exchange` is trusted to keep what it carries inside the group: it carries the secrets of the mailboxes.
+    When it returns, every rank has emptied its own memory and mapped all others'. If one rank fails, it raises on
+    all ranks. `exchange` is trusted to keep what it carries inside the group, because it carries the secrets of the
+    mailboxes.
     """
     memory = box = None
     descriptors: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""flashinfer's older names of the all-reduce, served by the new ones.
+"""flashinfer's older names of the all-reduce. They call the new ones.
 
 Source: flashinfer/comm/trtllm_ar.py and allreduce.py of 0.6.11 and 0.7.2.
 """
@@ -84,8 +84,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
     workspace: AllReduceFusionWorkspace | list[Any], group: ProcessGroup | None = None
 ) -> None:
-    """Gives the workspace's memory back. workspace: the first or the second value that
-    trtllm_create_ipc_workspace_for_all_reduce_fusion returned; flashinfer's callers pass the first one."""
+    """Frees the workspace's memory. workspace: the first or the second value that
+    trtllm_create_ipc_workspace_for_all_reduce_fusion returned. flashinfer's callers pass the first one."""
     if isinstance(workspace, _Handles):
         workspace, handles = workspace.workspace or [], workspace
         handles.workspace = None
@@ -110,7 +110,7 @@ def _check(workspace: Any, world_size: int, world_rank: int) -> None:
 
 
 def _rows(name: str, tensor: Tensor | None, rows: int, columns: int) -> Any:
-    """The tensor as a matrix, whatever its shape."""
+    """Returns the tensor as a matrix, whatever its shape."""
     if tensor is None:
         return None
     if tensor.numel() != rows * columns or not tensor.is_contiguous():
@@ -119,7 +119,7 @@ def _rows(name: str, tensor: Tensor | None, rows: int, columns: int) -> Any:
 
 
 def _start(name: str, tensor: Tensor, count: int) -> Any:
-    """The first `count` bytes of a tensor that flashinfer takes as plain memory, whatever its dtype."""
+    """Returns the first `count` bytes of a tensor that flashinfer takes as plain memory, whatever its dtype."""
     import torch
 
     memory = tensor.numel() * tensor.element_size()
@@ -129,7 +129,7 @@ def _start(name: str, tensor: Tensor, count: int) -> Any:
 
 
 def read_or_written(pattern: int, operands: dict[str, Any]) -> dict[str, Any]:
-    """The operands of a pattern without experts that it reads or writes."""
+    """Returns the operands that a pattern without experts reads or writes."""
     if pattern == Pattern.kAllReduce:
         used = {"output"}
     else:
@@ -146,8 +146,8 @@ def read_or_written(pattern: int, operands: dict[str, Any]) -> dict[str, Any]:
 def quantised_outputs(
     pattern: int, tokens: int, hidden: int, quant_out: Tensor | None, scale_out: Tensor | None, layout_code: int | None
 ) -> tuple[Any, Any]:
-    """quant_out and scale_out as `allreduce_fusion` takes them; flashinfer's callers may give larger memory of any
-    dtype for FP8 with one scale and NVFP4."""
+    """Returns quant_out and scale_out in the form that `allreduce_fusion` takes. For FP8 with one scale and NVFP4,
+    flashinfer's callers may give larger memory of any dtype."""
     if quant_out is None or pattern not in (*_FP8, *_FP4):
         return quant_out, scale_out
     columns = hidden if pattern in _FP8 else hidden // 2

@@ -1,4 +1,5 @@
-"""The workspace of `allreduce_fusion`: what the ranks of a group need to all-reduce together, and how they agree."""
+"""The workspace of `allreduce_fusion`. It has what the ranks of a group need to all-reduce together, and their
+agreement."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ class _Header:
 class AllReduceFusionWorkspace:
     """What the ranks of one group need to all-reduce together. Made by `create_allreduce_fusion_workspace`.
 
-    After a fault (a peer late, gone or out of step) it stays failed and every further call says so; destroy it and make
-    a new one, with a new group: gloo closes the connections of a group when a wait on it times out.
+    After a fault (a peer is late, gone or out of step) it stays failed, and every further call says so. Destroy it
+    and make a new one, with a new group: gloo closes the connections of a group when a wait on it times out.
 
     world_size, rank, max_token_num, hidden_dim, dtype (a name), deadline (seconds), device ("cpu" or "cuda:<n>"),
     nbytes (`workspace_bytes`), destroyed, metadata: as made. One on a GPU serves CPU tensors too.
@@ -107,9 +108,10 @@ class AllReduceFusionWorkspace:
     def is_buffer_size_sufficient(
         self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: dtype | str, use_oneshot: bool | None = None
     ) -> bool:
-        """Whether [num_tokens, hidden_dim] of `dtype` in a group of tp_size fits: bytes count, not the shape.
+        """Whether [num_tokens, hidden_dim] of `dtype` in a group of tp_size fits. The bytes count, not the shape.
 
-        Warns with the reason where it does not. use_oneshot changes nothing: a message that fits has a way.
+        It warns with the reason if it does not fit. use_oneshot changes nothing, because every message that fits can
+        be sent.
         """
         wanted = num_tokens * hidden_dim * _ITEM_BYTES[_dtype_name(dtype)]
         capacity = self._capacity()
@@ -123,10 +125,11 @@ class AllReduceFusionWorkspace:
         return False
 
     def destroy(self) -> None:
-        """Releases everything. Collective: waits until all ranks destroy theirs. A second call does nothing.
+        """Releases everything. The call is collective: it waits until all ranks destroy theirs. A second call does
+        nothing.
 
-        Waits for the GPU's kernels first. A failed workspace is released without waiting for peers. Raises
-        TimeoutError, after the release, if a peer does not come.
+        It waits for the GPU's kernels first. A failed workspace is released without waiting for peers. If a peer
+        does not come, it raises TimeoutError after the release.
         """
         link, self._link = self._link, None
         if link is None:
@@ -151,7 +154,8 @@ class AllReduceFusionWorkspace:
                 self._memory.close()
 
     def check(self) -> None:
-        """Raises what calls on the GPU have found wrong so far, as the next call would; does not wait for them.
+        """Raises the faults that calls on the GPU have found so far, as the next call would. It does not wait for
+        the calls.
 
         A call on the GPU returns before it has run, and a graph's replay never comes by here: after a synchronisation
         this says whether outputs may be read. TimeoutError: a peer did not come. ValueError: ranks made different
@@ -163,7 +167,7 @@ class AllReduceFusionWorkspace:
             raise (TimeoutError if timeout else ValueError)(f"all-reduce: {text}")
 
     def _look(self) -> tuple[bool, str] | None:
-        """A fault on the GPU that was not known before: (whether it was a wait, text)."""
+        """Returns a fault on the GPU that was not known before: (whether it was a wait, text)."""
         if self._memory is None or self._fault is not None:
             return None
         fault = self._memory.fault()
@@ -179,7 +183,7 @@ class AllReduceFusionWorkspace:
         return self.max_token_num * self.hidden_dim * _ITEM_BYTES[self.dtype]
 
     def _headers(self, link: Link, mine: _Header, end: float, what: str) -> list[_Header]:
-        """Everybody's header of this epoch, in rank order."""
+        """Returns every rank's header of this epoch, in rank order."""
         try:
             link.post(mine.pack())
             headers = []
@@ -197,7 +201,7 @@ class AllReduceFusionWorkspace:
         return headers
 
     def _drained(self, link: Link, end: float, epoch: int, what: str) -> None:
-        """Waits until the peers have taken what was sent: dropped earlier, it would never reach them."""
+        """Waits until the peers have taken what was sent. If it were dropped earlier, it would never reach them."""
         try:
             link.drain(end)
         except PeerLost as error:
@@ -291,10 +295,10 @@ def workspace_bytes(
     device: str = "cpu",
     force_oneshot_support: bool = False,
 ) -> int:
-    """Bytes of an all-reduce workspace on each rank, exact.
+    """Returns the exact size in bytes of an all-reduce workspace on each rank.
 
-    On "cpu" a receive buffer for each peer; on "cuda" the slots of the protocol between GPUs, with room for every
-    message in one shot if force_oneshot_support.
+    On "cpu" the workspace is a receive buffer for each peer. On "cuda" it is the slots of the protocol between GPUs,
+    with room for every message in one shot if force_oneshot_support.
     """
     for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("world_size", world_size)):
         if abs(value) >= 1 << 63:
@@ -325,14 +329,15 @@ def create_allreduce_fusion_workspace(
     deadline: float = 30.0,
     device: Any = None,
 ) -> AllReduceFusionWorkspace:
-    """A workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. Collective.
+    """Makes a workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. The
+    call is collective.
 
-    The group is explicit: `group`, a torch ProcessGroup (world_size and rank may be left out), which exchanges through
-    its CPU backend, or where it has none (NCCL alone) through the store that its ranks met at; or `exchange`, a
-    function that every rank calls with its bytes and that returns all ranks' in rank order (world_size and rank must be
-    given); or `comm_backend` with flashinfer's `allgather`, Get_size and Get_rank. Without any of them it is torch's
-    WORLD, if world_size and rank are this process's there. A subgroup's ranks must name their group: on WORLD they
-    would wait for ranks that never come. Nobody outside the group is spoken to.
+    Name the group in one of these ways. `group` is a torch ProcessGroup; world_size and rank may be left out. It
+    exchanges through its CPU backend, or without one (NCCL alone) through the store at which its ranks met.
+    `exchange` is a function that every rank calls with its bytes and that returns all ranks' bytes in rank order;
+    world_size and rank must be given. `comm_backend` has flashinfer's `allgather`, Get_size and Get_rank. Without
+    any of them the group is torch's WORLD, if world_size and rank are this process's there. A subgroup's ranks must
+    name their group: on WORLD they would wait for ranks that never come. Nobody outside the group is contacted.
 
     backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl". gpus_per_node is
     not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
@@ -421,7 +426,7 @@ def create_allreduce_fusion_workspace(
 
 
 def _rendezvous(link: Link, mine: _Header, end: float) -> list[_Header]:
-    """All ranks' headers of one step of making a workspace."""
+    """Returns all ranks' headers of one step of making a workspace."""
     link.post(mine.pack())
     headers = [_Header.unpack(data) for data in link.headers(end, _HEADER.size, lambda data: False)]
     # Before anything is raised: what was sent must have been taken.
@@ -430,7 +435,7 @@ def _rendezvous(link: Link, mine: _Header, end: float) -> list[_Header]:
 
 
 def _gpu(device: Any, world_size: int) -> int | None:
-    """The ordinal of the GPU that `device` names, None for the CPU."""
+    """Returns the ordinal of the GPU that `device` names, or None for the CPU."""
     torch = sys.modules.get("torch")
     if device is None:
         if torch is None or not torch.cuda.is_available():
@@ -485,7 +490,7 @@ def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, 
 
 
 def _world(world_size: int | None, rank: int | None) -> Any:
-    """torch's WORLD, if it has world_size ranks of which this process is `rank`."""
+    """Returns torch's WORLD, if it has world_size ranks and this process is `rank`."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if (
         world_size in (None, 1)

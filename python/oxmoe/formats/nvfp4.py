@@ -1,7 +1,8 @@
-"""NVFP4 under the names that flashinfer and SGLang have for it: quantisation, and the layouts of scales and of w13.
+"""NVFP4 under the names of flashinfer and SGLang: quantisation, and the layouts of scales and of w13.
 
-e2m1 codes, two a byte with the even column in the low nibble; an e4m3 scale for each 16 columns; an fp32 number for the
-whole tensor. What only moves bytes is torch and runs on every device; quantisation is oxmoe's, on CPU and CUDA.
+A byte has two e2m1 codes, with the even column in the low nibble. Each 16 columns have an e4m3 scale, and the whole
+tensor has an fp32 number. Functions that only move bytes use torch and run on every device. Quantisation is oxmoe's,
+on CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ def _halves(tensor: Tensor, group_size: int, dim: int) -> int:
 
 
 def interleave_w13_halves(tensor: Tensor, group_size: int = 64, dim: int = 1) -> Tensor:
-    """SGLang's function of this name: the two halves of `dim` in turn, group_size at a time, in a new tensor."""
+    """SGLang's function of this name. Returns a new tensor with the two halves of `dim` in turn, group_size at a
+    time."""
     groups, dim = _halves(tensor, group_size, dim), dim % tensor.ndim
     return tensor.unflatten(dim, (2, groups, group_size)).transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
 def deinterleave_w13_halves(tensor: Tensor, group_size: int = 64, dim: int = 1) -> Tensor:
-    """The inverse of interleave_w13_halves."""
+    """Inverts interleave_w13_halves."""
     groups, dim = _halves(tensor, group_size, dim), dim % tensor.ndim
     return tensor.unflatten(dim, (groups, 2, group_size)).transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
 
@@ -92,7 +94,7 @@ def swizzle_blockscale(scale: Tensor) -> Tensor:
 
 
 def unswizzle_blockscale(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of swizzle_blockscale: scales [..., rows, columns] of [..., M', G'], whatever their dtype of one
+    """Inverts swizzle_blockscale. Returns scales [..., rows, columns] from [..., M', G'], for every dtype of one
     byte."""
     check_tensor("scale", scale)
     row_tiles, column_tiles = _tiles(rows, _TILE_ROWS), _tiles(columns, _TILE_COLUMNS)
