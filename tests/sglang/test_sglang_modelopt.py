@@ -306,8 +306,10 @@ def test_beside_sglangs_own_method(options: dict[str, Any], rng: torch.Generator
     if modelopt_quant.ModelOptFp4Config.get_min_capability() > 90 or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("SGLang runs ModelOpt's NVFP4 on Hopper from 0.5.13 on")
     made = cases.nvfp4(E, H, I, rng, gated=not options, alike=True)
-    x, (weights, ids, topk) = drawn_x(33, H, "cuda", rng), routed(33, "cuda", rng)
-    results = []
+    # SGLang's Marlin asks for router logits, of which it reads the number of tokens, and has no ids of -1.
+    weights, ids = (part.cuda() for part in make_routing("skewed", 33, E, K, rng))
+    topk = StandardTopKOutput(weights, ids, torch.zeros((33, E), device="cuda"))
+    x, results = drawn_x(33, H, "cuda", rng), []
     with server():
         for kind in (get_quantization_config("modelopt_fp4"), modelopt_quant.ModelOptFp4Config):
             module = empty_layer(kind.from_config(with_names(NVFP4)), "cuda", inplace=False, **options)

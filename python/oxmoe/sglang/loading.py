@@ -192,8 +192,9 @@ class MadeAtLoad:
             # What is packed is made of other parameters, too, such as global scales: none of them may change alone.
             others = self.updates.written() - self.packed - biases(layer, self.weights)
             if missing.keys() == self.packed and not others and not any(written for written, _ in missing.values()):
-                # Packed bytes would be packed once more.
+                # Packed bytes would be packed once more. A dispatcher may be a new one, though.
                 self.updates.finish(derived=True)
+                loaded(layer, self.weights)
                 return
             if missing:
                 given = ", ".join(f"{name} {written} of {parts}" for name, (written, parts) in missing.items())
