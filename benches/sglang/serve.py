@@ -7,8 +7,10 @@ In SGLang's environment, on a machine with a GPU (on one without, with small mod
 
 A cell is a kind of checkpoint (checkpoint.py: layers of a model's sizes with random weights) and a number of ranks. For
 each, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with chunked
-prefill, beside aborted ones, and after an update of the weights. OUT gets serve.jsonl, a line for each server and each
-comparison as it comes, and the servers' logs. The status is not 0 where something is wrong; see `judge`.
+prefill, beside aborted ones, and after an update of the weights. With --together both servers are up and answer in
+turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. OUT gets
+serve.jsonl, a line for each server and each comparison as it comes, and the servers' logs. The status is not 0 where
+something is wrong; see `judge`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,7 @@ class Server:
         self.options = [*shlex.split(arguments.server_args), "--incremental-streaming-output"]
         if not arguments.prefill_graphs:
             self.options += shlex.split(NO_PREFILL_GRAPHS)
+        self.options += ["--disable-radix-cache"] if arguments.no_radix_cache else []
         if cell.ranks > 1:
             self.options += ["--tp-size", str(cell.ranks)]
             self.options += ["--flashinfer-allreduce-fusion-backend", "auto"] if arguments.allreduce else []
@@ -218,6 +222,7 @@ class Seen:
     mode: str
     row: dict[str, Any]
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    timed: dict[str, list[tuple[list[client.Answer], float]]] = field(default_factory=dict)
     logprobs: list[list[float]] = field(default_factory=list)
     updated: bool = False
 
@@ -227,7 +232,7 @@ class Measurement:
         self.load, self.update, self.deadline = load, update, deadline
         few = max(requests // 3, 4)
         self.loads = {
-            "1": (client.mix(6, 1, VOCABULARY, LONGEST), 1, True),
+            "1": (client.mix(12, 1, VOCABULARY, LONGEST), 1, True),
             "16": (client.mix(few, 16, VOCABULARY, LONGEST), 16, True),
             "64": (client.mix(requests, 64, VOCABULARY, LONGEST), 64, False),
         }
@@ -237,21 +242,31 @@ class Measurement:
     def requests(self, name: str) -> list[client.Request]:
         return self.probe if name in ("updated", "beside aborted") else self.loads[name.removesuffix(" again")][0]
 
-    def of(self, server: Server, seen: Seen) -> None:
-        """Into `seen`, step by step, so that what was measured stays when a step fails."""
-        row = seen.row
-        row["chat"] = client.chat(server.port)
+    def warmed(self, server: Server, seen: Seen) -> None:
+        """The first requests, which compile kernels and are not timed."""
+        seen.row["chat"] = client.chat(server.port)
         self.load.run(server.port, self.warm, 16, False)
-        row["loads"] = {}
+
+    def round(self, server: Server, seen: Seen) -> None:
+        """Every load once; a round's answers and seconds are added to those of the rounds before."""
         for name, (requests, concurrency, stream) in self.loads.items():
             self.deadline.check(f"{concurrency} requests at a time")
             answers, seconds = self.load.run(server.port, requests, concurrency, stream)
-            row["loads"][name] = {"concurrency": concurrency, **client.numbers(answers, seconds)}
-            seen.tokens[name] = [answer.tokens for answer in answers]
-        # How much a server's own tokens change with what else is in a batch.
+            seen.tokens.setdefault(name, [answer.tokens for answer in answers])
+            timed = seen.timed.setdefault(name, [])
+            timed.append((answers, seconds))
+            together = [answer for answers, _ in timed for answer in answers]
+            row = client.numbers(together, sum(seconds for _, seconds in timed))
+            rounds = [client.numbers(answers, seconds)["tokens_per_s"] for answers, seconds in timed]
+            loads = seen.row.setdefault("loads", {})
+            loads[name] = {"concurrency": concurrency, **row, "tokens_per_s_of_rounds": rounds}
+
+    def rest(self, server: Server, seen: Seen) -> None:
+        """What is not timed: how much a server's own tokens change with what else is in a batch; log-probabilities;
+        requests beside aborted ones."""
         answers, _ = self.load.run(server.port, self.loads["16"][0], 16, False)
         seen.tokens["16 again"] = [answer.tokens for answer in answers]
-        row["same_server_twice"] = _without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
+        seen.row["same_server_twice"] = _without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
         seen.logprobs = client.logprobs(server.port, [request.prompt for request in self.probe])
         self._aborted(server, seen)
 
@@ -381,12 +396,23 @@ class Run:
         seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
         comparison = None
         try:
+            if self.arguments.together:
+                # Both servers are up; a round of one follows a round of the other, so that both see the same machine.
+                for mode in ("off", "on"):
+                    servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
+                self._each(servers, seen, lambda mode: servers[mode].ready(self.deadline))
+                self._each(servers, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
+                for _ in range(self.arguments.rounds):
+                    self._each(servers, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
             for mode in ("off", "on"):
-                for wanted in ("off", "on") if self.arguments.together else (mode,):
-                    if wanted not in servers:
-                        checkpoint = work / "model"
-                        servers[wanted] = Server(wanted, cell, checkpoint, self.arguments.out, self.arguments)
-                comparison = self._server(cell, servers, mode, seen, measurement)
+                if mode not in servers:
+                    servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
+                    one = {mode: servers[mode]}
+                    self._each(one, seen, lambda mode: servers[mode].ready(self.deadline))
+                    self._each(one, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
+                    for _ in range(self.arguments.rounds):
+                        self._each(one, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
+                comparison = self._server(cell, servers[mode], seen, measurement)
                 servers[mode].end()
         finally:
             for server in servers.values():
@@ -396,37 +422,45 @@ class Run:
         self.wrong += [f"{cell}: {text}" for text in wrong]
         self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
 
+    def _each(self, servers: dict[str, Server], seen: dict[str, Seen], step: Callable[[str], None]) -> None:
+        """A step of each server in turn; one whose step fails has no further steps, and its row says why."""
+        for mode in servers:
+            if "error" not in seen[mode].row:
+                try:
+                    step(mode)
+                except Exception as error:
+                    self._failed(seen[mode], error)
+
+    def _failed(self, mine: Seen, error: Exception) -> None:
+        mine.row["error"] = f"{type(error).__name__}: {error}"[:800]
+        if not isinstance(error, Problem | RuntimeError):
+            traceback.print_exc()
+
     def _server(
-        self, cell: Cell, servers: dict[str, Server], mode: str, seen: dict[str, Seen], measurement: Measurement
+        self, cell: Cell, server: Server, seen: dict[str, Seen], measurement: Measurement
     ) -> dict[str, Any] | None:
-        """Measures a server and writes its row; with oxmoe, also how its answers compare."""
-        server, mine = servers[mode], seen[mode]
+        """Asks a server what is not timed and writes its row; with oxmoe, also how its answers compare."""
+        mine = seen[server.mode]
         mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
         mine.row |= {"layers": self.arguments.layers, "started": "together" if self.arguments.together else "alone"}
+        mine.row["start_s"] = server.start_seconds
         comparison = None
         try:
-            server.ready(self.deadline)
-            for other in servers.values():
-                # A start disturbs what is measured beside it.
-                while other.start_seconds is None and other.process.poll() is None and self.deadline.left() > 0:
-                    time.sleep(0.1)
-            mine.row["start_s"] = server.start_seconds
-            measurement.of(server, mine)
-            if mode == "on" and seen["off"].logprobs:
-                comparison = compared(seen["off"], mine, server, measurement)
-            self._updated(server, mine, measurement)
-            if comparison and mine.updated and seen["off"].updated:
-                after = client.compare(mine.tokens["updated"], seen["off"].tokens["updated"])
-                comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}
+            if "error" not in mine.row:
+                measurement.rest(server, mine)
+                if server.mode == "on" and seen["off"].logprobs:
+                    comparison = compared(seen["off"], mine, server, measurement)
+                self._updated(server, mine, measurement)
+                if comparison and mine.updated and seen["off"].updated:
+                    after = client.compare(mine.tokens["updated"], seen["off"].tokens["updated"])
+                    comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}
         except Exception as error:
-            mine.row["error"] = f"{type(error).__name__}: {error}"[:800]
-            if not isinstance(error, Problem | RuntimeError):
-                traceback.print_exc()
+            self._failed(mine, error)
         finally:
             # Also of a run that is stopped.
             mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
             self.write(mine.row)
-        _say(f"{cell} {mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
+        _say(f"{cell} {server.mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
         return comparison
 
     def _updated(self, server: Server, mine: Seen, measurement: Measurement) -> None:
@@ -459,9 +493,11 @@ def main() -> int:
     parser.add_argument("--cells", type=Cell.of, nargs="+", default=[Cell(kind, 1) for kind in LABELS])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=200, help="of the load with 64 at a time")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each load is timed")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--least", type=float, default=60.0, help="seconds without which no cell is begun")
-    parser.add_argument("--together", action="store_true", help="start both servers of a cell at a time")
+    parser.add_argument("--together", action="store_true", help="both servers of a cell are up, rounds alternate")
+    parser.add_argument("--no-radix-cache", action="store_true", help="SGLang 0.5.23's needs torch 2.14")
     parser.add_argument("--prefill-graphs", action="store_true", help="with CUDA graphs of the prefill")
     parser.add_argument(
         "--allreduce", action="store_true", help="of several ranks, with the part allreduce; needs flashinfer"

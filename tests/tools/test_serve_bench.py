@@ -133,3 +133,67 @@ def test_the_section_says_what_did_not_run(serve: ModuleType) -> None:
     assert "- 1 x card, driver 1" in text
     assert "started at a time" not in text
     assert "`h100.jsonl`" in text
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rounds_of_two_servers_alternate(
+    serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
+) -> None:
+    """With both up, rounds follow each other in turn; each load's numbers are those of all its rounds."""
+    timed: list[tuple[int, int]] = []
+
+    class Server:
+        start_seconds = 1.0
+        setting, options = "", ()
+
+        def __init__(self, mode: str, *_: object) -> None:
+            self.mode, self.port = mode, {"off": 1, "on": 2}[mode]
+
+        ready = end = lambda self, *_: None
+        log_numbers = dict
+
+        def layers_on_oxmoe(self) -> list[tuple[int, int]]:
+            return [(4, 4)] if self.mode == "on" else []
+
+    class Load:
+        def run(self, port: int, requests: list[Any], concurrency: int, stream: bool) -> tuple[list[Any], float]:
+            if concurrency == 1:
+                timed.append((port, len(timed)))
+            seconds = float(len(timed))
+            return [client.Answer([1] * request.new, 1.0, 0.5, [0.25, 0.5]) for request in requests], seconds
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(serve, "Server", Server)
+    monkeypatch.setattr(serve, "make_checkpoint", lambda *_: None)
+    monkeypatch.setattr(serve, "swapped", lambda *_: None)
+    monkeypatch.setattr(client, "Load", Load)
+    monkeypatch.setattr(client, "chat", lambda port: {})
+    monkeypatch.setattr(client, "logprobs", lambda port, prompts: [[-1.0] for _ in prompts])
+    monkeypatch.setattr(client, "aborted", lambda port, prompt: {})
+    monkeypatch.setattr(client, "post", lambda *_: {"success": True})
+    arguments = [
+        "serve.py",
+        str(tmp_path / "out"),
+        "--cells",
+        "qwen",
+        "--rounds",
+        "3",
+        "--work",
+        str(tmp_path / "work"),
+    ]
+    monkeypatch.setattr(sys, "argv", arguments + ["--together"] * together)
+    # No answer changes with the weights of these servers, which is wrong.
+    assert serve.main() == 1
+    assert [port for port, _ in timed] == ([1, 2, 1, 2, 1, 2] if together else [1, 1, 1, 2, 2, 2])
+    rows = {row["mode"]: row for row in map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines())}
+    assert rows["compared"]["wrong"] == [
+        "off: no answer changed with the weights",
+        "on: no answer changed with the weights",
+    ]
+    for mode, seconds in (("off", (1, 3, 5) if together else (1, 2, 3)), ("on", (2, 4, 6) if together else (4, 5, 6))):
+        load = rows[mode]["loads"]["1"]
+        tokens = load["tokens"] / 3
+        assert load["seconds"] == sum(seconds) and load["requests"] == 3 * 12
+        assert load["tokens_per_s_of_rounds"] == [tokens / value for value in seconds]
+        assert rows[mode]["started"] == ("together" if together else "alone")
