@@ -51,8 +51,9 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     write_help(&out.join("help"));
     write_commit();
-    let bridges = ["allreduce", "common", "dense", "int4", "moe", "nvfp4", "quant", "tiles"];
-    let bridges = bridges.map(|name| format!("src/params/{name}.rs"));
+    let folder = fs::read_dir("src/params").expect("the sources are here");
+    let mut bridges: Vec<PathBuf> = folder.map(|file| file.expect("a folder can be read").path()).collect();
+    bridges.sort();
     cxx_build::bridges(bridges).std("c++17").compile("oxmoe-params");
 
     let archs = env::var("OXMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());

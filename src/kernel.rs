@@ -3,11 +3,7 @@
 use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
 use crate::params::{
-    AllReduceParams, CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, LayerParams,
-    LayoutMxfp4Params, MmMxfp8FewParams, MmMxfp8Params, OrderedGemmParams, PackInt4Params, PackMxfp4Params,
-    PackNvfp4Params, QuantizeFp8Params, QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params,
-    QuantizeRowsParams, RaggedParams, RoundNvfp4Params, RouteParams, RoutedLayerParams, ScaleBytesParams,
-    ScheduleParams, SelectParams, TileRowsParams,
+    GroupedGemmParams, LayerParams, OrderedGemmParams, Parameters, RouteParams, RoutedLayerParams, SelectParams,
 };
 use crate::tensor::Checked;
 use crate::tma::TensorMap;
@@ -84,23 +80,13 @@ fn address<T>(value: &T) -> *mut c_void {
     (value as *const T).cast_mut().cast()
 }
 
-/// Parameters that kernels take alone.
-macro_rules! alone {
-    ($($params:ident)*) => {
-        $(impl Arguments for &$params {
-            const TYPES: &'static [&'static str] = &[stringify!($params)];
+/// A struct that is a kernel's only parameter.
+impl<P: Parameters> Arguments for &P {
+    const TYPES: &'static [&'static str] = &[P::NAME];
 
-            fn pointers(&self) -> [*mut c_void; 3] {
-                [address(*self), std::ptr::null_mut(), std::ptr::null_mut()]
-            }
-        })*
-    };
-}
-
-alone! {
-    AllReduceParams CombineParams ExpandScalesParams GemmPairParams GroupedGemmParams LayoutMxfp4Params MmMxfp8FewParams MmMxfp8Params
-    PackInt4Params PackMxfp4Params PackNvfp4Params QuantizeFp8Params QuantizeMxfp4Params QuantizeMxfp8Params QuantizeNvfp4Params QuantizeRowsParams
-    RaggedParams RoundNvfp4Params RouteParams RoutedLayerParams ScaleBytesParams ScheduleParams TileRowsParams
+    fn pointers(&self) -> [*mut c_void; 3] {
+        [address(*self), std::ptr::null_mut(), std::ptr::null_mut()]
+    }
 }
 
 impl Arguments for (&SelectParams, &RouteParams) {

@@ -70,6 +70,7 @@ mod _oxmoe {
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::fork::watch();
+        crate::moe::add_constructors(&m.getattr("ExpertWeights")?)?;
         m.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -9,6 +9,8 @@ pub mod allreduce;
 pub mod dense;
 #[path = "variants/fp8.rs"]
 pub mod fp8;
+#[path = "variants/int4.rs"]
+pub mod int4;
 #[path = "variants/layer.rs"]
 pub mod layer;
 #[path = "variants/packed.rs"]
@@ -109,7 +111,7 @@ pub static FAMILIES: [Row; 64] = [
     packed::MXFP4_E4M3,
     packed::MXFP8,
     packed::NVFP4,
-    packed::INT4,
+    int4::SM90,
     packed::MXFP4_LAYER,
     fp8::GEMM,
     fp8::WIDE,
@@ -121,7 +123,7 @@ pub static FAMILIES: [Row; 64] = [
     portable::MXFP4,
     portable::MXFP8,
     portable::NVFP4,
-    portable::INT4,
+    int4::PORTABLE,
     portable::FP8,
     routing::SELECT,
     routing::ROUTE,
@@ -155,7 +157,7 @@ pub static FAMILIES: [Row; 64] = [
     quant::MXFP8_PEAK,
     quant::MXFP8_PACK,
     quant::NVFP4_PACK,
-    quant::INT4_PACK,
+    int4::PACK,
     quant::QUANTIZE_MXFP4,
     quant::DEQUANTIZE_MXFP4,
     quant::QUANTIZE_MXFP8,
@@ -560,6 +562,7 @@ pub fn all() -> Vec<Variant> {
         all.push(routing::combine(element));
     }
     all.extend(packed::all());
+    all.extend(int4::all());
     all.extend(fp8::all());
     all.extend(portable::packed());
     all.extend(routing::all());

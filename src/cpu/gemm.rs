@@ -9,26 +9,16 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod fp8;
-mod int4;
-mod mxfp4;
-mod mxfp8;
-mod nvfp4;
 mod scalar;
 
 use std::cell::RefCell;
 
 use crate::parallel::*;
 
-use super::{activation, for_dtype, Element, Shared};
+use super::{activation, for_dtype, Element, InstructionSet, Shared};
 use crate::params::{Dtype, GroupedGemmParams, Tile, W13Layout};
-use crate::quant::blocks::{Blocks, Nvfp4};
+use crate::quant::blocks::{Blocks, CodeRow, ExpandRow};
 use crate::quant::fp8::GROUP;
-use crate::quant::int4::Rounds;
-use crate::quant::mxfp4::BLOCK;
-use crate::quant::nvfp4::ScaleLayout;
-use crate::quant::packed_e4m3;
-use mxfp4::{Expand, Expandable};
-use nvfp4::Expandable as Nvfp4Expandable;
 
 /// Weight rows and token rows that a block kernel multiplies at once.
 const BLOCK_ROWS: usize = 4;
@@ -36,62 +26,6 @@ const BLOCK_TOKENS: usize = 6;
 /// Weight bytes of a panel.
 const PANEL_BYTES: usize = 256 << 10;
 const MAX_PANEL_COLUMNS: usize = 128;
-
-/// The instructions a kernel is made of. All accumulate in fp32 and differ in the order of the sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InstructionSet {
-    /// bf16 products in pairs (`vdpbf16ps`); fp16 and fp32 as `Avx512`.
-    /// NOTE: `vdpbf16ps` takes denormal inputs as zero and flushes denormal results, whatever the mode.
-    Avx512Bf16,
-    /// fp16 and bf16 are converted to fp32 on their way from memory.
-    Avx512,
-    /// AVX2, FMA and F16C, as `Avx512`.
-    Avx2,
-    /// No intrinsics; products are rounded before they are added.
-    Scalar,
-}
-
-impl InstructionSet {
-    /// The best of this machine.
-    pub fn detect() -> Self {
-        Self::ALL.into_iter().find(|set| set.is_available()).unwrap_or(Self::Scalar)
-    }
-
-    /// Best first.
-    pub const ALL: [Self; 4] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Scalar];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Avx512Bf16 => "avx512_bf16",
-            Self::Avx512 => "avx512",
-            Self::Avx2 => "avx2",
-            Self::Scalar => "scalar",
-        }
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    pub fn is_available(self) -> bool {
-        let avx512 = || is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl");
-        match self {
-            Self::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-            Self::Avx512 => avx512(),
-            Self::Avx2 => {
-                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
-            }
-            Self::Scalar => true,
-        }
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    pub fn is_available(self) -> bool {
-        self == Self::Scalar
-    }
-}
-
-/// Name of the instruction set that [`grouped_gemm`] uses on this machine.
-pub fn instruction_set() -> &'static str {
-    InstructionSet::detect().name()
-}
 
 /// What a block kernel multiplies: every weight row with every token row.
 struct Operands<'a> {
@@ -123,7 +57,7 @@ fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
 
 /// An element type with kernels for every instruction set.
 #[cfg(target_arch = "x86_64")]
-trait BlockKernels: avx512::Load + avx2::Load + Expandable + Nvfp4Expandable + Rounds {
+trait BlockKernels: avx512::Load + avx2::Load {
     const AVX512_BF16: Block = avx512::block::<Self>;
 }
 #[cfg(target_arch = "x86_64")]
@@ -136,13 +70,12 @@ impl BlockKernels for half::bf16 {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-trait BlockKernels: Expandable + Nvfp4Expandable + Rounds {}
+trait BlockKernels: Element {}
 #[cfg(not(target_arch = "x86_64"))]
-impl<T: Expandable + Nvfp4Expandable + Rounds> BlockKernels for T {}
+impl<T: Element> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine. `blocks`: the weights are MXFP4, NVFP4, int4 or (`dtype` is
-/// bf16) MXFP8; with `x_scales` tokens and
-/// weights are e4m3, and `dtype` (bf16) is that of the output alone.
+/// Runs every tile of the schedule with the best instructions of this machine. With `blocks`, weights are codes of a format that has them
+/// (of MXFP8 `dtype` is bf16). With `x_scales`, tokens and weights are e4m3, and `dtype` (bf16) is that of the output alone.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the rows that the schedule names; `x`,
@@ -159,12 +92,16 @@ pub unsafe fn grouped_gemm(p: &GroupedGemmParams, dtype: Dtype, blocks: Option<B
 /// As for [`grouped_gemm`], and `set` must be available.
 pub unsafe fn grouped_gemm_on(set: InstructionSet, p: &GroupedGemmParams, dtype: Dtype, blocks: Option<Blocks>) {
     // SAFETY: the caller's contract, unchanged.
-    for_dtype!(dtype, T => unsafe { grouped_gemm_typed::<T>(set, p, blocks) })
+    for_dtype!(dtype, T => unsafe { grouped_gemm_typed::<T>(set, p, (dtype, blocks)) })
 }
 
 /// # Safety
-/// As for [`grouped_gemm_on`]; the elements are of type `T`.
-unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGemmParams, blocks: Option<Blocks>) {
+/// As for [`grouped_gemm_on`]; the elements are of type `T`, which is that of `dtype`.
+unsafe fn grouped_gemm_typed<T: BlockKernels>(
+    set: InstructionSet,
+    p: &GroupedGemmParams,
+    (dtype, blocks): (Dtype, Option<Blocks>),
+) {
     // SAFETY: the schedule, by the caller's contract.
     let count = unsafe { *p.tile_count } as usize;
     if count == 0 {
@@ -172,11 +109,7 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
     }
     // SAFETY: as above.
     let tiles = unsafe { std::slice::from_raw_parts(p.tiles, count) };
-    let expand = |blocks: Blocks| match (blocks.nvfp4, blocks.int4) {
-        (Some(_), _) => (blocks, Expansion::Blocks(T::expand_nvfp4(set))),
-        (None, Some(_)) => (blocks, Expansion::Groups(int4::expand::<T>)),
-        (None, None) => (blocks, Expansion::Blocks(if blocks.e4m3 { mxfp8::expand } else { T::expand(set) })),
-    };
+    let expand = |blocks: Blocks| Expansion { set, blocks, row: (blocks.kind.expand)(dtype) };
     let (block, packed) = (block_kernel::<T>(set), blocks.map(expand));
     let rows_per_column = if activation::is_gated(p.activation.kind) { 2 } else { 1 };
     let column_bytes = rows_per_column * p.k as usize * size_of::<T>();
@@ -192,11 +125,10 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(set: InstructionSet, p: &GroupedGe
 
 /// How weights in blocks become rows of the compute type.
 #[derive(Clone, Copy)]
-enum Expansion {
-    /// MXFP4, MXFP8 and NVFP4.
-    Blocks(Expand),
-    /// int4.
-    Groups(int4::Expand),
+struct Expansion {
+    set: InstructionSet,
+    blocks: Blocks,
+    row: ExpandRow,
 }
 
 /// Some output columns of one tile.
@@ -253,12 +185,12 @@ impl<'a> Panel<'a> {
 
     /// # Safety
     /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
-    unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<(Blocks, Expansion)>) {
+    unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<Expansion>) {
         if !self.p.x_scales.is_null() {
             // SAFETY: the caller's contract.
             return unsafe { fp8::run(self, block) };
         }
-        let Some((blocks, expansion)) = packed else {
+        let Some(expansion) = packed else {
             let k = self.p.k as usize;
             // SAFETY: the caller's contract; the rows are this expert's.
             return unsafe {
@@ -268,7 +200,7 @@ impl<'a> Panel<'a> {
             };
         };
         EXPANDED.with_borrow_mut(|room| {
-            let mut expanded = Expanded::new::<T>(self, blocks, expansion, room);
+            let mut expanded = Expanded::new::<T>(self, expansion, room);
             // SAFETY: the caller's contract.
             unsafe { self.multiply::<T>(block, |row, first| expanded.rows(row, first)) }
         });
@@ -432,9 +364,7 @@ thread_local! {
 /// never leaves the first-level cache.
 struct Expanded<'a> {
     panel: &'a Panel<'a>,
-    blocks: Blocks,
     expansion: Expansion,
-    element_bytes: usize,
     keep: bool,
     /// Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
     stride: usize,
@@ -442,20 +372,20 @@ struct Expanded<'a> {
 }
 
 impl<'a> Expanded<'a> {
-    fn new<T>(panel: &'a Panel<'a>, blocks: Blocks, expansion: Expansion, room: &'a mut Vec<Line>) -> Self {
+    fn new<T>(panel: &'a Panel<'a>, expansion: Expansion, room: &'a mut Vec<Line>) -> Self {
         let keep = panel.tile.count as usize > BLOCK_TOKENS;
-        let stride =
-            (Self::row_blocks(panel, &blocks) * blocks.columns() * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
+        let columns = Self::row_blocks(panel, &expansion) * expansion.blocks.kind.columns;
+        let stride = (columns * size_of::<T>()).div_ceil(size_of::<Line>()) | 1;
         let rows = if keep { panel.rows().next_multiple_of(BLOCK_ROWS) } else { BLOCK_ROWS };
         if room.len() < rows * stride {
             room.resize(rows * stride, Line([0; 64]));
         }
-        Self { panel, blocks, expansion, element_bytes: size_of::<T>(), keep, stride, room }
+        Self { panel, expansion, keep, stride, room }
     }
 
     /// Blocks of a row that the GEMM reads.
-    fn row_blocks(panel: &Panel, blocks: &Blocks) -> usize {
-        (panel.p.k as usize).div_ceil(blocks.columns())
+    fn row_blocks(panel: &Panel, expansion: &Expansion) -> usize {
+        (panel.p.k as usize).div_ceil(expansion.blocks.kind.columns)
     }
 
     /// The block of rows from the panel's row `row` on; expanded now if `first`.
@@ -465,86 +395,18 @@ impl<'a> Expanded<'a> {
     unsafe fn rows(&mut self, row: usize, first: bool) -> [[*const u8; BLOCK_ROWS]; 2] {
         let at = if self.keep { row } else { 0 };
         if first {
+            let Expansion { set, blocks, row: expand } = &self.expansion;
+            let (rows, count) = (self.panel.p.rows as usize, Self::row_blocks(self.panel, &self.expansion));
             for (i, row) in self.panel.expert_rows(row).into_iter().enumerate() {
-                let start = row * self.blocks.row_blocks;
+                let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
                 // SAFETY: a row of this expert's codes and scales; `new` made room for the row.
                 unsafe {
-                    let codes = self.panel.p.weights.add(start * self.blocks.code_bytes());
-                    let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
-                    match self.expansion {
-                        Expansion::Groups(expand) => self.expand_groups(expand, row, codes, out),
-                        Expansion::Blocks(expand) => match self.blocks.nvfp4 {
-                            Some(own) => self.expand_nvfp4_row((own, expand), row, codes, out),
-                            None => self.expand_row(expand, codes, self.blocks.scales.add(start), out),
-                        },
-                    }
+                    let codes = self.panel.p.weights.add(row * blocks.row_blocks * blocks.kind.code_bytes);
+                    expand(*set, blocks, &CodeRow { row, rows, codes, count }, out);
                 }
             }
         }
         let addresses = |at| std::array::from_fn(|i| self.room.as_ptr().wrapping_add((at + i) * self.stride).cast());
         [addresses(at), addresses(if self.keep && !first { at + BLOCK_ROWS } else { at })]
-    }
-
-    /// Row `row` of all experts' in int4.
-    ///
-    /// # Safety
-    /// As for [`int4::Expand`].
-    unsafe fn expand_groups(&self, expand: int4::Expand, row: usize, codes: *const u8, out: *mut u8) {
-        let Some(own) = self.blocks.int4 else { return };
-        let (first, count) = (self.blocks.groups(row), Self::row_blocks(self.panel, &self.blocks));
-        let scales = self.blocks.scales.wrapping_add(first * own.scale_bytes());
-        let zeros = if own.zeros.is_null() { own.zeros } else { own.zeros.wrapping_add(first) };
-        // SAFETY: the caller's contract.
-        unsafe { expand(&own, codes, [scales, zeros], count, out) }
-    }
-
-    /// Row `row` of all experts' in NVFP4.
-    ///
-    /// # Safety
-    /// As for [`Expand`].
-    unsafe fn expand_nvfp4_row(&self, (own, expand): (Nvfp4, Expand), row: usize, codes: *const u8, out: *mut u8) {
-        let (rows, blocks) = (self.panel.p.rows as usize, self.blocks.row_blocks);
-        let count = Self::row_blocks(self.panel, &self.blocks);
-        let scales = self.blocks.scales.wrapping_add(row / rows * self.blocks.scale_bytes(rows));
-        // Of tiles four neighbours of a row lie together.
-        let together = if own.layout == ScaleLayout::Linear { count } else { 4 };
-        for first in (0..count).step_by(together) {
-            let size = (count - first).min(together);
-            // SAFETY: the caller's contract.
-            unsafe {
-                let scales = scales.add(own.layout.offset(row % rows, first, blocks));
-                let room = out.add(first * nvfp4::COLUMNS * self.element_bytes);
-                expand(codes.add(first * nvfp4::COLUMNS / 2), scales, size, room);
-            }
-        }
-    }
-
-    /// One row, its small scales brought up to the expert's least.
-    ///
-    /// # Safety
-    /// As for [`Expand`].
-    unsafe fn expand_row(&self, expand: Expand, codes: *const u8, scales: *const u8, out: *mut u8) {
-        let count = Self::row_blocks(self.panel, &self.blocks);
-        // SAFETY: the caller's contract.
-        unsafe {
-            let least = match self.blocks.least {
-                none if none.is_null() => 0,
-                least => *least.add(self.panel.tile.expert as usize),
-            };
-            let small = |&scale: &u8| scale < least;
-            if !std::slice::from_raw_parts(scales, count).iter().any(small) {
-                return expand(codes, scales, count, out);
-            }
-            for i in 0..count {
-                let (codes, scale) = (codes.add(i * BLOCK / 2), scales.add(i));
-                let out = out.add(i * BLOCK * self.element_bytes);
-                if small(&*scale) {
-                    let raised = packed_e4m3::raise(&*codes.cast(), *scale, least);
-                    expand(raised.as_ptr(), &least, 1, out);
-                } else {
-                    expand(codes, scale, 1, out);
-                }
-            }
-        }
     }
 }

@@ -7,7 +7,9 @@ mod activation;
 mod allreduce;
 mod combine;
 mod e4m3;
+pub mod element;
 mod gemm;
+pub mod instructions;
 mod mm_mxfp8;
 mod mxfp8;
 pub mod narrow;
@@ -25,7 +27,10 @@ pub use activation::is_gated;
 pub use allreduce::{canonical, contribute, reduce_rows, Contribution, Quantise, ReduceRows, ScaleLayout};
 pub use combine::combine;
 pub use e4m3::{quantize_rows_e4m3, round_rows_to_e4m3};
-pub use gemm::{grouped_gemm, grouped_gemm_on, instruction_set, InstructionSet};
+use element::for_dtype;
+pub use element::Element;
+pub use gemm::{grouped_gemm, grouped_gemm_on};
+pub use instructions::{instruction_set, InstructionSet};
 pub use mm_mxfp8::mm_mxfp8;
 pub use mxfp8::round_rows_mxfp8;
 #[cfg(test)]
@@ -42,8 +47,6 @@ pub use select::select;
 
 #[cfg(test)]
 mod tests;
-
-use half::{bf16, f16};
 
 /// # Safety
 /// `data` must be valid for reads of `len` values; it may be anything for none.
@@ -64,62 +67,6 @@ pub(crate) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
     // SAFETY: the caller's contract.
     unsafe { std::slice::from_raw_parts_mut(data, len) }
 }
-
-/// An element type that the CPU kernels read and write.
-pub trait Element: Copy + Send + Sync + 'static {
-    fn to_f32(self) -> f32;
-    /// To nearest, ties to even.
-    fn from_f32(x: f32) -> Self;
-}
-
-impl Element for f32 {
-    fn to_f32(self) -> f32 {
-        self
-    }
-    fn from_f32(x: f32) -> Self {
-        x
-    }
-}
-
-impl Element for f16 {
-    fn to_f32(self) -> f32 {
-        f16::to_f32(self)
-    }
-    fn from_f32(x: f32) -> Self {
-        f16::from_f32(x)
-    }
-}
-
-impl Element for bf16 {
-    fn to_f32(self) -> f32 {
-        bf16::to_f32(self)
-    }
-    fn from_f32(x: f32) -> Self {
-        bf16::from_f32(x)
-    }
-}
-
-/// Calls a function that is generic in the element type for a `Dtype` value.
-macro_rules! for_dtype {
-    ($dtype:expr, $T:ident => $call:expr) => {
-        match $dtype {
-            crate::params::Dtype::F32 => {
-                type $T = f32;
-                $call
-            }
-            crate::params::Dtype::F16 => {
-                type $T = half::f16;
-                $call
-            }
-            crate::params::Dtype::Bf16 => {
-                type $T = half::bf16;
-                $call
-            }
-            other => unreachable!("no such dtype: {other:?}"),
-        }
-    };
-}
-use for_dtype;
 
 /// Lets worker threads share a parameter struct; each writes only the rows it was given.
 struct Shared<'a, P>(&'a P);

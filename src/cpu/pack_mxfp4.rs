@@ -2,7 +2,8 @@
 
 use crate::parallel::*;
 use crate::params::{PackMxfp4Params, W13Layout};
-use crate::quant::packed::{self, Extent, Form, CODE_BYTES, SCALE_BYTES};
+use crate::quant::mxfp4;
+use crate::quant::packed::{self, Extent, CODE_BYTES, SCALE_BYTES};
 use crate::quant::packed_e4m3 as e4m3;
 
 const SCALED: usize = 32;
@@ -41,7 +42,7 @@ unsafe fn tensors(p: &PackMxfp4Params) -> Tensors<'_> {
             _ => unsafe { std::slice::from_raw_parts_mut(data, count) },
         }
     }
-    let (extent, scaled) = (Extent::of(Form::Mxfp4, p), p.experts as usize * p.rows as usize * p.row_blocks as usize);
+    let (extent, scaled) = (Extent::of(mxfp4::FORM, p), p.experts as usize * p.rows as usize * p.row_blocks as usize);
     // SAFETY: as above.
     unsafe {
         Tensors {
@@ -85,7 +86,7 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
     // SAFETY: the caller's contract.
     let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
     let (codes, scales) = (&*codes, &*scales);
-    let (extent, row_blocks, k) = (Extent::of(Form::Mxfp4, p), p.row_blocks as usize, p.k as usize);
+    let (extent, row_blocks, k) = (Extent::of(mxfp4::FORM, p), p.row_blocks as usize, p.k as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     expert_scales.par_iter_mut().enumerate().for_each(|(expert, expert_scale)| {
         let rows = (0..p.used_rows as usize).map(|row| (expert * p.rows as usize + row) * row_blocks);
@@ -160,7 +161,7 @@ pub unsafe fn unpack_mxfp4(p: &PackMxfp4Params) {
     // SAFETY: the caller's contract.
     let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
     let (packed_codes, packed_scales, expert_scales) = (&*packed_codes, &*packed_scales, &*expert_scales);
-    let (extent, rows, row_blocks) = (Extent::of(Form::Mxfp4, p), p.rows as usize, p.row_blocks as usize);
+    let (extent, rows, row_blocks) = (Extent::of(mxfp4::FORM, p), p.rows as usize, p.row_blocks as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     if codes.is_empty() {
         return;

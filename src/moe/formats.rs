@@ -1,27 +1,69 @@
-//! The one place that knows which file has what of a format: its layers, and what rounds their activations.
+//! What a format is to a layer. Each has its own file here: the constructor, the checks of its tensors, the packing for GPUs, and what rounds
+//! activations. What its numbers are is in its file in `quant`.
 
+pub mod fp8;
+pub mod fp8_tensor;
+mod int4;
+pub mod mxfp4;
+mod mxfp4_a8;
+pub mod mxfp8;
+pub mod nvfp4;
+mod nvfp4_gpu;
+pub mod plain;
+
+use super::given_scales::GivenScales;
 use super::layer::Layer;
-use super::numbers::Numbers;
-use super::operands::Operands;
+use super::operands::{Operands, PackedTensors};
 use super::options::Options;
 use super::plan::{MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
-use super::tokens::GivenScales;
-use super::{fp8, int4, mxfp4, mxfp4_a8, mxfp8, nvfp4, plain};
+use crate::contract;
 use crate::error::Result;
 use crate::params::{GroupedGemmParams, RouteParams, ScheduleParams};
 use crate::quant::Activations;
+use crate::tensor::Contract;
+use pyo3::prelude::*;
 
-/// Checks the tensors of a layer whose format is `numbers`, and describes them.
-pub fn layer(operands: &Operands<'_>, numbers: Numbers, options: &Options<'_, '_>) -> Result<Layer> {
-    let mut layer = match numbers {
-        Numbers::Plain(elem) => plain::layer(operands, elem, options),
-        Numbers::Mxfp4 { dtype, e4m3, hidden } => mxfp4::layer(operands, (dtype, e4m3), hidden, options),
-        Numbers::Fp8(scaling) => fp8::layer(operands, scaling, options),
-        Numbers::Mxfp8 { hidden } => mxfp8::layer(operands, hidden, options),
-        Numbers::Nvfp4(spec) => nvfp4::layer(operands, &spec, options),
-        Numbers::Int4(spec) => int4::layer(operands, &spec, options),
-    }?;
+/// What the weights of a layer are made of, as a constructor or a call has it. Each format has a type of its own for it.
+pub trait Source {
+    /// Checks the tensors, and describes the layer.
+    fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer>;
+
+    /// Whether scales of blocks are powers of two: those that are given in fp32 become E8M0 bytes.
+    fn has_e8m0_scales(&self) -> bool {
+        false
+    }
+
+    /// Whether the packed form takes the place of weights and scales, which are then written.
+    fn in_place(&self) -> bool {
+        false
+    }
+
+    /// Packs a CUDA layer's weights; `layer` then describes the packed form.
+    fn pack<'py>(
+        &self,
+        layer: &mut Layer,
+        _contract: &mut Contract<'_>,
+        _operands: &Operands<'py>,
+    ) -> Result<[PackedTensors<'py>; 2]> {
+        contract!("format {:?} has no packed form", layer.desc.format.spec().name)
+    }
+}
+
+/// Adds the constructors that formats have in their own files to `ExpertWeights`.
+pub fn add_constructors(class: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = class.py();
+    let staticmethod = py.import("builtins")?.getattr("staticmethod")?;
+    for constructor in [pyo3::wrap_pyfunction!(nvfp4::nvfp4, py)?, pyo3::wrap_pyfunction!(int4::int4, py)?] {
+        let name: String = constructor.getattr("__name__")?.extract()?;
+        class.setattr(name, staticmethod.call1((constructor,))?)?;
+    }
+    Ok(())
+}
+
+/// Checks the tensors of a layer, and describes it.
+pub fn layer(operands: &Operands<'_>, source: &dyn Source, options: &Options<'_, '_>) -> Result<Layer> {
+    let mut layer = source.layer(operands, options)?;
     if options.swiglu.of_experts() {
         layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
     }

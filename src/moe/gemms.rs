@@ -1,6 +1,6 @@
 //! Both GEMMs of a layer and what rounds their rows: the part of a call that `moe` and the calls on rows in order share.
 
-use super::fp8;
+use super::formats::fp8;
 use super::grouped_gemm::{self, Gemm};
 use super::layer::Layer;
 use super::plan::GemmsPlan;

@@ -4,9 +4,9 @@ use super::per_expert::{PerExpert, NAMES};
 use super::weight_maps::WeightMaps;
 use crate::desc::LayerDesc;
 use crate::params::{Activation, Dtype, W13Layout};
-use crate::quant::blocks::{Blocks, Nvfp4};
+use crate::quant::blocks::Blocks;
 use crate::quant::fp8::GROUP;
-use crate::quant::packed::{Extent, Form, Packed};
+use crate::quant::packed::{Extent, Packed};
 use crate::quant::Weights;
 use crate::tensor::{Borrowed, Place, Span, View};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub struct Layer {
     pub down_maps: WeightMaps,
     /// Keep what `Blocks::least` points at.
     pub least_scales: Vec<Arc<[u8]>>,
-    /// Keep what `Blocks::nvfp4` points at.
+    /// Keep what `Blocks::factors` points at.
     pub numbers: Vec<Arc<[f32]>>,
 }
 
@@ -139,9 +139,8 @@ impl Matrix {
         if !self.row_scales.is_null() {
             return self.row_scales;
         }
-        let of_blocks = |own: Nvfp4| own.factors;
-        let plain = || self.blocks.and_then(|blocks| blocks.nvfp4).map_or(std::ptr::null(), of_blocks);
-        self.packed.map_or_else(plain, |packed| packed.expert_scales)
+        let of_blocks = || self.blocks.map_or(std::ptr::null(), |blocks| blocks.factors);
+        self.packed.map_or_else(of_blocks, |packed| packed.expert_scales)
     }
 
     /// What is read of it, as (operand, address, bytes): weights, scales, scales of rows, bias, scales of activations. Null where there is
@@ -171,24 +170,23 @@ impl Matrix {
         let (all_rows, all_numbers) = (experts * rows, experts * numbers as usize);
         let bytes_of = |dtype| if dtype == Dtype::F32 { 4 } else { 2 };
         let mut names = names;
-        if blocks.is_some_and(|blocks| blocks.int4.is_some()) {
+        if blocks.is_some_and(|blocks| !blocks.groups.zeros.is_null()) {
             names[2] = if names[0] == "w13" { "w13_zeros" } else { "w2_zeros" };
         }
-        let none = (std::ptr::null(), 0);
+        const NONE: (*const u8, usize) = (std::ptr::null(), 0);
         let (weights, scales, of_rows) = if let Some(Packed { form, codes, scales, expert_scales }) = packed {
             let extent = Extent { form, experts: desc.experts, rows: self.rows, k: self.k };
-            let factors = if form == Form::Nvfp4 && names[0] == "w13" && desc.gated { 2 } else { 1 };
+            let factors = if form.factors_of_halves && names[0] == "w13" && desc.gated { 2 } else { 1 };
             let factors = (expert_scales.cast(), experts * factors * number);
             ((codes, extent.code_bytes()), (scales, extent.scale_bytes()), factors)
         } else if let Some(blocks) = blocks {
-            let Blocks { scales, e4m3: _, row_blocks, least: _, nvfp4, int4 } = blocks;
-            let factors = nvfp4.map_or(std::ptr::null(), |Nvfp4 { layout: _, factors }| factors);
-            let factors = match int4 {
-                Some(own) => (own.zeros, blocks.groups(all_rows)),
-                None if factors.is_null() || on_host(factors) => none,
-                None => (factors.cast(), experts * number),
+            let Blocks { kind, scales, row_blocks, least: _, layout: _, factors, groups } = blocks;
+            let factors = match factors {
+                _ if !groups.zeros.is_null() => (groups.zeros, blocks.groups_of(all_rows)),
+                none if none.is_null() || on_host(none) => NONE,
+                factors => (factors.cast(), experts * number),
             };
-            let codes = (data, all_rows * row_blocks * blocks.code_bytes());
+            let codes = (data, all_rows * row_blocks * kind.code_bytes);
             (codes, (scales, experts * blocks.scale_bytes(rows)), factors)
         } else if !block_scales.is_null() {
             let parts = if names[0] == "w13" && desc.gated { 2 } else { 1 };
@@ -196,10 +194,10 @@ impl Matrix {
             let blocks = (block_scales.cast(), row_blocks * k.div_ceil(GROUP) * number);
             ((data, all_rows * k), blocks, (row_scales.cast(), all_numbers * number))
         } else {
-            ((data, all_rows * k * bytes_of(desc.dtype)), none, none)
+            ((data, all_rows * k * bytes_of(desc.dtype)), NONE, NONE)
         };
         let of_x = if x_scale.is_null() || on_host(x_scale) {
-            none
+            NONE
         } else {
             (x_scale.cast(), number * if desc.format.weights() == Weights::Nvfp4 { experts } else { 1 })
         };

@@ -2,25 +2,18 @@
 
 pub mod explain;
 mod formats;
-mod fp8;
-mod fp8_tensor;
 mod gemms;
+mod given_scales;
 pub mod grouped_gemm;
 mod ids;
-mod int4;
 mod layer;
 pub mod masked;
-mod mxfp4;
-pub mod mxfp4_a8;
-mod mxfp8;
 mod numbers;
 mod numbers_of;
-pub mod nvfp4;
-mod nvfp4_gpu;
 mod operands;
 mod options;
+mod packing;
 mod per_expert;
-mod plain;
 pub mod plan;
 mod rounding;
 mod routed;
@@ -42,6 +35,8 @@ use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
 use crate::quant::{self, Activations, Format};
 use crate::stats;
 use crate::tensor::{Contract, Dim, Elem, Place, View};
+pub use formats::add_constructors;
+use formats::{fp8_tensor, mxfp4, nvfp4};
 use gemms::Gemms;
 use layer::Layer;
 use numbers::Numbers;
@@ -514,7 +509,7 @@ pub fn moe_tensors<'py>(
             Some(tensor) => Numbers::Fp8(tensor.scaling()),
             None => Numbers::new(format, dtype, hidden_size, operands.w13.elem)?,
         };
-        let layer = formats::layer(&operands, numbers, &options)?;
+        let layer = formats::layer(&operands, numbers.source(), &options)?;
         let call = CallOptions {
             routed_scaling_factor,
             apply_router_weight_on_input,

@@ -1,33 +1,34 @@
-//! What the weights of a layer are made of, from the options of a call.
+//! What the weights of a layer are made of, from the options of a call on bare tensors or of a constructor.
 
-use super::fp8::{Activations, Scaling};
+use super::formats::fp8::{Activations, Scaling};
+use super::formats::plain::Plain;
+use super::formats::{mxfp4, mxfp8, Source};
+use super::options::compute_type;
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
 use crate::quant::{self, Format, Weights};
 use crate::tensor::Elem;
 
-/// What the weights are made of.
+/// The formats whose weights a call takes as bare tensors, too.
 #[derive(Clone, Debug)]
 pub enum Numbers {
-    Plain(Elem),
-    Mxfp4 {
-        dtype: Dtype,
-        /// Activations are quantised to it.
-        e4m3: bool,
-        /// Columns of x and of the output where w13 and w2 are padded beyond them.
-        hidden: Option<i64>,
-    },
+    Plain(Plain),
+    Mxfp4(mxfp4::Spec),
     Fp8(Scaling),
-    Mxfp8 {
-        /// As of MXFP4.
-        hidden: Option<i64>,
-    },
-    Nvfp4(super::nvfp4::Spec),
-    Int4(super::int4::Spec),
+    Mxfp8(mxfp8::Spec),
 }
 
 impl Numbers {
+    pub fn source(&self) -> &dyn Source {
+        match self {
+            Numbers::Plain(plain) => plain,
+            Numbers::Mxfp4(spec) => spec,
+            Numbers::Fp8(scaling) => scaling,
+            Numbers::Mxfp8(spec) => spec,
+        }
+    }
+
     /// From the options of `moe_tensors`; without a format it is that of w13's dtype.
     pub fn new(format: Option<&str>, dtype: Option<&str>, hidden_size: Option<i64>, w13: Elem) -> Result<Numbers> {
         let spec = match format {
@@ -43,10 +44,11 @@ impl Numbers {
         };
         if spec.format.weights() == Weights::Mxfp4 {
             let e4m3 = spec.format == Format::Mxfp4A8;
-            return Numbers::mxfp4(dtype.unwrap_or(quant::name(spec.compute)), e4m3, hidden_size);
+            let dtype = compute_type(dtype.unwrap_or(quant::name(spec.compute)))?;
+            return Ok(Numbers::Mxfp4(mxfp4::Spec { dtype, e4m3, hidden: hidden_size, in_place: false }));
         }
         if spec.format == Format::Mxfp8 && dtype.is_none_or(|dtype| dtype == "bf16") {
-            return Ok(Numbers::Mxfp8 { hidden: hidden_size });
+            return Ok(Numbers::Mxfp8(mxfp8::Spec { hidden: hidden_size, in_place: false }));
         }
         if !spec.format.has_bare_tensors() {
             let name = spec.name.split('-').next().unwrap_or_default();
@@ -63,17 +65,10 @@ impl Numbers {
         if spec.format == Format::Fp8Block {
             return Ok(Numbers::Fp8(Activations::Groups.into()));
         }
-        Ok(Numbers::Plain(match spec.compute {
+        Ok(Numbers::Plain(Plain(match spec.compute {
             Dtype::F16 => Elem::F16,
             Dtype::Bf16 => Elem::Bf16,
             _ => Elem::F32,
-        }))
-    }
-
-    pub fn mxfp4(dtype: &str, e4m3: bool, hidden: Option<i64>) -> Result<Numbers> {
-        match quant::by_name(dtype) {
-            Some(spec) if spec.block == 1 => Ok(Numbers::Mxfp4 { dtype: spec.compute, e4m3, hidden }),
-            _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
-        }
+        })))
     }
 }

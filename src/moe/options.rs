@@ -1,10 +1,17 @@
 //! The arithmetic of a layer between its GEMMs, from its Python arguments.
 
-use super::per_expert::Swiglu;
+use super::operands::Arguments;
+use super::per_expert::{Given, Scalar, Swiglu};
 use crate::contract;
 use crate::error::{Error, Result};
-use crate::params::{Activation, ActivationKind, W13Layout};
+use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
+use crate::python::extract;
+use crate::quant;
 use crate::quant::arguments::w13_layout;
+use crate::tensor::Contract;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 /// The Python arguments that describe a layer's arithmetic.
 pub struct Options<'a, 'py> {
@@ -59,5 +66,73 @@ impl Options<'_, '_> {
         };
         let kind = if self.swiglu.of_experts() { ActivationKind::ExpertSwiglu } else { kind };
         Ok(Activation { kind, alpha, beta, gate_limit, silu_limit, up_limit: limit })
+    }
+}
+
+/// The type of activations and products that an option `dtype` names.
+pub fn compute_type(dtype: &str) -> Result<Dtype> {
+    match quant::by_name(dtype) {
+        Some(spec) if spec.block == 1 => Ok(spec.compute),
+        _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
+    }
+}
+
+/// The options that every constructor of `ExpertWeights` has, as Python gives them.
+pub struct Common<'py> {
+    pub b13: Option<Bound<'py, PyAny>>,
+    pub b2: Option<Bound<'py, PyAny>>,
+    pub layout: String,
+    pub activation: String,
+    pub gated: Option<bool>,
+    pub given: Given<'py>,
+    pub clamp: String,
+}
+
+impl<'py> Common<'py> {
+    /// Reads the keyword arguments that are not a format's own. `constructor`: what errors call it.
+    pub fn new(constructor: &str, options: Option<&Bound<'py, PyDict>>) -> PyResult<Common<'py>> {
+        let mut common = Common {
+            b13: None,
+            b2: None,
+            layout: "gate_up".into(),
+            activation: "silu".into(),
+            gated: None,
+            given: Given { alpha: Scalar::Layer(1.0), beta: Scalar::Layer(0.0), limit: None },
+            clamp: "before".into(),
+        };
+        for (name, value) in options.into_iter().flatten() {
+            let name: String = name.extract()?;
+            match name.as_str() {
+                "b13" => common.b13 = extract(&name, &value)?,
+                "b2" => common.b2 = extract(&name, &value)?,
+                "layout" => common.layout = extract(&name, &value)?,
+                "activation" => common.activation = extract(&name, &value)?,
+                "gated" => common.gated = extract(&name, &value)?,
+                "alpha" => common.given.alpha = extract(&name, &value)?,
+                "beta" => common.given.beta = extract(&name, &value)?,
+                "limit" => common.given.limit = extract(&name, &value)?,
+                "clamp" => common.clamp = extract(&name, &value)?,
+                _ => {
+                    let text = format!("{constructor}() got an unexpected keyword argument '{name}'");
+                    return Err(PyTypeError::new_err(text));
+                }
+            }
+        }
+        Ok(common)
+    }
+
+    /// The layer's tensors: these weights and scales, and the biases.
+    pub fn arguments<'a>(
+        &'a self,
+        [w13, w2]: [&'a Bound<'py, PyAny>; 2],
+        [w13_scale, w2_scale]: [Option<&'a Bound<'py, PyAny>>; 2],
+    ) -> Arguments<'a, 'py> {
+        Arguments { w13, w2, b13: self.b13.as_ref(), b2: self.b2.as_ref(), w13_scale, w2_scale }
+    }
+
+    /// The arithmetic, whose numbers of experts the contract borrows.
+    pub fn options(&self, contract: &mut Contract<'_>) -> Result<Options<'_, 'py>> {
+        let Common { layout, activation, gated, given, clamp, .. } = self;
+        Ok(Options { layout, activation, gated: *gated, swiglu: given.borrow(contract)?, clamp })
     }
 }

@@ -1,7 +1,8 @@
 //! A call's input: numbers of the layer's dtype, or e4m3 or NVFP4 that the caller quantised, with its scales.
 
+use super::formats::nvfp4;
+pub use super::given_scales::GivenScales;
 use super::layer::Layer;
-use super::nvfp4;
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
@@ -9,23 +10,6 @@ use crate::quant::fp8::GROUP;
 use crate::quant::nvfp4::BLOCK;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, View};
 use pyo3::prelude::*;
-
-/// Scales of quantised rows as the caller has them: fp32, or words of four E8M0 bytes; of NVFP4 e4m3, row by row.
-#[derive(Clone, Copy)]
-pub struct GivenScales {
-    pub data: *const u8,
-    pub powers: bool,
-    /// Between neighbouring rows and groups (fours of groups), 0 where they share one.
-    pub row_stride: i64,
-    pub group_stride: i64,
-}
-
-impl GivenScales {
-    /// Whether this is what the GEMMs read: fp32 [rows, groups].
-    pub fn is_table(&self, rows: i64, groups: i64) -> bool {
-        !self.powers && (self.row_stride == groups || rows == 1) && (self.group_stride == 1 || groups == 1)
-    }
-}
 
 pub struct Tokens<'py> {
     pub x: Borrowed<'py>,

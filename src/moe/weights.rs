@@ -1,16 +1,14 @@
 //! `ExpertWeights`: the experts of a layer, checked and described once at load.
 
 pub mod handle;
-mod int4;
-mod nvfp4;
 
+use super::formats::plain::Plain;
+use super::formats::{self, fp8, fp8_tensor, mxfp4, mxfp8, Source};
 use super::layer::Layer;
-use super::numbers::Numbers;
 use super::operands::{Arguments, Extra, Operands};
-use super::options::Options;
+use super::options::{compute_type, Common, Options};
+use super::per_expert::Given;
 use super::per_expert::NAMES;
-use super::per_expert::{Given, Scalar};
-use super::{formats, fp8, fp8_tensor, mxfp4, nvfp4_gpu};
 use crate::contract;
 use crate::counters;
 use crate::desc::LayerDesc;
@@ -18,10 +16,10 @@ use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
 use crate::quant::arguments::is_e4m3;
-use crate::quant::{self, Format, Weights};
+use crate::quant::{self, Format};
 use crate::tensor::{Contract, Elem, Owned, Place, Span};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyDict;
 
 /// The same as attributes.
 type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
@@ -108,15 +106,14 @@ impl ExpertWeights {
     pub fn new<'py>(
         mut contract: Contract<'_>,
         arguments: &Arguments<'_, 'py>,
-        numbers: Numbers,
+        source: &dyn Source,
         options: Options<'_, 'py>,
         given: &Given<'py>,
-        in_place: bool,
         extra: Vec<Extra<'py>>,
     ) -> Result<ExpertWeights> {
-        let fp8 = matches!(numbers, Numbers::Fp8(_) | Numbers::Nvfp4(_) | Numbers::Int4(_));
-        let operands = Operands::borrow(&mut contract, arguments, (fp8, in_place))?;
-        let mut layer = formats::layer(&operands, numbers, &options)?;
+        let in_place = source.in_place();
+        let operands = Operands::borrow(&mut contract, arguments, (!source.has_e8m0_scales(), in_place))?;
+        let mut layer = formats::layer(&operands, source, &options)?;
         let mut packed = None;
         if let Place::Cuda(ordinal) = layer.place {
             let gpu = gpu(ordinal)?;
@@ -124,11 +121,7 @@ impl ExpertWeights {
             kernel::prepare(gpu, &kernels)?;
             counters::prepare(gpu, &kernels)?;
             if layer.desc.format.is_packed() {
-                packed = Some(match layer.desc.format.weights() {
-                    Weights::Nvfp4 => nvfp4_gpu::pack(&mut layer, &mut contract, &operands)?,
-                    Weights::Int4 { .. } => super::int4::pack(&mut layer, &mut contract, &operands)?,
-                    _ => mxfp4::pack(&mut layer, &mut contract, &operands, in_place)?,
-                });
+                packed = Some(source.pack(&mut layer, &mut contract, &operands)?);
             }
         } else if in_place {
             contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);
@@ -188,7 +181,8 @@ impl ExpertWeights {
     }
 }
 
-/// One constructor per plain format, which differ in the element type alone, and the others.
+/// The constructors of plain formats, which differ in the element type alone, and of formats that bare tensors have, too. The others are in
+/// their formats' files (`formats::add_constructors`).
 macro_rules! constructors {
     ($($name:ident = $elem:expr;)*) => {
         #[pymethods]
@@ -197,30 +191,19 @@ macro_rules! constructors {
             $(
                 #[doc = crate::help!("ExpertWeights.", $name)]
                 #[staticmethod]
-                #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-                #[pyo3(signature = (w13, w2, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+                #[pyo3(signature = (w13, w2, **options),
                     text_signature = "(w13, w2, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
-                fn $name(
-                    w13: &Bound<'_, PyAny>,
-                    w2: &Bound<'_, PyAny>,
-                    b13: Option<&Bound<'_, PyAny>>,
-                    b2: Option<&Bound<'_, PyAny>>,
-                    layout: &str,
-                    activation: &str,
-                    gated: Option<bool>,
-                    alpha: Scalar<'_>,
-                    beta: Scalar<'_>,
-                    limit: Option<Scalar<'_>>,
-                    clamp: &str,
+                fn $name<'py>(
+                    w13: &Bound<'py, PyAny>,
+                    w2: &Bound<'py, PyAny>,
+                    options: Option<&Bound<'py, PyDict>>,
                 ) -> PyResult<ExpertWeights> {
-                    let arguments = Arguments { w13, w2, b13, b2, w13_scale: None, w2_scale: None };
-                    let given = Given { alpha, beta, limit };
+                    let common = Common::new(concat!("ExpertWeights.", stringify!($name)), options)?;
                     guard(|| {
                         let mut contract = Contract::new();
-                        let swiglu = given.borrow(&mut contract)?;
-                        let options = Options { layout, activation, gated, swiglu, clamp };
-                        let numbers = Numbers::Plain($elem);
-                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
+                        let options = common.options(&mut contract)?;
+                        let arguments = common.arguments([w13, w2], [None, None]);
+                        ExpertWeights::new(contract, &arguments, &Plain($elem), options, &common.given, Vec::new())
                     })
                 }
             )*
@@ -228,102 +211,77 @@ macro_rules! constructors {
             #[doc = crate::help!("ExpertWeights.mxfp4")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None),
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None, **options),
                 text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\", hidden_size=None, in_place=False, activation_dtype=None)")]
-            fn mxfp4(
-                w13: &Bound<'_, PyAny>,
-                w2: &Bound<'_, PyAny>,
-                w13_scale: &Bound<'_, PyAny>,
-                w2_scale: &Bound<'_, PyAny>,
-                b13: Option<&Bound<'_, PyAny>>,
-                b2: Option<&Bound<'_, PyAny>>,
-                layout: &str,
-                activation: &str,
-                gated: Option<bool>,
-                alpha: Scalar<'_>,
-                beta: Scalar<'_>,
-                limit: Option<Scalar<'_>>,
-                clamp: &str,
+            fn mxfp4<'py>(
+                w13: &Bound<'py, PyAny>,
+                w2: &Bound<'py, PyAny>,
+                w13_scale: &Bound<'py, PyAny>,
+                w2_scale: &Bound<'py, PyAny>,
                 dtype: &str,
                 hidden_size: Option<i64>,
                 in_place: bool,
-                activation_dtype: Option<&Bound<'_, PyAny>>,
+                activation_dtype: Option<&Bound<'py, PyAny>>,
+                options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<ExpertWeights> {
-                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
-                let given = Given { alpha, beta, limit };
+                let common = Common::new("ExpertWeights.mxfp4", options)?;
                 guard(|| {
                     let mut contract = Contract::new();
-                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
-                    let numbers = Numbers::mxfp4(dtype, is_e4m3(activation_dtype)?, hidden_size)?;
-                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
+                    let options = common.options(&mut contract)?;
+                    let arguments = common.arguments([w13, w2], [Some(w13_scale), Some(w2_scale)]);
+                    let (dtype, e4m3) = (compute_type(dtype)?, is_e4m3(activation_dtype)?);
+                    let spec = mxfp4::Spec { dtype, e4m3, hidden: hidden_size, in_place };
+                    ExpertWeights::new(contract, &arguments, &spec, options, &common.given, Vec::new())
                 })
             }
 
             #[doc = crate::help!("ExpertWeights.fp8_block")]
             #[staticmethod]
-            #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, **options),
                 text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
-            fn fp8_block(
-                w13: &Bound<'_, PyAny>,
-                w2: &Bound<'_, PyAny>,
-                w13_scale: &Bound<'_, PyAny>,
-                w2_scale: &Bound<'_, PyAny>,
-                b13: Option<&Bound<'_, PyAny>>,
-                b2: Option<&Bound<'_, PyAny>>,
-                layout: &str,
-                activation: &str,
-                gated: Option<bool>,
-                alpha: Scalar<'_>,
-                beta: Scalar<'_>,
-                limit: Option<Scalar<'_>>,
-                clamp: &str,
+            fn fp8_block<'py>(
+                w13: &Bound<'py, PyAny>,
+                w2: &Bound<'py, PyAny>,
+                w13_scale: &Bound<'py, PyAny>,
+                w2_scale: &Bound<'py, PyAny>,
+                options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<ExpertWeights> {
-                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
-                let given = Given { alpha, beta, limit };
+                let common = Common::new("ExpertWeights.fp8_block", options)?;
                 guard(|| {
                     let mut contract = Contract::new();
-                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
-                    let numbers = Numbers::Fp8(fp8::Activations::Groups.into());
-                    ExpertWeights::new(contract, &arguments, numbers, options, &given, false, Vec::new())
+                    let options = common.options(&mut contract)?;
+                    let arguments = common.arguments([w13, w2], [Some(w13_scale), Some(w2_scale)]);
+                    let scaling = fp8::Scaling::from(fp8::Activations::Groups);
+                    ExpertWeights::new(contract, &arguments, &scaling, options, &common.given, Vec::new())
                 })
             }
 
             #[doc = crate::help!("ExpertWeights.fp8_tensor")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before"),
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, **options),
                 text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
-            fn fp8_tensor(
-                w13: &Bound<'_, PyAny>,
-                w2: &Bound<'_, PyAny>,
-                w13_scale: &Bound<'_, PyAny>,
-                w2_scale: &Bound<'_, PyAny>,
-                a13_scale: Option<&Bound<'_, PyAny>>,
-                a2_scale: Option<&Bound<'_, PyAny>>,
+            fn fp8_tensor<'py>(
+                w13: &Bound<'py, PyAny>,
+                w2: &Bound<'py, PyAny>,
+                w13_scale: &Bound<'py, PyAny>,
+                w2_scale: &Bound<'py, PyAny>,
+                a13_scale: Option<&Bound<'py, PyAny>>,
+                a2_scale: Option<&Bound<'py, PyAny>>,
                 per_token: Option<bool>,
-                b13: Option<&Bound<'_, PyAny>>,
-                b2: Option<&Bound<'_, PyAny>>,
-                layout: &str,
-                activation: &str,
-                gated: Option<bool>,
-                alpha: Scalar<'_>,
-                beta: Scalar<'_>,
-                limit: Option<Scalar<'_>>,
-                clamp: &str,
+                options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<ExpertWeights> {
-                let given = Given { alpha, beta, limit };
+                let common = Common::new("ExpertWeights.fp8_tensor", options)?;
                 guard(|| {
                     let mut contract = Contract::new();
-                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+                    let options = common.options(&mut contract)?;
                     let (scales, of_x) = ([Some(w13_scale), Some(w2_scale)], [a13_scale, a2_scale]);
                     let gated = options.gated();
-                    let tensor = fp8_tensor::prepare(&mut contract, (w13, w2, b13), scales, of_x, per_token, gated)?;
-                    let [w13_scale, w2_scale] = tensor.tables.each_ref().map(Some);
-                    let arguments = Arguments { w13, w2, b13, b2, w13_scale, w2_scale };
-                    let (numbers, extra) = (Numbers::Fp8(tensor.scaling()), tensor.tensors());
-                    let mut made =
-                        ExpertWeights::new(contract, &arguments, numbers, options, &given, false, extra)?;
+                    let weights = (w13, w2, common.b13.as_ref());
+                    let tensor = fp8_tensor::prepare(&mut contract, weights, scales, of_x, per_token, gated)?;
+                    let arguments = common.arguments([w13, w2], tensor.tables.each_ref().map(Some));
+                    let (scaling, extra) = (tensor.scaling(), tensor.tensors());
+                    let mut made = ExpertWeights::new(contract, &arguments, &scaling, options, &common.given, extra)?;
                     let ExpertWeights { w13_scale, w2_scale, a13_scale, a2_scale, b13, .. } = &mut made;
                     tensor.show([w13_scale, w2_scale, a13_scale, a2_scale, b13]);
                     Ok(made)
@@ -333,53 +291,25 @@ macro_rules! constructors {
             #[doc = crate::help!("ExpertWeights.mxfp8")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None, alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", hidden_size=None, in_place=false),
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, hidden_size=None, in_place=false, **options),
                 text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", hidden_size=None, in_place=False)")]
-            fn mxfp8(
-                w13: &Bound<'_, PyAny>,
-                w2: &Bound<'_, PyAny>,
-                w13_scale: &Bound<'_, PyAny>,
-                w2_scale: &Bound<'_, PyAny>,
-                b13: Option<&Bound<'_, PyAny>>,
-                b2: Option<&Bound<'_, PyAny>>,
-                layout: &str,
-                activation: &str,
-                gated: Option<bool>,
-                alpha: Scalar<'_>,
-                beta: Scalar<'_>,
-                limit: Option<Scalar<'_>>,
-                clamp: &str,
+            fn mxfp8<'py>(
+                w13: &Bound<'py, PyAny>,
+                w2: &Bound<'py, PyAny>,
+                w13_scale: &Bound<'py, PyAny>,
+                w2_scale: &Bound<'py, PyAny>,
                 hidden_size: Option<i64>,
                 in_place: bool,
+                options: Option<&Bound<'py, PyDict>>,
             ) -> PyResult<ExpertWeights> {
-                let arguments = Arguments { w13, w2, b13, b2, w13_scale: Some(w13_scale), w2_scale: Some(w2_scale) };
-                let given = Given { alpha, beta, limit };
+                let common = Common::new("ExpertWeights.mxfp8", options)?;
                 guard(|| {
                     let mut contract = Contract::new();
-                    let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
-                    let numbers = Numbers::Mxfp8 { hidden: hidden_size };
-                    ExpertWeights::new(contract, &arguments, numbers, options, &given, in_place, Vec::new())
+                    let options = common.options(&mut contract)?;
+                    let arguments = common.arguments([w13, w2], [Some(w13_scale), Some(w2_scale)]);
+                    let spec = mxfp8::Spec { hidden: hidden_size, in_place };
+                    ExpertWeights::new(contract, &arguments, &spec, options, &common.given, Vec::new())
                 })
-            }
-
-            #[doc = crate::help!("ExpertWeights.nvfp4")]
-            #[staticmethod]
-            #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
-            fn nvfp4<'py>(
-                arguments: &Bound<'py, PyTuple>,
-                options: Option<&Bound<'py, PyDict>>,
-            ) -> PyResult<Bound<'py, PyAny>> {
-                pyo3::wrap_pyfunction!(nvfp4::nvfp4_experts, arguments.py())?.call(arguments, options)
-            }
-
-            #[doc = crate::help!("ExpertWeights.int4")]
-            #[staticmethod]
-            #[pyo3(signature = (*arguments, **options), text_signature = "(w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
-            fn int4<'py>(
-                arguments: &Bound<'py, PyTuple>,
-                options: Option<&Bound<'py, PyDict>>,
-            ) -> PyResult<Bound<'py, PyAny>> {
-                pyo3::wrap_pyfunction!(int4::int4_experts, arguments.py())?.call(arguments, options)
             }
 
             #[doc = crate::help!("ExpertWeights.handle")]

@@ -1,90 +1,99 @@
-//! Matrices of MXFP4, MXFP8, NVFP4 and int4: what kernels and contracts need to know of them.
+//! Matrices of codes whose columns have scales in blocks, as a checkpoint has them on the host: what a format says of them, and what the
+//! CPU's GEMM is told.
 
-use super::nvfp4::{self, ScaleLayout};
-use super::{e2m1, mxfp4};
+use super::e2m1;
+use super::scale_layout::ScaleLayout;
+use crate::cpu::instructions::InstructionSet;
 use crate::params::Dtype;
+use std::fmt;
 
-/// What a matrix of codes needs beside their address.
+/// What a format says of its blocks. Each has one, in its own file.
+pub struct BlockKind {
+    /// Columns of a block.
+    pub columns: usize,
+    /// Bytes of a block's codes.
+    pub code_bytes: usize,
+    /// Bytes of the scales of an expert's rows.
+    pub scale_bytes: fn(&Blocks, usize) -> usize,
+    /// What makes rows of a compute type.
+    pub expand: fn(Dtype) -> ExpandRow,
+}
+
+impl fmt::Debug for BlockKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "blocks of {} columns in {} bytes", self.columns, self.code_bytes)
+    }
+}
+
+/// A row that is expanded.
+pub struct CodeRow {
+    /// Its number among the rows of all experts.
+    pub row: usize,
+    /// Rows of an expert.
+    pub rows: usize,
+    pub codes: *const u8,
+    /// Blocks of the row that are expanded, from the first on.
+    pub count: usize,
+}
+
+/// Expands a row to `out`, in elements of the compute type that it was chosen for.
+///
+/// # Safety
+/// The instructions are there; the row's codes hold `count` blocks, the addresses of [`Blocks`] are valid for it, and `out` has room for as
+/// many elements.
+pub type ExpandRow = unsafe fn(set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8);
+
+/// What a matrix of codes needs beside their address. A field that a format does not have is as in [`Blocks::new`].
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks {
-    /// E8M0 `[experts, rows, row_blocks]`; the codes are `[experts, rows, code_bytes() * row_blocks]` bytes.
+    pub kind: &'static BlockKind,
+    /// `[experts, rows, row_blocks]`, or as `layout` and `groups` say.
     pub scales: *const u8,
-    /// Codes are e4m3, else e2m1.
-    pub e4m3: bool,
-    /// Blocks of a row: at least the GEMM's `k` over 32; columns beyond `k` are padding.
+    /// Blocks of a row: at least what holds the GEMM's `k`; columns beyond `k` are padding.
     pub row_blocks: usize,
     /// `[experts]` or null: the scale byte that smaller ones of an expert are brought up to, their codes rounded.
     pub least: *const u8,
-    /// NVFP4: e4m3 scales for 16 columns each, else E8M0 for 32.
-    pub nvfp4: Option<Nvfp4>,
-    /// int4: `scales` are of its type, one for a group.
-    pub int4: Option<Int4>,
-}
-
-/// What is NVFP4's own.
-#[derive(Clone, Copy, Debug)]
-pub struct Nvfp4 {
     /// Where scales lie, padded for each expert.
     pub layout: ScaleLayout,
-    /// As `GroupedGemmParams::expert_scales`.
+    /// As `GroupedGemmParams::expert_scales`, or null.
     pub factors: *const f32,
+    /// Scales of several blocks.
+    pub groups: Groups,
 }
 
-/// What is int4's own.
+/// Blocks that share a scale.
 #[derive(Clone, Copy, Debug)]
-pub struct Int4 {
+pub struct Groups {
+    /// Blocks of a group.
+    pub blocks: usize,
     /// Type of scales.
     pub dtype: Dtype,
-    /// Blocks of 32 columns that share a scale.
-    pub group_blocks: usize,
-    /// `[experts, rows, groups]` or null: 8 everywhere.
+    /// Zero points `[experts, rows, groups]`, or null.
     pub zeros: *const u8,
 }
 
-impl Int4 {
-    /// Bytes of a scale.
-    pub fn scale_bytes(&self) -> usize {
-        if self.dtype == Dtype::F32 {
-            4
-        } else {
-            2
-        }
-    }
-}
-
 impl Blocks {
-    /// Of a row's `row_blocks` blocks with E8M0 `scales`: MXFP8 (`e4m3`) or MXFP4.
-    pub fn of_32(scales: *const u8, e4m3: bool, row_blocks: usize) -> Blocks {
-        Blocks { scales, e4m3, row_blocks, least: std::ptr::null(), nvfp4: None, int4: None }
-    }
-
-    /// Columns of a block.
-    pub fn columns(&self) -> usize {
-        if self.nvfp4.is_some() {
-            nvfp4::BLOCK
-        } else {
-            mxfp4::BLOCK
-        }
-    }
-
-    /// Bytes of a block's codes.
-    pub fn code_bytes(&self) -> usize {
-        self.columns() / if self.e4m3 { 1 } else { 2 }
+    /// A matrix with a scale byte for each block, row by row.
+    pub fn new(kind: &'static BlockKind, scales: *const u8, row_blocks: usize) -> Blocks {
+        let groups = Groups { blocks: 1, dtype: Dtype::F32, zeros: std::ptr::null() };
+        let (least, layout, factors) = (std::ptr::null(), ScaleLayout::Linear, std::ptr::null());
+        Blocks { kind, scales, row_blocks, least, layout, factors, groups }
     }
 
     /// Bytes of an expert's scales.
     pub fn scale_bytes(&self, rows: usize) -> usize {
-        match (self.nvfp4, self.int4) {
-            (Some(own), _) => own.layout.bytes(rows, self.row_blocks),
-            (None, Some(own)) => self.groups(rows) * own.scale_bytes(),
-            (None, None) => rows * self.row_blocks,
-        }
+        (self.kind.scale_bytes)(self, rows)
     }
 
-    /// Groups of `rows` rows of int4, each with a scale.
-    pub fn groups(&self, rows: usize) -> usize {
-        self.int4.map_or(0, |own| rows * (self.row_blocks / own.group_blocks))
+    /// Groups of so many rows.
+    pub fn groups_of(&self, rows: usize) -> usize {
+        rows * (self.row_blocks / self.groups.blocks)
     }
+}
+
+/// A scale byte for each block, row by row.
+pub fn byte_a_block(blocks: &Blocks, rows: usize) -> usize {
+    rows * blocks.row_blocks
 }
 
 // SAFETY: an address of a tensor that ExpertWeights keeps alive and never writes.

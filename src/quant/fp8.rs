@@ -1,7 +1,10 @@
 //! e4m3 with fp32 scales: groups of a token's columns, and blocks of weights.
 
+use super::{mxfp4, Activations, Format, QuantSpec, Weights, E4M3_SPEED};
+use crate::cpu::element::Element;
 use crate::cpu::narrow::e4m3;
-use crate::cpu::Element;
+use crate::params::Fp8Scaling;
+use crate::variants::portable;
 
 /// Columns of an activation row, and rows and columns of a weight matrix, that share a scale in `Format::Fp8Block`.
 pub const GROUP: usize = 128;
@@ -11,6 +14,47 @@ pub const LEAST_COLUMNS: i64 = 16;
 
 /// SGLang's default of `per_token_group_quant_fp8`: the least magnitude that a scale is made for.
 pub const EPS: f32 = 1e-10;
+
+/// The format whose blocks of 128 x 128 weights have a scale each.
+pub const BLOCK_ROW: QuantSpec = QuantSpec {
+    format: Format::Fp8Block,
+    name: "fp8_block",
+    activations: Activations::Fp8(Fp8Scaling::Groups),
+    bits_per_weight: 8.0 + 32.0 / (GROUP * GROUP) as f64,
+    inner_block: GROUP as i64,
+    ..TENSOR_ROW
+};
+
+/// The format whose matrices have one scale each, or one a row, and whose activations have one for all of a call's.
+pub const TENSOR_ROW: QuantSpec = QuantSpec {
+    format: Format::Fp8Tensor,
+    name: "fp8_tensor",
+    weights: Weights::Fp8,
+    activations: Activations::Fp8(Fp8Scaling::Peak),
+    bits_per_weight: 8.0,
+    block: GROUP as i64,
+    inner_block: LEAST_COLUMNS,
+    speed: E4M3_SPEED,
+    portable: &portable::FP8_TILES,
+    packing: None,
+    ..mxfp4::ROW
+};
+
+/// The same with a scale for each row of activations.
+pub const TOKEN_ROW: QuantSpec = QuantSpec {
+    format: Format::Fp8TensorToken,
+    name: "fp8_tensor-token",
+    activations: Activations::Fp8(Fp8Scaling::Rows),
+    ..TENSOR_ROW
+};
+
+/// The same with scales of activations that were made before.
+pub const STATIC_ROW: QuantSpec = QuantSpec {
+    format: Format::Fp8TensorStatic,
+    name: "fp8_tensor-static",
+    activations: Activations::Fp8(Fp8Scaling::Given),
+    ..TENSOR_ROW
+};
 
 /// The largest e4m3.
 const LARGEST: f32 = 448.0;

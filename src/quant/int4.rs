@@ -4,7 +4,13 @@
 //! rounded to the compute type once. Without zero points the zero point is 8. So a layer of these weights is a layer of plain weights, to
 //! the bit.
 
-use half::{bf16, f16};
+use super::blocks::{BlockKind, Blocks, CodeRow};
+use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
+use super::{mxfp4, Borders, Format, Packing, QuantSpec, Weights};
+use crate::cpu::element::{for_dtype, Element};
+use crate::cpu::instructions::InstructionSet;
+use crate::params::Dtype;
+use crate::variants::{int4, Family};
 
 /// Columns that a scale is for at least, and of which a group is a multiple.
 pub const BLOCK: usize = 32;
@@ -12,48 +18,104 @@ pub const BLOCK: usize = 32;
 /// The zero point where there is none.
 pub const MIDDLE: u8 = 8;
 
-/// A type of scales and of weights.
-pub trait Rounds: Copy {
-    fn round(x: f32) -> Self;
-    fn widen(self) -> f32;
-}
+/// The format without zero points. The packed form has a bf16 scale for 32 columns, of longer groups too; so bits are counted.
+pub const ROW: QuantSpec = QuantSpec {
+    format: Format::Int4,
+    name: "int4",
+    weights: Weights::Int4,
+    bits_per_weight: 4.5,
+    block: BLOCK as i64,
+    inner_block: BLOCK as i64,
+    bare_tensors: false,
+    portable: &int4::PORTABLE_TILES,
+    packing: Some(Packing {
+        form: Form {
+            code_bytes: CODE_BYTES,
+            scale_bytes: 2 * SCALE_BYTES,
+            factors_of_halves: false,
+            peak: None,
+            pack: Family::Int4Pack,
+        },
+        tiles: &int4::TILES,
+        fours: &int4::FOURS,
+        borders: Borders::FourBits,
+    }),
+    ..mxfp4::ROW
+};
 
-impl Rounds for bf16 {
-    fn round(x: f32) -> bf16 {
-        bf16::from_f32(x)
-    }
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-}
+/// The format with a zero point for each scale.
+pub const ZEROS_ROW: QuantSpec = QuantSpec {
+    format: Format::Int4Zeros,
+    name: "int4-zeros",
+    bits_per_weight: 4.75,
+    portable: &int4::PORTABLE_ZEROS_TILES,
+    packing: Some(Packing {
+        form: Form {
+            code_bytes: CODE_BYTES,
+            scale_bytes: 3 * SCALE_BYTES,
+            factors_of_halves: false,
+            peak: None,
+            pack: Family::Int4Pack,
+        },
+        tiles: &int4::ZEROS_TILES,
+        fours: &int4::ZEROS_FOURS,
+        borders: Borders::FourBits,
+    }),
+    ..ROW
+};
 
-impl Rounds for f16 {
-    fn round(x: f32) -> f16 {
-        f16::from_f32(x)
-    }
-    fn widen(self) -> f32 {
-        self.to_f32()
-    }
-}
+pub static BLOCKS: BlockKind = BlockKind {
+    columns: BLOCK,
+    code_bytes: BLOCK / 2,
+    scale_bytes: |blocks, rows| blocks.groups_of(rows) * bytes_of_scale(blocks.groups.dtype),
+    expand: |dtype| for_dtype!(dtype, T => expand::<T>),
+};
 
-impl Rounds for f32 {
-    fn round(x: f32) -> f32 {
-        x
-    }
-    fn widen(self) -> f32 {
-        self
+fn bytes_of_scale(dtype: Dtype) -> usize {
+    if dtype == Dtype::F32 {
+        4
+    } else {
+        2
     }
 }
 
 /// The weights of all codes of a group.
-pub fn values<T: Rounds>(scale: f32, zero: u8) -> [T; 16] {
-    let scale = T::round(scale).widen();
-    std::array::from_fn(|code| T::round((code as i32 - i32::from(zero)) as f32 * scale))
+fn values<T: Element>(scale: f32, zero: u8) -> [T; 16] {
+    let scale = T::from_f32(scale).to_f32();
+    std::array::from_fn(|code| T::from_f32((code as i32 - i32::from(zero)) as f32 * scale))
+}
+
+/// Expands a row group by group: a scale and a zero point make a table of 16 numbers.
+///
+/// # Safety
+/// As for [`super::blocks::ExpandRow`]; the elements are of type `T`.
+unsafe fn expand<T: Element>(_set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8) {
+    let (groups, first) = (&blocks.groups, blocks.groups_of(row.row));
+    let size = row.count * BLOCK / 2;
+    // SAFETY: the caller's contract.
+    let (codes, out) = unsafe {
+        (std::slice::from_raw_parts(row.codes, size), std::slice::from_raw_parts_mut(out.cast::<[T; 2]>(), size))
+    };
+    let bytes = groups.blocks * BLOCK / 2;
+    for (group, (codes, out)) in codes.chunks(bytes).zip(out.chunks_mut(bytes)).enumerate() {
+        let at = first + group;
+        // SAFETY: as above.
+        let (scale, zero) = unsafe {
+            let scale = for_dtype!(groups.dtype, S => blocks.scales.cast::<S>().add(at).read_unaligned().to_f32());
+            (scale, if groups.zeros.is_null() { MIDDLE } else { *groups.zeros.add(at) })
+        };
+        let values = values::<T>(scale, zero);
+        for (&code, out) in codes.iter().zip(out) {
+            *out = [values[usize::from(code & 15)], values[usize::from(code >> 4)]];
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::blocks::Groups;
     use super::*;
+    use half::{bf16, f16};
 
     #[test]
     fn a_weight_is_rounded_once_after_its_scale() {
@@ -68,5 +130,29 @@ mod tests {
             assert!((0..16).all(|code| plain[code] == (code as f32 - f32::from(zero)) * scale));
         }
         assert!(values::<f16>(f32::NAN, 8).iter().all(|x| x.is_nan()));
+    }
+
+    #[test]
+    fn groups_have_their_own_scales_and_zero_points() {
+        let (count, group_blocks) = (6, 2);
+        let codes: Vec<u8> = (0..count * BLOCK / 2).map(|i| (i * 37 % 256) as u8).collect();
+        // Two rows, of which the second is expanded.
+        let scales = [9.0f32, 9.0, 9.0, 0.5, -1.25, 3.0].map(bf16::from_f32);
+        for zeros in [None, Some([9u8, 9, 9, 3, 16, 0])] {
+            let zeros_at = zeros.as_ref().map_or(std::ptr::null(), |zeros| zeros.as_ptr());
+            let groups = Groups { blocks: group_blocks, dtype: Dtype::Bf16, zeros: zeros_at };
+            let blocks = Blocks { groups, ..Blocks::new(&BLOCKS, scales.as_ptr().cast(), count) };
+            // The row's last block is padding.
+            let row = CodeRow { row: 1, rows: 2, codes: codes.as_ptr(), count: count - 1 };
+            let mut out = vec![bf16::NAN; row.count * BLOCK];
+            // SAFETY: sizes as documented.
+            unsafe { (BLOCKS.expand)(Dtype::Bf16)(InstructionSet::Scalar, &blocks, &row, out.as_mut_ptr().cast()) };
+            for (i, got) in out.iter().enumerate() {
+                let (code, group) = (codes[i / 2] >> (4 * (i % 2)) & 15, 3 + i / (BLOCK * group_blocks));
+                let zero = zeros.map_or(8, |zeros| zeros[group]);
+                let exact = (f32::from(code) - f32::from(zero)) * scales[group].to_f32();
+                assert_eq!(got.to_f32(), bf16::from_f32(exact).to_f32(), "{i}");
+            }
+        }
     }
 }

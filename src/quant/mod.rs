@@ -1,4 +1,4 @@
-//! Weight formats. A format is a value: what the weights are made of. New ones are rows here.
+//! Weight formats. A format is a row, which its own file has; [`FORMATS`] lists the rows, and plans, workspaces and roundings follow them.
 
 pub mod arguments;
 pub mod blocks;
@@ -18,9 +18,12 @@ pub mod packed;
 pub mod packed_e4m3;
 pub mod packed_ops;
 pub mod row_ops;
+pub mod scale_layout;
 
 use crate::error::{Error, Result};
 use crate::params::{Dtype, Fp8Scaling};
+use crate::variants::{portable, Variant};
+use packed::Form;
 
 /// The formats of [`FORMATS`], in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,8 +67,8 @@ pub enum Weights {
     Mxfp8,
     /// e2m1 codes with an e4m3 scale for 16 columns.
     Nvfp4,
-    /// 4-bit integers with a scale for 32 columns or more, and with a zero point for it.
-    Int4 { zeros: bool },
+    /// 4-bit integers with a scale for 32 columns or more, and perhaps with a zero point for it.
+    Int4,
 }
 
 /// What a layer does to activations before it multiplies them.
@@ -104,6 +107,37 @@ pub struct QuantSpec {
     pub speed: f64,
     /// Whether CUDA kernels exist.
     pub cuda: bool,
+    /// Whether a call takes the weights as tensors, too. Weights of the other formats are more tensors than `moe_tensors` has.
+    pub bare_tensors: bool,
+    /// The tiles of its portable kernel, by tokens.
+    pub portable: &'static [Variant],
+    /// What GPUs read, where it is a form of their own that is made at load.
+    pub packing: Option<Packing>,
+}
+
+/// The packed form of weights, and the tiles of the Hopper kernel that reads it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Packing {
+    pub form: Form,
+    /// By tokens.
+    pub tiles: &'static [Variant],
+    /// Tiles for K of whole stages of four blocks.
+    pub fours: &'static [Variant],
+    /// Where one tile ends and the next begins.
+    pub borders: Borders,
+}
+
+/// Borders between the tiles of a packed format on Hopper, as `moe::plan::packed_sm90` has measured them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Borders {
+    /// Those of 4-bit weights and bf16 activations, with a tile of 64 rows for few work units.
+    FourBits,
+    /// The same where there is one tile of each width.
+    FourBitsOfOneWidth,
+    /// Those of MXFP4 weights and e4m3 activations.
+    E4m3,
+    /// Those of MXFP8 weights.
+    Mxfp8,
 }
 
 const E4M3_SPEED: f64 = 1.77;
@@ -112,95 +146,31 @@ pub const FORMATS: [QuantSpec; 14] = [
     plain(Format::Bf16, "bf16", Dtype::Bf16, 16.0),
     plain(Format::F16, "f16", Dtype::F16, 16.0),
     QuantSpec { cuda: false, ..plain(Format::F32, "f32", Dtype::F32, 32.0) },
-    MXFP4,
-    QuantSpec {
-        bits_per_weight: 8.0 + 32.0 / (fp8::GROUP * fp8::GROUP) as f64,
-        inner_block: fp8::GROUP as i64,
-        ..fp8(Format::Fp8Block, "fp8_block", Fp8Scaling::Groups)
-    },
-    QuantSpec {
-        format: Format::Mxfp4A8,
-        name: "mxfp4-a8",
-        activations: Activations::E4m3Rows,
-        speed: E4M3_SPEED,
-        ..MXFP4
-    },
-    QuantSpec {
-        format: Format::Mxfp8,
-        name: "mxfp8",
-        weights: Weights::Mxfp8,
-        activations: Activations::Mxfp8,
-        compute: Dtype::Bf16,
-        bits_per_weight: 8.25,
-        block: mxfp8::BLOCK as i64,
-        inner_block: mxfp8::BLOCK as i64,
-        speed: 1.0,
-        cuda: true,
-    },
-    NVFP4,
-    fp8(Format::Fp8Tensor, "fp8_tensor", Fp8Scaling::Peak),
-    fp8(Format::Fp8TensorToken, "fp8_tensor-token", Fp8Scaling::Rows),
-    fp8(Format::Fp8TensorStatic, "fp8_tensor-static", Fp8Scaling::Given),
-    QuantSpec { format: Format::Nvfp4A4, name: "nvfp4-a4", activations: Activations::Nvfp4, ..NVFP4 },
-    INT4,
-    QuantSpec {
-        format: Format::Int4Zeros,
-        name: "int4-zeros",
-        weights: Weights::Int4 { zeros: true },
-        bits_per_weight: 4.75,
-        ..INT4
-    },
+    mxfp4::ROW,
+    fp8::BLOCK_ROW,
+    mxfp4::A8_ROW,
+    mxfp8::ROW,
+    nvfp4::ROW,
+    fp8::TENSOR_ROW,
+    fp8::TOKEN_ROW,
+    fp8::STATIC_ROW,
+    nvfp4::A4_ROW,
+    int4::ROW,
+    int4::ZEROS_ROW,
 ];
 
-const MXFP4: QuantSpec = QuantSpec {
-    format: Format::Mxfp4,
-    name: "mxfp4",
-    weights: Weights::Mxfp4,
-    activations: Activations::Kept,
-    compute: Dtype::Bf16,
-    bits_per_weight: 4.25,
-    block: mxfp4::BLOCK as i64,
-    inner_block: mxfp4::BLOCK as i64,
-    speed: 1.0,
-    cuda: true,
-};
-
-const NVFP4: QuantSpec = QuantSpec {
-    format: Format::Nvfp4,
-    name: "nvfp4",
-    weights: Weights::Nvfp4,
-    bits_per_weight: 4.5,
-    block: nvfp4::BLOCK as i64,
-    inner_block: nvfp4::BLOCK as i64,
-    ..MXFP4
-};
-
-/// Bits of the packed form, which has a bf16 scale for 32 columns of longer groups too.
-const INT4: QuantSpec = QuantSpec {
-    format: Format::Int4,
-    name: "int4",
-    weights: Weights::Int4 { zeros: false },
-    bits_per_weight: 4.5,
-    block: int4::BLOCK as i64,
-    ..MXFP4
-};
-
 const fn plain(format: Format, name: &'static str, compute: Dtype, bits_per_weight: f64) -> QuantSpec {
-    QuantSpec { format, name, weights: Weights::Plain, compute, bits_per_weight, block: 1, inner_block: 1, ..MXFP4 }
-}
-
-const fn fp8(format: Format, name: &'static str, scaling: Fp8Scaling) -> QuantSpec {
     QuantSpec {
         format,
         name,
-        weights: Weights::Fp8,
-        activations: Activations::Fp8(scaling),
-        compute: Dtype::Bf16,
-        bits_per_weight: 8.0,
-        block: fp8::GROUP as i64,
-        inner_block: fp8::LEAST_COLUMNS,
-        speed: E4M3_SPEED,
-        cuda: true,
+        weights: Weights::Plain,
+        compute,
+        bits_per_weight,
+        block: 1,
+        inner_block: 1,
+        portable: &portable::PLAIN_TILES,
+        packing: None,
+        ..mxfp4::ROW
     }
 }
 
@@ -221,12 +191,12 @@ impl Format {
 
     /// Whether GPUs read the weights in a form of their own, made at load.
     pub fn is_packed(self) -> bool {
-        matches!(self.weights(), Weights::Mxfp4 | Weights::Mxfp8 | Weights::Nvfp4 | Weights::Int4 { .. })
+        self.spec().packing.is_some()
     }
 
-    /// Whether a call takes the weights as tensors, too. Those of the others are more tensors than `moe_tensors` has.
+    /// Whether a call takes the weights as tensors, too.
     pub fn has_bare_tensors(self) -> bool {
-        !matches!(self.weights(), Weights::Nvfp4 | Weights::Int4 { .. })
+        self.spec().bare_tensors
     }
 
     /// Whether weights are e4m3 codes with fp32 scales of blocks.

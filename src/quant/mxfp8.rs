@@ -1,10 +1,53 @@
 //! MXFP8 (OCP Microscaling Formats 1.0): e4m3 elements and one E8M0 scale for 32 of them.
 
-use super::e2m1;
+use super::blocks::{byte_a_block, BlockKind};
+use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
+use super::{e2m1, mxfp4, Activations, Borders, Format, Packing, QuantSpec, Weights};
 use crate::cpu::narrow::{e4m3, e4m3_value};
+use crate::variants::{packed, portable, Family};
+use half::bf16;
+use std::sync::LazyLock;
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
+
+/// The format. Activations become MXFP8, too.
+pub const ROW: QuantSpec = QuantSpec {
+    format: Format::Mxfp8,
+    name: "mxfp8",
+    weights: Weights::Mxfp8,
+    activations: Activations::Mxfp8,
+    bits_per_weight: 8.25,
+    block: BLOCK as i64,
+    inner_block: BLOCK as i64,
+    portable: &portable::MXFP8_TILES,
+    packing: Some(Packing {
+        form: Form {
+            code_bytes: 2 * CODE_BYTES,
+            scale_bytes: SCALE_BYTES,
+            factors_of_halves: false,
+            peak: Some(Family::Mxfp8Peak),
+            pack: Family::Mxfp8Pack,
+        },
+        tiles: &packed::MXFP8_TILES,
+        fours: &[],
+        borders: Borders::Mxfp8,
+    }),
+    ..mxfp4::ROW
+};
+
+/// Rows of bf16 alone are made of MXFP8.
+pub static BLOCKS: BlockKind = BlockKind {
+    columns: BLOCK,
+    code_bytes: BLOCK,
+    scale_bytes: byte_a_block,
+    expand: |_| {
+        |_, blocks, row, out| {
+            // SAFETY: the contract of `ExpandRow`.
+            unsafe { expand(row.codes, blocks.scales.add(row.row * blocks.row_blocks), row.count, out) }
+        }
+    },
+};
 
 /// The E8M0 byte of a group whose largest magnitude is `amax`: 2^ceil(log2(amax / 448)), so that nothing is clipped, from 2^-127 on.
 /// 254 for infinity, 255 for NaN.
@@ -43,10 +86,61 @@ pub fn value(code: u8, scale: u8) -> f32 {
     e4m3_value(code) * e2m1::scale(scale)
 }
 
+static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3_value(code as u8)));
+
+/// Expands blocks of e4m3 codes to bf16: code times scale, exact from 2^-133 to the largest bf16, which bounds what is beyond.
+///
+/// # Safety
+/// The pointers hold `32 * blocks` bytes of codes, `blocks` scales and room for `32 * blocks` elements.
+unsafe fn expand(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
+    // SAFETY: the caller's contract.
+    let (codes, scales, out) = unsafe {
+        (
+            std::slice::from_raw_parts(codes.cast::<[u8; BLOCK]>(), blocks),
+            std::slice::from_raw_parts(scales, blocks),
+            std::slice::from_raw_parts_mut(out.cast::<[bf16; BLOCK]>(), blocks),
+        )
+    };
+    let (values, most) = (&*VALUES, bf16::MAX.to_f32());
+    for ((codes, &scale), out) in codes.iter().zip(scales).zip(out) {
+        let scale_value = e2m1::scale(scale);
+        for (out, &code) in out.iter_mut().zip(codes) {
+            let value = values[usize::from(code)] * scale_value;
+            // In this range bf16 has all of the bits, so that cutting off what lies below them is exact.
+            *out = match scale {
+                3..=245 => bf16::from_bits((value.to_bits() >> 16) as u16),
+                _ => bf16::from_f32(value.clamp(-most, most)),
+            };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::bf16;
+
+    #[test]
+    fn every_code_with_every_scale() {
+        for scale in 0..=255u8 {
+            for first in (0..256).step_by(BLOCK) {
+                let codes: [u8; BLOCK] = std::array::from_fn(|i| (first + i) as u8);
+                let mut out = [bf16::ZERO; BLOCK];
+                // SAFETY: one block of each.
+                unsafe { expand(codes.as_ptr(), &scale, 1, out.as_mut_ptr().cast()) };
+                for (code, out) in codes.into_iter().zip(out) {
+                    let expected = value(code, scale);
+                    if expected.is_nan() {
+                        assert!(out.is_nan(), "{code} {scale}");
+                    } else if expected.abs() <= bf16::MAX.to_f32() {
+                        assert_eq!(out.to_bits(), bf16::from_f32(expected).to_bits(), "{code} {scale}");
+                        assert!(scale < 3 || out.to_f32() == expected, "{code} {scale}");
+                    } else {
+                        assert_eq!(out.to_f32().abs(), bf16::MAX.to_f32());
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn scales_are_the_least_that_clip_nothing() {

@@ -1,66 +1,57 @@
 //! NVFP4: e2m1 elements, two a byte with the low nibble first, one e4m3 scale for 16 of them, and a number for the whole tensor. The same
 //! quantisation with E8M0 scales makes MXFP4.
 
+use super::blocks::{BlockKind, Blocks, CodeRow};
+use super::mxfp4::Expand;
+use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
+pub use super::scale_layout::ScaleLayout;
+use super::{mxfp4, Activations, Borders, Format, Packing, QuantSpec, Weights};
+use crate::cpu::element::{for_dtype, Element};
+use crate::cpu::instructions::InstructionSet;
 use crate::cpu::narrow::{e2m1, e4m3, e4m3_value};
+use crate::quant::e2m1::VALUES;
+use crate::variants::{packed, portable, Family};
+use half::{bf16, f16};
+use std::sync::LazyLock;
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 16;
 
-/// Where the scale of a row's block of values lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleLayout {
-    /// Tiles of 128 rows by 4 blocks: [rows / 128][blocks / 4][32][4][4], row r of a tile at [r % 32][r / 32].
-    Swizzled128x4,
-    /// Tiles of 8 rows by 4 blocks: [rows / 8][blocks / 4][8][4].
-    Swizzled8x4,
-    /// Row-major.
-    Linear,
-}
+/// The format. On CPUs a layer may round activations to NVFP4, too; on GPUs such layers are of [`A4_ROW`].
+pub const ROW: QuantSpec = QuantSpec {
+    format: Format::Nvfp4,
+    name: "nvfp4",
+    weights: Weights::Nvfp4,
+    bits_per_weight: 4.5,
+    block: BLOCK as i64,
+    inner_block: BLOCK as i64,
+    bare_tensors: false,
+    portable: &portable::NVFP4_TILES,
+    packing: Some(Packing {
+        form: Form {
+            code_bytes: CODE_BYTES,
+            scale_bytes: 2 * SCALE_BYTES,
+            factors_of_halves: true,
+            peak: None,
+            pack: Family::Nvfp4Pack,
+        },
+        tiles: &packed::NVFP4_TILES,
+        fours: &packed::NVFP4_FOURS,
+        borders: Borders::FourBitsOfOneWidth,
+    }),
+    ..mxfp4::ROW
+};
 
-impl ScaleLayout {
-    /// Rows of a tile; 0: there are no tiles.
-    pub fn tile_rows(self) -> i32 {
-        match self {
-            ScaleLayout::Swizzled128x4 => 128,
-            ScaleLayout::Swizzled8x4 => 8,
-            ScaleLayout::Linear => 0,
-        }
-    }
+/// The format on GPUs whose activations are rounded to NVFP4, too.
+pub const A4_ROW: QuantSpec =
+    QuantSpec { format: Format::Nvfp4A4, name: "nvfp4-a4", activations: Activations::Nvfp4, ..ROW };
 
-    /// The inverse of `tile_rows`.
-    pub fn of_tile_rows(rows: i32) -> ScaleLayout {
-        match rows {
-            128 => ScaleLayout::Swizzled128x4,
-            8 => ScaleLayout::Swizzled8x4,
-            _ => ScaleLayout::Linear,
-        }
-    }
-
-    /// Rows and blocks with padding.
-    pub fn padded(self, rows: usize, blocks: usize) -> (usize, usize) {
-        match self {
-            ScaleLayout::Linear => (rows, blocks),
-            tiled => (rows.next_multiple_of(tiled.tile_rows() as usize), blocks.next_multiple_of(4)),
-        }
-    }
-
-    /// Bytes of the scales of a matrix.
-    pub fn bytes(self, rows: usize, blocks: usize) -> usize {
-        let (rows, blocks) = self.padded(rows, blocks);
-        rows * blocks
-    }
-
-    pub fn offset(self, row: usize, block: usize, blocks: usize) -> usize {
-        let tiles = blocks.div_ceil(4);
-        match self {
-            ScaleLayout::Swizzled128x4 => {
-                (row / 128 * tiles + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4
-            }
-            ScaleLayout::Swizzled8x4 => (row / 8 * tiles + block / 4) * 32 + row % 8 * 4 + block % 4,
-            ScaleLayout::Linear => row * blocks + block,
-        }
-    }
-}
+pub static BLOCKS: BlockKind = BlockKind {
+    columns: BLOCK,
+    code_bytes: BLOCK / 2,
+    scale_bytes: |blocks, rows| blocks.layout.bytes(rows, blocks.row_blocks),
+    expand: |dtype| for_dtype!(dtype, T => expand_row::<T>),
+};
 
 /// Largest magnitude; NaNs do not count.
 pub fn amax(values: &[f32]) -> f32 {
@@ -91,24 +82,158 @@ pub fn quantize_block(values: &[f32], scale: f32, powers: bool, codes: &mut [u8]
     byte
 }
 
+/// The numbers of each scale and code, all of them exact in every compute type.
+type Table<T> = [[T; 16]; 256];
+
+fn table<T: Element>() -> Table<T> {
+    std::array::from_fn(|scale| {
+        let scale = e4m3_value(scale as u8);
+        // NOTE: the sign of a NaN that arithmetic makes is not specified.
+        VALUES.map(|value| T::from_f32(if scale.is_nan() { f32::from_bits(0x7fc0_0000) } else { value * scale }))
+    })
+}
+
+/// An element type that NVFP4 is expanded to.
+trait Expandable: Element {
+    fn table() -> &'static Table<Self>;
+
+    /// The fastest way to expand blocks with an instruction set. Blocks have 16 elements, scales are e4m3.
+    fn expander(_set: InstructionSet) -> Expand {
+        scalar::<Self>
+    }
+}
+
+macro_rules! expandable {
+    ($type:ty, $($wide:path)?) => {
+        impl Expandable for $type {
+            fn table() -> &'static Table<$type> {
+                static TABLE: LazyLock<Table<$type>> = LazyLock::new(table);
+                &TABLE
+            }
+
+            $(
+                #[cfg(target_arch = "x86_64")]
+                fn expander(set: InstructionSet) -> Expand {
+                    match set {
+                        InstructionSet::Avx512Bf16 | InstructionSet::Avx512 => $wide,
+                        _ => scalar::<$type>,
+                    }
+                }
+            )?
+        }
+    };
+}
+
+expandable!(bf16, x86::avx512_16::<bf16>);
+expandable!(f16, x86::avx512_16::<f16>);
+expandable!(f32,);
+
+/// # Safety
+/// The pointers hold `8 * blocks` bytes of codes, `blocks` scales and room for `16 * blocks` elements.
+unsafe fn scalar<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
+    // SAFETY: the caller's contract.
+    let (codes, scales, out) = unsafe {
+        (
+            std::slice::from_raw_parts(codes.cast::<[u8; BLOCK / 2]>(), blocks),
+            std::slice::from_raw_parts(scales, blocks),
+            std::slice::from_raw_parts_mut(out.cast::<[[T; 2]; BLOCK / 2]>(), blocks),
+        )
+    };
+    let table = T::table();
+    for ((codes, &scale), out) in codes.iter().zip(scales).zip(out) {
+        let values = &table[scale as usize];
+        for (code, out) in codes.iter().zip(out) {
+            *out = [values[(code & 15) as usize], values[(code >> 4) as usize]];
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{Expandable, BLOCK};
+
+    /// Two blocks at a time.
+    ///
+    /// # Safety
+    /// As for [`super::scalar`] with AVX-512 F and BW; `T` has two bytes.
+    #[target_feature(enable = "avx512f,avx512bw")]
+    pub unsafe fn avx512_16<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
+        let table = T::table();
+        // SAFETY: the caller's contract.
+        unsafe {
+            // The fifth bit of an index names the second block's numbers.
+            let second = _mm512_inserti64x4::<1>(_mm512_setzero_si512(), _mm256_set1_epi16(16));
+            let values = |i: usize| _mm256_loadu_si256(table[*scales.add(i) as usize].as_ptr().cast());
+            for i in (0..blocks / 2 * 2).step_by(2) {
+                let values = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(values(i)), values(i + 1));
+                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.add(i * BLOCK / 2).cast()));
+                let spread = _mm512_or_si512(bytes, _mm512_slli_epi32::<12>(bytes));
+                let index = _mm512_or_si512(_mm512_and_si512(spread, _mm512_set1_epi16(15)), second);
+                let numbers = _mm512_permutexvar_epi16(index, values);
+                _mm512_storeu_si512(out.cast::<T>().add(i * BLOCK).cast(), numbers);
+            }
+            if blocks % 2 == 1 {
+                let last = blocks - 1;
+                super::scalar::<T>(
+                    codes.add(last * BLOCK / 2),
+                    scales.add(last),
+                    1,
+                    out.cast::<T>().add(last * BLOCK).cast(),
+                );
+            }
+        }
+    }
+}
+
+/// Expands a row, whose scales lie as their layout has it.
+///
+/// # Safety
+/// As for [`super::blocks::ExpandRow`]; the elements are of type `T`.
+unsafe fn expand_row<T: Expandable>(set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8) {
+    let (expand, layout) = (T::expander(set), blocks.layout);
+    let scales = blocks.scales.wrapping_add(row.row / row.rows * blocks.scale_bytes(row.rows));
+    // In tiles four neighbours of a row lie together.
+    let together = if layout == ScaleLayout::Linear { row.count } else { 4 };
+    for first in (0..row.count).step_by(together) {
+        let size = (row.count - first).min(together);
+        // SAFETY: the caller's contract.
+        unsafe {
+            let scales = scales.add(layout.offset(row.row % row.rows, first, blocks.row_blocks));
+            expand(row.codes.add(first * BLOCK / 2), scales, size, out.cast::<T>().add(first * BLOCK).cast());
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn every_scale_has_its_place() {
-        for layout in [ScaleLayout::Swizzled128x4, ScaleLayout::Swizzled8x4, ScaleLayout::Linear] {
-            assert_eq!(ScaleLayout::of_tile_rows(layout.tile_rows()), layout);
-            for (rows, blocks) in [(1, 1), (7, 4), (128, 3), (130, 9), (300, 8)] {
-                let mut taken = vec![false; layout.bytes(rows, blocks)];
-                for row in 0..rows {
-                    for block in 0..blocks {
-                        assert!(!std::mem::replace(&mut taken[layout.offset(row, block, blocks)], true));
-                    }
+    /// Every scale with every code, by its definition and by every instruction set.
+    fn check<T: Expandable>(bits: impl Fn(T) -> u32) {
+        let blocks = 257;
+        let scales: Vec<u8> = (0..blocks).map(|i| i as u8).collect();
+        let codes: Vec<u8> = (0..blocks * BLOCK / 2).map(|i| (2 * (i % 8) + 16 * (2 * (i % 8) + 1)) as u8).collect();
+        for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
+            let mut out = vec![T::from_f32(7.0); blocks * BLOCK];
+            // SAFETY: sizes as documented; the set is available.
+            unsafe { T::expander(set)(codes.as_ptr(), scales.as_ptr(), blocks, out.as_mut_ptr().cast()) };
+            for (i, &got) in out.iter().enumerate() {
+                let exact = e4m3_value(scales[i / BLOCK]) * VALUES[i % BLOCK];
+                assert_eq!(got.to_f32().is_nan(), exact.is_nan());
+                if !exact.is_nan() {
+                    assert_eq!((got.to_f32(), bits(got)), (exact, bits(T::from_f32(exact))), "{set:?} {i}");
                 }
             }
         }
-        assert_eq!(ScaleLayout::Swizzled128x4.offset(129 + 32, 5, 9), (3 + 1) * 512 + 16 + 4 + 1);
+    }
+
+    #[test]
+    fn numbers_are_exact() {
+        check::<f32>(f32::to_bits);
+        check::<f16>(|x| x.to_bits().into());
+        check::<bf16>(|x| x.to_bits().into());
     }
 
     #[test]

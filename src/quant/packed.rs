@@ -1,10 +1,10 @@
-//! The packed forms of MXFP4, MXFP8, NVFP4 and int4 weights that GPU kernels read (csrc/common/mxfp4.cuh, mxfp8.cuh, nvfp4_packed.cuh,
-//! int4.cuh): their sizes, MXFP4's bits, and the launches that make them.
+//! The packed forms of weights that GPU kernels read (csrc/common/mxfp4.cuh and the headers beside it): their sizes, MXFP4's bits, and the
+//! launches that make them.
 
 use crate::contract;
 use crate::error::Result;
 use crate::kernel::{Arguments, Launch, Stream};
-use crate::params::{PackInt4Params, PackMxfp4Params, PackNvfp4Params, ScaleBytesParams};
+use crate::params::{PackMxfp4Params, ScaleBytesParams};
 use crate::variants::quant::PACK_BLOCKS;
 use crate::variants::{Family, Variant};
 
@@ -14,50 +14,19 @@ pub const BLOCK_K: i64 = 64;
 pub const CODE_BYTES: usize = 2048;
 pub const SCALE_BYTES: usize = 128;
 
-/// What weights are packed as.
+/// What weights are packed as. A format's file has its form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
-    Mxfp4,
-    Mxfp8,
-    Nvfp4,
-    Int4 { zeros: bool },
-}
-
-impl Form {
+pub struct Form {
     /// Bytes of a block's codes.
-    pub fn code_bytes(self) -> usize {
-        match self {
-            Form::Mxfp4 | Form::Nvfp4 | Form::Int4 { .. } => CODE_BYTES,
-            Form::Mxfp8 => 2 * CODE_BYTES,
-        }
-    }
-
+    pub code_bytes: usize,
     /// Bytes of a block's scales.
-    pub fn scale_bytes(self) -> usize {
-        match self {
-            Form::Mxfp4 | Form::Mxfp8 => SCALE_BYTES,
-            Form::Nvfp4 | Form::Int4 { zeros: false } => 2 * SCALE_BYTES,
-            Form::Int4 { zeros: true } => 3 * SCALE_BYTES,
-        }
-    }
-
-    /// What finds every expert's factor, where it is not given.
-    fn peak(self) -> Option<Variant> {
-        match self {
-            Form::Mxfp4 => Some(Variant::of(Family::Mxfp4Peak)),
-            Form::Mxfp8 => Some(Variant::of(Family::Mxfp8Peak)),
-            Form::Nvfp4 | Form::Int4 { .. } => None,
-        }
-    }
-
-    fn pack(self) -> Variant {
-        Variant::of(match self {
-            Form::Mxfp4 => Family::Mxfp4Pack,
-            Form::Mxfp8 => Family::Mxfp8Pack,
-            Form::Nvfp4 => Family::Nvfp4Pack,
-            Form::Int4 { .. } => Family::Int4Pack,
-        })
-    }
+    pub scale_bytes: usize,
+    /// Gate and up rows of an expert have a factor each.
+    pub factors_of_halves: bool,
+    /// The kernel that finds every expert's factor, where it is not given.
+    pub peak: Option<Family>,
+    /// The kernel that packs.
+    pub pack: Family,
 }
 
 /// Addresses of a packed matrix.
@@ -66,7 +35,7 @@ pub struct Packed {
     pub form: Form,
     pub codes: *const u8,
     pub scales: *const u8,
-    /// fp32 [experts] (of NVFP4's w13 [experts, 2]): what multiplies an expert's sums.
+    /// fp32 [experts], or [experts, 2] where gate and up have a factor each: what multiplies an expert's sums.
     pub expert_scales: *const f32,
 }
 
@@ -97,19 +66,19 @@ impl Extent {
     }
 
     pub fn code_bytes(self) -> usize {
-        self.blocks() * self.form.code_bytes()
+        self.blocks() * self.form.code_bytes
     }
 
     pub fn scale_bytes(self) -> usize {
-        self.blocks() * self.form.scale_bytes()
+        self.blocks() * self.form.scale_bytes
     }
 
     pub fn codes_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), self.form.code_bytes() as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.code_bytes as i64]
     }
 
     pub fn scales_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), self.form.scale_bytes() as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.scale_bytes as i64]
     }
 }
 
@@ -202,33 +171,22 @@ fn pack_ctas(extent: Extent) -> i64 {
     extent.experts * extent.row_tiles() * parts
 }
 
-/// Every expert's factor.
+/// Finds every expert's factor.
 pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    match form.peak() {
-        Some(peak) => launch(stream, op, peak, p.experts.into(), p),
+    match form.peak {
+        Some(peak) => launch(stream, op, Variant::of(peak), p.experts.into(), p),
         None => Ok(()),
     }
 }
 
-/// Codes and scales, after the factors.
-pub fn launch_pack(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, form.pack(), pack_ctas(Extent::of(form, p)), p)
+/// Packs codes and scales, once the factors are there. `p`: what the form's kernel takes, of matrices of this extent.
+pub fn launch_pack(stream: &Stream<'_>, op: &str, extent: Extent, p: impl Arguments) -> Result<()> {
+    launch(stream, op, Variant::of(extent.form.pack), pack_ctas(extent), p)
 }
 
-pub fn launch_pack_nvfp4(stream: &Stream<'_>, op: &str, p: &PackNvfp4Params) -> Result<()> {
-    let form = Form::Nvfp4;
-    let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
-    launch(stream, op, form.pack(), pack_ctas(extent), p)
-}
-
-pub fn launch_pack_int4(stream: &Stream<'_>, op: &str, p: &PackInt4Params) -> Result<()> {
-    let form = Form::Int4 { zeros: !p.zeros.is_null() };
-    let extent = Extent { form, experts: p.experts.into(), rows: p.rows.into(), k: p.k.into() };
-    launch(stream, op, form.pack(), pack_ctas(extent), p)
-}
-
-pub fn launch_unpack(stream: &Stream<'_>, op: &str, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::of(Family::Mxfp4Unpack), pack_ctas(Extent::of(Form::Mxfp4, p)), p)
+/// Brings packed MXFP4 matrices of this extent back to the checkpoint's form.
+pub fn launch_unpack(stream: &Stream<'_>, op: &str, extent: Extent, p: &PackMxfp4Params) -> Result<()> {
+    launch(stream, op, Variant::of(Family::Mxfp4Unpack), pack_ctas(extent), p)
 }
 
 pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -> Result<()> {
@@ -271,15 +229,14 @@ pub unsafe fn pack_in_place(
             expert_scales: p.expert_scales.wrapping_add(skipped),
             ..*p
         };
-        launch_pack(stream, op, form, &part)?;
+        launch_pack(stream, op, Extent::of(form, &part), &part)?;
         first += experts;
     }
     Ok(())
 }
 
 /// Whether the packed form of a checkpoint's tensors has their size: then it can take their place.
-pub fn fits_in_place(p: &PackMxfp4Params) -> bool {
-    let extent = Extent::of(Form::Mxfp4, p);
+pub fn fits_in_place(extent: Extent, p: &PackMxfp4Params) -> bool {
     extent.rows % BLOCK_ROWS == 0 && extent.k_blocks() * BLOCK_K == i64::from(p.row_blocks) * 32
 }
 

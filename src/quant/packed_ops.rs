@@ -1,8 +1,9 @@
 //! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
 
 use super::arguments::{is_e4m3, w13_layout};
+use super::mxfp4;
 use super::ops::{check_aligned, check_multiple, check_vectors, dims, elements, leading, shape, BLOCK, E8M0};
-use super::packed::{self, Extent, Form};
+use super::packed::{self, Extent};
 use crate::contract;
 use crate::cpu;
 use crate::device::gpu;
@@ -53,7 +54,7 @@ pub fn pack_mxfp4<'py>(
         contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Is("K / 32", groups)]), &E8M0)?;
         check_rows("codes", rows, bytes * 2, gated)?;
         check_vectors("codes", &from)?;
-        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: bytes * 2 };
+        let extent = Extent { form: mxfp4::FORM, experts: count(lead)?.into(), rows, k: bytes * 2 };
         let to = contract.new_output("packed codes", &from, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
         let scales_shape = shape(lead, &extent.scales_shape()[1..]);
         let to_scales = contract.new_output("packed scales", &from, &scales_shape, Elem::U8)?;
@@ -80,8 +81,8 @@ pub fn pack_mxfp4<'py>(
             Place::Cpu => checked.on_cpu(py, || unsafe { cpu::pack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-                packed::launch_peak(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
-                packed::launch_pack(&stream, "mxfp4_pack", Form::Mxfp4, &params)?;
+                packed::launch_peak(&stream, "mxfp4_pack", mxfp4::FORM, &params)?;
+                packed::launch_pack(&stream, "mxfp4_pack", extent, &params)?;
             }
         }
         Ok((to.into_object(), to_scales.into_object(), factors.into_object()))
@@ -114,7 +115,7 @@ pub fn unpack_mxfp4<'py>(
         }
         check_rows("rows, columns", rows, columns, gated)?;
         let lead = leading("codes", &from, 3, "row tiles, K blocks, 2048")?;
-        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: columns };
+        let extent = Extent { form: mxfp4::FORM, experts: count(lead)?.into(), rows, k: columns };
         let trailing = |last: &'static str, bytes: usize| {
             let tiles =
                 [Dim::Is("ceil(rows / 64)", extent.row_tiles()), Dim::Is("ceil(columns / 64)", extent.k_blocks())];
@@ -157,7 +158,7 @@ pub fn unpack_mxfp4<'py>(
             Place::Cpu => checked.on_cpu(py, || unsafe { cpu::unpack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-                packed::launch_unpack(&stream, "mxfp4_unpack", &params)?;
+                packed::launch_unpack(&stream, "mxfp4_unpack", extent, &params)?;
             }
         }
         Ok((to.into_object(), to_scales.into_object()))

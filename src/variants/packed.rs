@@ -56,19 +56,6 @@ pub const NVFP4: Row = Row {
     ..MXFP4
 };
 
-/// A block's scales are as many bytes as NVFP4's, with zero points half as many more.
-pub const INT4: Row = Row {
-    family: Family::GroupedGemmInt4Sm90,
-    name: "grouped_gemm_int4_sm90",
-    device_type: "GroupedGemmInt4Sm90",
-    header: "moe/grouped_gemm_int4_sm90.cuh",
-    arguments: &[Argument::Gated, ZEROS, TOKENS, CONSUMERS, STAGES, BLOCKS],
-    unit_by: &[Argument::Gated, ZEROS],
-    shared: Shared::Fixed(|v| shared_bytes(v, int4_codes(v))),
-    ctas: |v| ctas(v, int4_codes(v)),
-    ..MXFP4
-};
-
 /// A layer of a token or two with packed MXFP4 weights in one launch, routing inside: `warps` of slices of 16 rows, each with a ring of up to
 /// `stages` of `blocks` K blocks, and four helpers.
 pub const MXFP4_LAYER: Row = Row {
@@ -93,7 +80,7 @@ pub const MXFP4_LAYER: Row = Row {
     )
 };
 
-const fn tile(family: Family, tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
+pub const fn tile(family: Family, tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
     Variant { tokens, consumers, stages, blocks, ..Variant::of(family) }
 }
 
@@ -156,38 +143,26 @@ pub const NVFP4_TILES: [Variant; 6] = [
 /// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
 pub const NVFP4_FOURS: [Variant; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
 
-const fn int4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    tile(Family::GroupedGemmInt4Sm90, tokens, consumers, stages, blocks)
-}
-
-/// Bytes of a block's codes and of its scales beyond MXFP4's.
-fn int4_codes(v: &Variant) -> u32 {
-    2048 + if v.flag { 256 } else { 128 }
-}
-
-/// The tiles without zero points: NVFP4's, and in front of them one for few work units, as MXFP4 has.
-pub const INT4_TILES: [Variant; 7] = [
-    int4(16, 1, 3, 5),
-    int4(16, 2, 3, 5),
-    int4(32, 2, 2, 5),
-    int4(64, 3, 4, 3),
-    int4(80, 3, 4, 3),
-    int4(128, 3, 4, 2),
-    int4(192, 3, 5, 1),
-];
-pub const INT4_FOURS: [Variant; 3] = [int4(48, 4, 3, 4), int4(64, 4, 3, 4), int4(80, 3, 3, 4)];
-
-/// The same with zero points.
-pub const INT4_ZEROS_TILES: [Variant; 7] = with_flag(INT4_TILES);
-pub const INT4_ZEROS_FOURS: [Variant; 3] = with_flag(INT4_FOURS);
-
-const fn with_flag<const N: usize>(mut tiles: [Variant; N]) -> [Variant; N] {
+/// Tiles of these sizes in the family of `of`, and with its flag.
+pub const fn like<const N: usize>(of: Variant, mut tiles: [Variant; N]) -> [Variant; N] {
     let mut i = 0;
     while i < N {
-        tiles[i] = tiles[i].flag(true);
+        tiles[i] = Variant { family: of.family, flag: of.flag, ..tiles[i] };
         i += 1;
     }
     tiles
+}
+
+/// `first`, then these tiles, of which there is one less than `M`.
+pub const fn behind<const N: usize, const M: usize>(first: Variant, tiles: [Variant; N]) -> [Variant; M] {
+    assert!(M == N + 1);
+    let mut all = [first; M];
+    let mut i = 0;
+    while i < N {
+        all[i + 1] = tiles[i];
+        i += 1;
+    }
+    all
 }
 
 pub const MXFP4_LAYER_TILE: Variant =
@@ -215,15 +190,12 @@ pub fn all() -> Vec<Variant> {
     all.extend(both_forms(&MXFP8_TILES));
     all.extend(both_forms(&NVFP4_TILES));
     all.extend(both_forms(&NVFP4_FOURS));
-    for tiles in [&INT4_TILES[..], &INT4_FOURS, &INT4_ZEROS_TILES, &INT4_ZEROS_FOURS] {
-        all.extend(both_forms(tiles));
-    }
     all
 }
 
 /// Bytes of `PackedPipelineSm90::Shared` with so many bytes of codes (and of scales beyond MXFP4's 128) a block: stages, staged outputs (two
 /// chunks a consumer), row offsets and work units (two of each), barriers.
-fn shared_bytes(v: &Variant, codes: u32) -> u32 {
+pub fn shared_bytes(v: &Variant, codes: u32) -> u32 {
     let stage = (v.blocks * (v.tokens * 128 + v.consumers * (codes + 128))).next_multiple_of(1024);
     // The kernels have GEMM2's epilogue, too, so gated ones stage as others do.
     (v.stages * stage + behind_stages(v, 128, v.tokens.min(32), 32)).next_multiple_of(1024)
@@ -243,7 +215,7 @@ fn behind_stages(v: &Variant, bytes: u32, full: u32, unit: u32) -> u32 {
     2 * v.consumers * chunk + 2 * v.tokens * 4 + 2 * unit + 8 * (2 * v.stages + 7)
 }
 
-fn ctas(v: &Variant, codes: u32) -> u32 {
+pub fn ctas(v: &Variant, codes: u32) -> u32 {
     ctas_of(v, shared_bytes(v, codes))
 }
 

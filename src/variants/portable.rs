@@ -47,15 +47,6 @@ pub const NVFP4: Row = Row {
     ..MXFP8
 };
 
-pub const INT4: Row = Row {
-    family: Family::GroupedGemmInt4Portable,
-    name: "grouped_gemm_int4_portable",
-    device_type: "GroupedGemmInt4Portable",
-    header: "moe/grouped_gemm_int4_portable.cuh",
-    arguments: &[Argument::Gated, ZEROS, TOKENS, ROWS, WARPS, STAGES],
-    ..MXFP8
-};
-
 /// e4m3 weights with block scales.
 pub const FP8: Row = Row {
     family: Family::GroupedGemmFp8Portable,
@@ -65,7 +56,7 @@ pub const FP8: Row = Row {
     ..MXFP8
 };
 
-const fn tile(family: Family, tokens: u32, stages: u32) -> Variant {
+pub const fn tile(family: Family, tokens: u32, stages: u32) -> Variant {
     Variant { tokens, rows: 128, warps: 4, stages, ..Variant::of(family) }
 }
 
@@ -86,12 +77,9 @@ pub const PLAIN_TILES: [Variant; 4] =
 pub const MXFP4_TILES: [Variant; 4] =
     [mxfp4(16, 6), mxfp4(64, 4), mxfp4(128, 2), Variant { vector: 1, ..mxfp4(64, 3) }];
 
-/// Packed MXFP8, NVFP4 and int4 have one tile, which multiplies the tokens that there are, for few instances; two CTAs fit in 99 KiB. Not measured.
+/// Packed MXFP8, NVFP4 and int4 (its tiles are in `int4.rs`) have one tile, which multiplies the tokens that there are, for few instances; two CTAs fit in 99 KiB. Not measured.
 pub const MXFP8_TILES: [Variant; 1] = [tile(Family::GroupedGemmMxfp8Portable, 64, 3)];
 pub const NVFP4_TILES: [Variant; 1] = [tile(Family::GroupedGemmNvfp4Portable, 64, 3)];
-
-pub const INT4_TILES: [Variant; 1] = [tile(Family::GroupedGemmInt4Portable, 64, 3)];
-pub const INT4_ZEROS_TILES: [Variant; 1] = [INT4_TILES[0].flag(true)];
 
 /// The stages of e4m3 with block scales are 128 K: two, so that two CTAs fit in 99 KiB (with 16 tokens four in 163). Not measured.
 pub const FP8_TILES: [Variant; 2] =
@@ -101,12 +89,7 @@ pub const FP8_TILES: [Variant; 2] =
 pub fn packed() -> impl Iterator<Item = Variant> {
     // The units of MXFP4 hold one form each.
     let mxfp4 = [true, false].into_iter().flat_map(|gated| MXFP4_TILES.map(|tile| tile.gated(gated)));
-    mxfp4
-        .chain(both_forms(&MXFP8_TILES))
-        .chain(both_forms(&NVFP4_TILES))
-        .chain(both_forms(&INT4_TILES))
-        .chain(both_forms(&INT4_ZEROS_TILES))
-        .chain(both_forms(&FP8_TILES))
+    mxfp4.chain(both_forms(&MXFP8_TILES)).chain(both_forms(&NVFP4_TILES)).chain(both_forms(&FP8_TILES))
 }
 
 /// Bytes of the stages: 128 of each token, which are 64 K, of e4m3 tokens 128. A weight row has as many; packed, 34, 36, 38 or 66; with e4m3
@@ -116,7 +99,7 @@ pub const fn shared_bytes(v: &Variant) -> u32 {
         Family::GroupedGemmMxfp4Portable => v.rows * 34,
         Family::GroupedGemmMxfp8Portable => v.rows * 66,
         Family::GroupedGemmNvfp4Portable => v.rows * 36,
-        Family::GroupedGemmInt4Portable => v.rows * if v.flag { 38 } else { 36 },
+        Family::GroupedGemmInt4Portable => v.rows * int4::row_bytes(v),
         Family::GroupedGemmFp8Portable => v.rows * 128 + (v.tokens * 4 + 8).next_multiple_of(128),
         _ => v.rows * 128,
     };

@@ -112,7 +112,7 @@ pub const ROUND_ROWS_NVFP4_PORTABLE: Row = Row {
 pub const PACK_BLOCKS: u32 = 4;
 
 /// Weights to the packed form or back.
-const fn pack(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
+pub const fn pack(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
     Row {
         parameters: &[("PackMxfp4Params", "p")],
         threads: |_| 128 * PACK_BLOCKS,
@@ -134,10 +134,6 @@ pub const MXFP8_PACK: Row = pack(Family::Mxfp8Pack, "mxfp8_pack", "Mxfp8Pack", "
 pub const NVFP4_PACK: Row = Row {
     parameters: &[("PackNvfp4Params", "p")],
     ..pack(Family::Nvfp4Pack, "nvfp4_pack", "Nvfp4Pack", "quant/pack_nvfp4.cuh")
-};
-pub const INT4_PACK: Row = Row {
-    parameters: &[("PackInt4Params", "p")],
-    ..pack(Family::Int4Pack, "int4_pack", "Int4Pack", "quant/pack_int4.cuh")
 };
 
 /// E8M0 bytes of fp32 powers of two.
@@ -242,7 +238,7 @@ const ROUNDINGS: [Family; 15] = [
 
 /// Every kernel here.
 pub fn all() -> Vec<Variant> {
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack].map(Variant::of);
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack].map(Variant::of);
     let dense = [Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of);
     let mut all = ROUNDINGS.map(Variant::of).to_vec();
     all.extend(CONVERSIONS);

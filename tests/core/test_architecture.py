@@ -39,8 +39,8 @@ RUST_ROOMS: Rooms = (
     ("device", "tensor", "tma"),
     ("kernel",),
     ("counters", "stats"),
-    # Numbers of formats and their conversions, on slices.
-    ("quant", "cpu::narrow"),
+    # Rows of formats, their numbers, and conversions on slices. Of the CPU's side: what these are written in.
+    ("quant", "cpu::narrow", "cpu::element", "cpu::instructions"),
     ("desc",),
     ("cpu",),
     # The borders of quant, which choose between the loops of `cpu` and kernels.
@@ -55,11 +55,7 @@ RUST_ROOMS: Rooms = (
 PYTHON_EXCEPTIONS = {
     ("oxmoe", "oxmoe.sglang"),  # for type checkers; it is loaded when it is first used
 }
-RUST_EXCEPTIONS = {
-    # `Element`, the trait of the numbers that a tensor may have.
-    ("quant::fp8", "cpu"),
-    ("quant::mxfp4", "cpu"),
-}
+RUST_EXCEPTIONS: set[tuple[str, str]] = set()
 
 
 def python_sources() -> dict[str, str]:

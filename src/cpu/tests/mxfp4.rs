@@ -2,7 +2,11 @@ use super::{Random, Routed, Tensor, DTYPES};
 use crate::{
     cpu::{self, InstructionSet},
     params::{Activation, ActivationKind, Dtype, GroupedGemmParams, W13Layout},
-    quant::{blocks::Blocks, e2m1, mxfp4::BLOCK},
+    quant::{
+        blocks::Blocks,
+        e2m1,
+        mxfp4::{BLOCK, BLOCKS},
+    },
 };
 
 const INF: f32 = f32::INFINITY;
@@ -46,7 +50,7 @@ fn expanded_weights_are_plain_weights() {
                     let x = Tensor::random(dtype, &mut random, tokens * k, 1.0);
                     let mut out = [(); 2].map(|()| Tensor::unset(dtype, ids.len() * out_columns));
                     for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
-                        let blocks = Blocks::of_32(scales.as_ptr(), false, columns / BLOCK);
+                        let blocks = Blocks::new(&BLOCKS, scales.as_ptr(), columns / BLOCK);
                         let forms = [(plain.bytes.as_ptr(), None), (codes.as_ptr(), Some(blocks))];
                         for ((weights, blocks), out) in forms.into_iter().zip(&mut out) {
                             let p = GroupedGemmParams {

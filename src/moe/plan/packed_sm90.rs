@@ -7,11 +7,8 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::quant::{Activations, Format, Weights};
-use crate::variants::packed::{
-    stages_beside, INT4_FOURS, INT4_TILES, INT4_ZEROS_FOURS, INT4_ZEROS_TILES, MXFP4_E4M3_TILES, MXFP4_FOURS,
-    MXFP4_LAYER_TILE, MXFP4_TILES, MXFP8_TILES, NVFP4_FOURS, NVFP4_TILES,
-};
+use crate::quant::{Activations, Borders, Format, Packing, Weights};
+use crate::variants::packed::{stages_beside, MXFP4_LAYER_TILE};
 use crate::variants::Variant;
 
 pub const KERNELS: KernelSet = KernelSet {
@@ -25,39 +22,27 @@ pub const KERNELS: KernelSet = KernelSet {
     ..KernelSet::NONE
 };
 
-/// The tiles of a format.
-struct Tiles {
-    /// By tokens.
-    tiles: &'static [Variant],
-    /// Tiles for K of whole stages of four blocks.
-    fours: &'static [Variant],
+/// How tiles are chosen where these borders are.
+struct Choice {
     /// As in `tiles::narrowest`.
     few_units: u32,
     /// The schedule's tile for a mean number of an expert's slots, where K is whole stages of four blocks and where not.
     of_mean: fn(f64, bool) -> i32,
 }
 
-const MXFP4: Tiles = Tiles { tiles: &MXFP4_TILES, fours: &MXFP4_FOURS, few_units: MXFP4_FEW_UNITS, of_mean: four_bits };
-const MXFP4_E4M3: Tiles = Tiles { tiles: &MXFP4_E4M3_TILES, fours: &[], of_mean: e4m3, ..MXFP4 };
-const MXFP8: Tiles = Tiles { tiles: &MXFP8_TILES, fours: &[], few_units: MXFP8_FEW_UNITS, of_mean: mxfp8 };
-/// There is one tile of each width. Borders are those of packed MXFP4. us of 64 experts of qwen3-30b-a3b on rows in order: mean 8 59 at 16, 63
-/// at 48; 16 68 at 32, 64 at 48.
-const NVFP4: Tiles = Tiles { tiles: &NVFP4_TILES, fours: &NVFP4_FOURS, few_units: 0, of_mean: four_bits };
-
-/// Borders are those of packed MXFP4, too.
-const INT4: Tiles = Tiles { tiles: &INT4_TILES, fours: &INT4_FOURS, ..MXFP4 };
-const INT4_ZEROS: Tiles = Tiles { tiles: &INT4_ZEROS_TILES, fours: &INT4_ZEROS_FOURS, ..MXFP4 };
-
-/// The tiles of a packed format.
-fn tiles_of(format: Format) -> &'static Tiles {
-    match (format.weights(), format.activations()) {
-        (_, Activations::E4m3Rows) => &MXFP4_E4M3,
-        (Weights::Mxfp8, _) => &MXFP8,
-        (Weights::Nvfp4, _) => &NVFP4,
-        (Weights::Int4 { zeros: false }, _) => &INT4,
-        (Weights::Int4 { zeros: true }, _) => &INT4_ZEROS,
-        _ => &MXFP4,
+fn choice(borders: Borders) -> Choice {
+    match borders {
+        Borders::FourBits => Choice { few_units: MXFP4_FEW_UNITS, of_mean: four_bits },
+        // us of 64 experts of qwen3-30b-a3b in NVFP4 on rows in order: mean 8 59 at 16, 63 at 48; 16 68 at 32, 64 at 48.
+        Borders::FourBitsOfOneWidth => Choice { few_units: 0, of_mean: four_bits },
+        Borders::E4m3 => Choice { few_units: MXFP4_FEW_UNITS, of_mean: e4m3 },
+        Borders::Mxfp8 => Choice { few_units: MXFP8_FEW_UNITS, of_mean: mxfp8 },
     }
+}
+
+/// The packed form and the tiles of a format, of which plans ask only where it is packed.
+fn packing(format: Format) -> Packing {
+    format.spec().packing.expect("these kernels serve packed formats alone")
 }
 
 /// Whether the kernels take a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
@@ -95,6 +80,7 @@ const MXFP4_FEW_UNITS: u32 = 6;
 /// costs to take one. us a layer of kimi-k2-tp8 (E384 k8 H7168 I256) on an H100, 128 and 64 rows, two runs of each in turn:
 ///   MXFP4   M 8 (1.0 units)  76.5 78.3, 77.0 76.5;   M 16 (1.9)  121.5 126.5, 130.9 132.3;   M 64 (5.8)  302.9 301.7, 318.5 329.1
 ///   int4    M 8              79.2 80.4, 80.8 80.0;   M 16        130.4 128.5, 134.6 136.1;   M 64        321.2 306.8, 333.8 337.5
+/// The K of these layers is 256; the border above it is chosen, no K between was measured.
 const SHORT_K: i64 = 512;
 const SHORT_FEW_UNITS: u32 = 1;
 
@@ -158,13 +144,14 @@ fn mxfp8(mean: f64, _: bool) -> i32 {
 /// The schedule's tile for both GEMMs of a layer. `gemm`: GEMM1.
 fn tile_tokens(gemm: &GemmDesc) -> i32 {
     let mean = gemm.slots as f64 / gemm.experts.max(1) as f64;
-    (tiles_of(gemm.format).of_mean)(mean, tiles::takes_fours(gemm))
+    (choice(packing(gemm.format).borders).of_mean)(mean, tiles::takes_fours(gemm))
 }
 
 /// GEMM1 and, where its launch has not both, GEMM2. A launch between them quantises e4m3 activations.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
-        let Tiles { tiles, fours, few_units, .. } = *tiles_of(of.format);
+        let Packing { tiles, fours, borders, .. } = packing(of.format);
+        let few_units = choice(borders).few_units;
         let is_short = gemms_of.last().is_some_and(|last| last.k <= SHORT_K);
         let few_units = if is_short { few_units.min(SHORT_FEW_UNITS) } else { few_units };
         let tile = tiles::narrowest_by_k((tiles, fours), few_units, of, tile_tokens, gemms.device);
@@ -207,8 +194,8 @@ fn layer(desc: &MoeDesc, gemms: &Gemms<'_>) -> Option<Experts> {
 
 /// Every kernel that a layer's calls may take.
 fn variants(layer: &LayerDesc) -> Vec<Variant> {
-    let Tiles { tiles, fours, .. } = tiles_of(layer.format);
-    let mut all: Vec<Variant> = tiles.iter().chain(*fours).map(|tile| tile.gated(layer.gated)).collect();
+    let Packing { tiles, fours, .. } = packing(layer.format);
+    let mut all: Vec<Variant> = tiles.iter().chain(fours).map(|tile| tile.gated(layer.gated)).collect();
     match layer.format {
         Format::Mxfp4 => all.push(MXFP4_LAYER_TILE.gated(layer.gated)),
         // GEMM2 has a launch of its own.
@@ -227,8 +214,10 @@ mod tests {
     use crate::params::Dtype;
     use crate::variants::Element;
 
-    const FORMATS: [Format; 6] =
-        [Format::Mxfp4, Format::Mxfp4A8, Format::Mxfp8, Format::Nvfp4, Format::Int4, Format::Int4Zeros];
+    /// Every packed format.
+    fn packed() -> impl Iterator<Item = Format> {
+        crate::quant::FORMATS.into_iter().filter(|row| row.packing.is_some()).map(|row| row.format)
+    }
 
     /// GEMM1's kernel for a mean of so many slots an expert.
     fn chosen(format: Format, k: i64, slots: i64, experts: i64) -> Variant {
@@ -242,15 +231,10 @@ mod tests {
 
     #[test]
     fn stages_of_four_blocks_where_k_is_whole_ones() {
-        let all = [
-            (Format::Mxfp4, MXFP4_FOURS),
-            (Format::Nvfp4, NVFP4_FOURS),
-            (Format::Int4, INT4_FOURS),
-            (Format::Int4Zeros, INT4_ZEROS_FOURS),
-        ];
-        for (format, fours) in all {
-            let (fours, chosen) = (fours.map(|t| t.gated(true)), |k, mean: i64| chosen(format, k, 32 * mean, 32));
-            assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)), fours);
+        for format in packed().filter(|&format| !packing(format).fours.is_empty()) {
+            let fours: Vec<Variant> = packing(format).fours.iter().map(|t| t.gated(true)).collect();
+            let chosen = |k, mean: i64| chosen(format, k, 32 * mean, 32);
+            assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)).to_vec(), fours);
             assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
             assert_eq!((chosen(7168, 112), chosen(7168, 113)), (chosen(2880, 96), chosen(2880, 97)));
         }
@@ -258,11 +242,11 @@ mod tests {
 
     #[test]
     fn tiles_grow_with_the_mean_and_every_one_is_chosen() {
-        for format in FORMATS {
+        for format in packed() {
             let tokens = [1, 16, 64, 256, 512, 1024, 1500, 2048, 2500, 4096];
             let mut all = tokens.map(|tokens| chosen(format, 2880, tokens * 4, 128)).to_vec();
             all.dedup();
-            assert_eq!(all, tiles_of(format).tiles.iter().map(|t| t.gated(true)).collect::<Vec<_>>(), "{format:?}");
+            assert_eq!(all, packing(format).tiles.iter().map(|t| t.gated(true)).collect::<Vec<_>>(), "{format:?}");
         }
     }
 

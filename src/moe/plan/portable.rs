@@ -5,9 +5,7 @@ use super::{element, max_tiles, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::{Format, Weights};
-use crate::variants::portable::{
-    self, FP8_TILES, INT4_TILES, INT4_ZEROS_TILES, MXFP4_TILES, MXFP8_TILES, NVFP4_TILES, PLAIN_TILES,
-};
+use crate::variants::portable;
 use crate::variants::{Element, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
@@ -60,24 +58,13 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
     })
 }
 
-/// The tiles of a format, by tokens.
-fn all_tiles(format: Format) -> &'static [Variant] {
-    match format.weights() {
-        Weights::Plain => &PLAIN_TILES,
-        Weights::Fp8 => &FP8_TILES,
-        Weights::Mxfp4 => &MXFP4_TILES,
-        Weights::Mxfp8 => &MXFP8_TILES,
-        Weights::Nvfp4 => &NVFP4_TILES,
-        Weights::Int4 { zeros: false } => &INT4_TILES,
-        Weights::Int4 { zeros: true } => &INT4_ZEROS_TILES,
-    }
-}
-
 /// The tiles that can run a GEMM, by tokens.
 fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Variant> + 'a {
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
     let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
-    all_tiles(gemm.format)
+    gemm.format
+        .spec()
+        .portable
         .iter()
         .copied()
         .filter(move |t| t.vector == vector && t.warps >= warps && portable::shared_bytes(t) <= device.shared_bytes)
@@ -142,12 +129,13 @@ fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 /// Every kernel with a GEMM in it that a layer's calls may take.
 fn variants(element: Element, format: Format) -> Vec<Variant> {
     let forms = |t: &Variant| [true, false].map(|gated| t.with_element(element).gated(gated));
-    all_tiles(format).iter().flat_map(forms).collect()
+    format.spec().portable.iter().flat_map(forms).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variants::portable::{FP8_TILES, MXFP4_TILES, MXFP8_TILES, PLAIN_TILES};
     use crate::variants::Family;
 
     const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];

@@ -1,16 +1,13 @@
 //! NVFP4 experts on GPUs: the packed form of weights, and numbers of experts in device memory.
 
-use super::layer::Layer;
-use super::operands::{Operands, PackedTensors};
 use crate::contract;
-use crate::device::gpu;
 use crate::error::Result;
-use crate::kernel::Stream;
+use crate::moe::layer::Layer;
+use crate::moe::operands::{Operands, PackedTensors};
+use crate::moe::packing;
 use crate::params::{PackNvfp4Params, W13Layout};
 use crate::python;
 use crate::quant::blocks::Blocks;
-use crate::quant::ops::check_vectors;
-use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
 use pyo3::prelude::*;
 
@@ -75,56 +72,31 @@ fn in_halves(layout: W13Layout) -> W13Layout {
     }
 }
 
-/// The packed form of a CUDA layer's weights in new tensors; `layer` then describes that form.
+/// Packs a CUDA layer's weights into new tensors; `layer` then describes the packed form.
 pub fn pack<'py>(
     layer: &mut Layer,
     contract: &mut Contract<'_>,
     operands: &Operands<'py>,
 ) -> Result<[PackedTensors<'py>; 2]> {
-    let (experts, gated, layout) = (layer.desc.experts, layer.desc.gated, layer.layout);
-    let borrowed = &operands.w13;
-    let Place::Cuda(ordinal) = borrowed.place else { contract!("w13: is on {}", borrowed.place) };
-    let stream = Stream::new(gpu(ordinal)?, borrowed.current_stream(borrowed.object().py())?, &contract.finish()?)?;
-    let mut new = |shape: &[i64], elem| contract.new_output("packed weights", borrowed, shape, elem);
-    let mut made = Vec::new();
-    for (name, scales_name, matrix, gated) in
-        [("w13", "w13_scale", &mut layer.up, gated), ("w2", "w2_scale", &mut layer.down, false)]
-    {
-        let codes = if name == "w13" { &operands.w13 } else { &operands.w2 };
-        check_vectors(name, codes)?;
-        let Some(Blocks { scales: given, nvfp4: Some(own), .. }) = matrix.blocks else {
-            contract!("{name}: no block scales");
+    let made = packing::pack_both(layer, contract, operands, |source| {
+        let Some(Blocks { scales, layout, factors, .. }) = source.matrix.blocks else {
+            contract!("w13 and w2: no block scales");
         };
-        let form = Form::Nvfp4;
-        let extent = Extent { form, experts, rows: matrix.rows, k: matrix.k };
-        let parts: &[i64] = if gated { &[experts, 2] } else { &[experts] };
-        let codes = new(&extent.codes_shape(), Elem::U8)?;
-        let scales = new(&extent.scales_shape(), Elem::U8)?;
-        let factors = new(parts, Elem::F32)?;
-        let (packed_codes, packed_scales, expert_scales) = (codes.data, scales.data, factors.data.cast());
-        let params = PackNvfp4Params {
-            codes: matrix.data,
-            scales: given,
-            tile_rows: own.layout.tile_rows(),
-            factors: own.factors,
-            experts: experts as i32,
-            rows: matrix.rows as i32,
-            k: matrix.k as i32,
-            gated,
-            layout,
-            packed_codes,
-            packed_scales,
-            expert_scales,
-        };
-        packed::launch_pack_nvfp4(&stream, "ExpertWeights: packing", &params)?;
-        matrix.data = packed_codes;
-        matrix.blocks = None;
-        matrix.packed = Some(Packed { form, codes: packed_codes, scales: packed_scales, expert_scales });
-        made.push([(name, codes), (scales_name, scales), ("expert_scales", factors)]);
-    }
-    layer.layout = in_halves(layout);
-    match <[PackedTensors<'py>; 2]>::try_from(made) {
-        Ok(both) => Ok(both),
-        Err(_) => contract!("w13 and w2: both are needed"),
-    }
+        Ok(PackNvfp4Params {
+            codes: source.matrix.data,
+            scales,
+            tile_rows: layout.tile_rows(),
+            factors,
+            experts: source.experts,
+            rows: source.rows,
+            k: source.k,
+            gated: source.gated,
+            layout: source.layout,
+            packed_codes: source.codes,
+            packed_scales: source.scales,
+            expert_scales: source.factors,
+        })
+    })?;
+    layer.layout = in_halves(layer.layout);
+    Ok(made)
 }

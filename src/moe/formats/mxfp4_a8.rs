@@ -1,8 +1,8 @@
 //! MXFP4 experts with e4m3 activations: what is quantised on the way, and the range of scales that e4m3 leaves.
 
-use super::layer::Layer;
-use super::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
-use super::rounding::Rounding;
+use crate::moe::layer::Layer;
+use crate::moe::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
+use crate::moe::rounding::Rounding;
 use crate::parallel::*;
 use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
 use crate::quant::blocks::Blocks;

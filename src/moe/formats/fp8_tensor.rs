@@ -1,10 +1,10 @@
 //! e4m3 experts whose matrices have one scale, or one for each row: the block scales that kernels read, and the scales of activations.
 
 use super::fp8::{pads, Activations, Scaling};
-use super::operands::Extra;
 use crate::contract;
 use crate::desc::LayerDesc;
 use crate::error::{Error, Result};
+use crate::moe::operands::Extra;
 use crate::params::Dtype;
 use crate::quant::fp8::{GROUP, LEAST_COLUMNS};
 use crate::quant::Format;

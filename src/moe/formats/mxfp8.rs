@@ -1,0 +1,150 @@
+//! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
+
+use super::mxfp4::{self, BIASES, SCALES};
+use super::Source;
+use crate::contract;
+use crate::desc::LayerDesc;
+use crate::device::gpu;
+use crate::error::Result;
+use crate::moe::layer::{Layer, Matrix};
+use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::options::Options;
+use crate::moe::plan::{self, MoeWorkspace};
+use crate::moe::rounding::Rounding;
+use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
+use crate::quant::blocks::Blocks;
+use crate::quant::mxfp8::{BLOCK, BLOCKS};
+use crate::quant::Format;
+use crate::tensor::{Contract, Dim, Elem, Place};
+
+const CODES: [Elem; 2] = [Elem::E4M3, Elem::U8];
+
+/// What codes, scales and biases do not say.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// This and `in_place` are as those of MXFP4.
+    pub hidden: Option<i64>,
+    pub in_place: bool,
+}
+
+impl Source for Spec {
+    /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I, H / 32] and [E, H, I / 32], and biases.
+    fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer> {
+        let Operands { w13, w2, b13, b2, scales } = operands;
+        let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
+        let Some([w13_scale, w2_scale]) = scales else {
+            contract!("w13_scale and w2_scale: both are needed for format \"mxfp8\"");
+        };
+        let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
+        let mut contract = Contract::new();
+        contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden")], &CODES)?;
+        let (rows, columns, intermediate) = (w13.shape()[1], w13.shape()[2], intermediate_size(w13, gated)?);
+        check_sizes(w13, columns)?;
+        for (name, size, dimension) in [("hidden", columns, 2), ("intermediate", intermediate, 1)] {
+            if size % block != 0 {
+                contract!("w13: dimension {dimension} gives {name} {size}, expected a multiple of {block} (a block has one scale)");
+            }
+        }
+        let (of_hidden, of_intermediate) =
+            (Dim::Is("hidden / 32", columns / block), Dim::Is("intermediate / 32", intermediate / block));
+        contract.check("w2", w2, &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)], &CODES)?;
+        contract.check("w13_scale", w13_scale, &[experts, Dim::Named("rows of w13"), of_hidden], &SCALES)?;
+        contract.check("w2_scale", w2_scale, &[experts, Dim::Named("hidden"), of_intermediate], &SCALES)?;
+        check_biases(&mut contract, operands, Dim::Named("hidden"), &BIASES)?;
+        let columns_of_x = self.hidden.unwrap_or(columns);
+        if !(1..=columns).contains(&columns_of_x) || columns_of_x % block != 0 {
+            contract!("hidden_size: expected a multiple of {block} up to {columns} (from w13), got {columns_of_x}");
+        }
+        let [up, down] = [
+            (w13, w13_scale, b13, columns, (rows, columns_of_x)),
+            (w2, w2_scale, b2, intermediate, (columns, intermediate)),
+        ]
+        .map(|(t, scales, bias, columns, size)| Matrix {
+            blocks: Some(Blocks::new(&BLOCKS, scales.data, columns as usize / BLOCK)),
+            ..Matrix::new(t, bias, Dtype::Bf16, size)
+        });
+        let (experts, dtype, format) = (w13.shape()[0], Dtype::Bf16, Format::Mxfp8);
+        let desc = LayerDesc { experts, hidden: columns_of_x, intermediate, gated, dtype, format };
+        let layer = Layer::described((desc, w13.place), [up, down], (layout, activation));
+        if let Place::Cuda(ordinal) = layer.place {
+            plan::require(&layer.desc, &gpu(ordinal)?.device)?;
+        }
+        Ok(layer)
+    }
+
+    fn has_e8m0_scales(&self) -> bool {
+        true
+    }
+
+    fn in_place(&self) -> bool {
+        self.in_place
+    }
+
+    fn pack<'py>(
+        &self,
+        layer: &mut Layer,
+        contract: &mut Contract<'_>,
+        operands: &Operands<'py>,
+    ) -> Result<[PackedTensors<'py>; 2]> {
+        mxfp4::pack(layer, contract, operands, self.in_place)
+    }
+}
+
+/// The roundings of x and, in its place, of GEMM1's output; Hopper's kernels do the second in GEMM1's epilogue. GEMM1 reads rounded rows,
+/// which are written to `x`.
+pub fn round_slots(
+    tokens: i64,
+    x: *mut u8,
+    route: &RouteParams,
+    up: &mut GroupedGemmParams,
+    down: &GroupedGemmParams,
+) -> [Rounding; 2] {
+    let of_x = QuantizeRowsParams {
+        x: up.x,
+        out: x,
+        scales: std::ptr::null_mut(),
+        rows: tokens as i32,
+        columns: up.k,
+        out_columns: up.k,
+        tiles: std::ptr::null(),
+        tile_count: std::ptr::null(),
+        x_is_older: true,
+    };
+    let of_hidden = QuantizeRowsParams {
+        x: down.x,
+        out: up.out,
+        rows: route.tokens * route.top_k,
+        columns: down.k,
+        out_columns: down.k,
+        tiles: route.tiles,
+        tile_count: route.tile_count,
+        x_is_older: false,
+        ..of_x
+    };
+    up.x = x;
+    [of_x, of_hidden].map(Rounding::Mxfp8)
+}
+
+/// The roundings of rows in the experts' order, by the tiles of their schedule: of x to where GEMM2 writes, once GEMM1 has read it, and of
+/// GEMM1's output in its place. Both GEMMs read what these write.
+pub fn round_rows(
+    (ws, base): (&MoeWorkspace, *mut u8),
+    (out, schedule): (*mut u8, &ScheduleParams),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Rounding; 2] {
+    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
+        let rows = QuantizeRowsParams {
+            x: gemm.x,
+            out: numbers,
+            scales: std::ptr::null_mut(),
+            rows: schedule.rows,
+            columns: gemm.k,
+            out_columns: gemm.k,
+            tiles: schedule.tiles.cast_const(),
+            tile_count: schedule.tile_count.cast_const(),
+            x_is_older: false,
+        };
+        gemm.x = rows.out;
+        Rounding::Mxfp8Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
+    })
+}

@@ -1,0 +1,325 @@
+//! NVFP4 experts: the constructor, the contract of its tensors, and the activations that are rounded to NVFP4 on their way.
+
+use super::nvfp4_gpu::{self, numbers_on_device};
+use super::Source;
+use crate::contract;
+use crate::desc::LayerDesc;
+use crate::error::{guard, Error, Result};
+use crate::moe::layer::{Layer, Matrix};
+use crate::moe::numbers_of::numbers_of;
+use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::options::{compute_type, Common, Options};
+use crate::moe::rounding::Rounding;
+use crate::moe::weights::ExpertWeights;
+use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
+use crate::quant::arguments::w13_layout;
+use crate::quant::blocks::Blocks;
+use crate::quant::nvfp4::{ScaleLayout, BLOCK, BLOCKS};
+use crate::quant::{self, Format, Weights};
+use crate::tensor::{self, Contract, Dim, Elem, Place, View};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::sync::Arc;
+
+pub const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
+pub const SCALES: [Elem; 2] = [Elem::E4M3, Elem::U8];
+const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
+
+/// What the tensors of the weights do not say. Of w13, then of w2.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub dtype: Dtype,
+    pub layouts: [ScaleLayout; 2],
+    /// As `GroupedGemmParams::expert_scales`.
+    pub factors: [Values; 2],
+    /// For each expert what rows are multiplied by before they are rounded to NVFP4; None: they are not.
+    pub activations: Option<[Values; 2]>,
+}
+
+/// Numbers of experts where a layer reads them.
+#[derive(Clone, Debug)]
+pub enum Values {
+    Host(Arc<[f32]>),
+    /// In a tensor that the weights keep; one number for all experts.
+    Device(*const f32, bool),
+}
+
+impl Values {
+    fn as_ptr(&self) -> *const f32 {
+        match self {
+            Values::Host(values) => values.as_ptr(),
+            Values::Device(address, _) => *address,
+        }
+    }
+
+    fn is_one_on_device(&self) -> bool {
+        matches!(self, Values::Device(_, true))
+    }
+}
+
+fn layout(name: &str) -> Result<W13Layout> {
+    Ok(match name {
+        "gate_up_64" => W13Layout::GateUp64,
+        "up_gate_64" => W13Layout::UpGate64,
+        other => w13_layout(other)?,
+    })
+}
+
+impl Source for Spec {
+    /// Checks w13 [E, 2I, H / 2], w2 [E, H, I / 2], their scales and biases.
+    fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer> {
+        let Operands { w13, w2, b13, b2, scales } = operands;
+        let (layout, activation, gated) = (layout(options.layout)?, options.activation()?, options.gated());
+        let Some([w13_scale, w2_scale]) = scales else {
+            contract!("w13_scale and w2_scale: both are needed for format \"nvfp4\"");
+        };
+        let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
+        let mut contract = Contract::new();
+        contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden / 2")], &CODES)?;
+        let (rows, hidden, intermediate) = (w13.shape()[1], 2 * w13.shape()[2], intermediate_size(w13, gated)?);
+        check_sizes(w13, hidden)?;
+        for (name, size, dimension) in [("hidden", hidden, 2), ("intermediate", intermediate, 1)] {
+            if size % block != 0 {
+                contract!("w13: dimension {dimension} gives {name} {size}, expected a multiple of {block} (a block has one scale)");
+            }
+        }
+        let in_64s = matches!(layout, W13Layout::GateUp64 | W13Layout::UpGate64);
+        if gated && in_64s && intermediate % 64 != 0 {
+            contract!(
+                "w13: dimension 1 gives intermediate {intermediate}, expected a multiple of 64 for layout {:?}",
+                options.layout
+            );
+        }
+        let rows_of_w2 = Dim::Is("hidden", hidden);
+        contract.check("w2", w2, &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)], &CODES)?;
+        let of = [("w13_scale", w13_scale, rows, hidden), ("w2_scale", w2_scale, hidden, intermediate)];
+        for ((name, scale, rows, columns), layout) in of.into_iter().zip(self.layouts) {
+            let (rows, blocks) = layout.padded(rows as usize, (columns / block) as usize);
+            let (rows, blocks) = (rows as i64, blocks as i64);
+            // What was a view of tiles is one of six dimensions.
+            let tiles = [("row tiles", rows / 128), ("column tiles", blocks / 4), ("32", 32), ("4", 4), ("4", 4)];
+            let tiles = tiles.map(|(name, size)| Dim::Is(name, size));
+            match scale.shape().len() {
+                6 => contract.check(name, scale, &[&[experts], tiles.as_slice()].concat(), &SCALES)?,
+                _ => contract.check(
+                    name,
+                    scale,
+                    &[experts, Dim::Is("rows", rows), Dim::Is("blocks", blocks)],
+                    &SCALES,
+                )?,
+            }
+        }
+        check_biases(&mut contract, operands, rows_of_w2, &BIASES)?;
+        let [up, down] = [(0, w13, w13_scale, b13, (rows, hidden)), (1, w2, w2_scale, b2, (hidden, intermediate))].map(
+            |(i, t, scales, bias, size)| {
+                let (layout, factors) = (self.layouts[i], self.factors[i].as_ptr());
+                let activations = self.activations.as_ref().map(|both| &both[i]);
+                Matrix {
+                    x_scale: activations.map_or(std::ptr::null(), Values::as_ptr),
+                    one_x_scale: activations.is_some_and(Values::is_one_on_device),
+                    blocks: Some(Blocks {
+                        layout,
+                        factors,
+                        ..Blocks::new(&BLOCKS, scales.data, size.1 as usize / BLOCK)
+                    }),
+                    ..Matrix::new(t, bias, self.dtype, size)
+                }
+            },
+        );
+        let on_cuda = w13.place != Place::Cpu;
+        let format = if on_cuda && self.activations.is_some() { Format::Nvfp4A4 } else { Format::Nvfp4 };
+        let (experts, dtype) = (w13.shape()[0], self.dtype);
+        let desc = LayerDesc { experts, hidden, intermediate, gated, dtype, format };
+        let values = self.factors.iter().chain(self.activations.iter().flatten());
+        let numbers = values.filter_map(|values| match values {
+            Values::Host(values) => Some(values.clone()),
+            Values::Device(..) => None,
+        });
+        let numbers = numbers.collect();
+        Ok(Layer { numbers, ..Layer::described((desc, w13.place), [up, down], (layout, activation)) })
+    }
+
+    fn pack<'py>(
+        &self,
+        layer: &mut Layer,
+        contract: &mut Contract<'_>,
+        operands: &Operands<'py>,
+    ) -> Result<[PackedTensors<'py>; 2]> {
+        nvfp4_gpu::pack(layer, contract, operands)
+    }
+}
+
+/// Whether rows of x and of GEMM1's output are rounded to NVFP4.
+pub fn rounds(layer: &Layer) -> bool {
+    layer.desc.format.weights() == Weights::Nvfp4 && !layer.up.x_scale.is_null()
+}
+
+/// Where rounded rows of x go.
+pub struct Room {
+    /// [tokens, hidden], on GPUs: where a token has one.
+    pub tokens: *mut u8,
+    /// [slots, hidden].
+    pub slots: *mut u8,
+}
+
+/// The roundings of x, and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`: x has codes. `all`: x has so
+/// many rows, all of which may be read. `in_one_launch`: of both GEMMs, which rounds GEMM1's output itself. There GEMM2 writes to the room of
+/// slots while GEMM1 still reads, so rows of x lie in it by place: GEMM2 writes a row once GEMM1 has read it.
+pub fn rounding(
+    layer: &Layer,
+    (x_scales, all): (*const u8, Option<i32>),
+    (room, tile_rows, in_one_launch): (Room, i32, bool),
+    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
+) -> [Option<Rounding>; 2] {
+    if !rounds(layer) {
+        return [None; 2];
+    }
+    let by_place = in_one_launch && !up.slot_of_place.is_null();
+    let mut x = RoundNvfp4Params {
+        x: up.x,
+        scales: x_scales,
+        out: room.slots,
+        dtype: layer.desc.dtype,
+        columns: up.k,
+        rows: 0,
+        tiles: up.tiles,
+        tile_count: up.tile_count,
+        tile_rows,
+        slot_of_place: up.slot_of_place,
+        row_divisor: up.row_divisor,
+        by_place,
+        global_scales: layer.up.x_scale,
+        x_is_older: false,
+    };
+    let hidden = RoundNvfp4Params {
+        x: down.x,
+        scales: std::ptr::null(),
+        out: up.out,
+        columns: down.k,
+        slot_of_place: std::ptr::null(),
+        row_divisor: 1,
+        by_place: false,
+        global_scales: layer.down.x_scale,
+        ..x
+    };
+    match all {
+        // The numbers of a row are the same for each of its slots.
+        Some(rows) if layer.place != Place::Cpu && (layer.up.one_x_scale || !x_scales.is_null()) => {
+            (x.rows, x.tiles, x.out, x.by_place) = (rows, std::ptr::null(), room.tokens, false);
+            x.x_is_older = true;
+        }
+        _ => up.row_divisor = i32::from(!by_place),
+    }
+    up.x = x.out;
+    if in_one_launch {
+        up.out_global_scales = hidden.global_scales;
+    }
+    [x, hidden].map(|p| Some(Rounding::Nvfp4(p)))
+}
+
+/// Brings scales of `rows` rows of `blocks` blocks into memory as `ScaleLayout` has it; a view [32, 4, row tiles, 4, column tiles, E] is turned back.
+fn scales<'py>(
+    operand: &'static str,
+    object: &Bound<'py, PyAny>,
+    (rows, blocks): (i64, i64),
+    given: Option<&str>,
+) -> Result<(Bound<'py, PyAny>, ScaleLayout)> {
+    let shape = tensor::describe(operand, object)?.shape().to_vec();
+    if let [32, 4, _, 4, _, _] = shape[..] {
+        let tiles = object.call_method1("permute", (5, 2, 4, 0, 1, 3))?.call_method0("contiguous")?;
+        return Ok((tiles, ScaleLayout::Swizzled128x4));
+    }
+    let layout = match given {
+        Some("plain") => ScaleLayout::Linear,
+        Some("swizzled") => ScaleLayout::Swizzled128x4,
+        Some(other) => contract!("scale_layout: expected \"plain\" or \"swizzled\", got {other:?}"),
+        None if shape.get(1..) == Some(&[rows, blocks]) => ScaleLayout::Linear,
+        None => ScaleLayout::Swizzled128x4,
+    };
+    Ok((object.clone(), layout))
+}
+
+#[doc = crate::help!("ExpertWeights.nvfp4")]
+#[pyfunction(crate = "crate::python")]
+#[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
+#[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
+    scale_layout=None, dtype="bf16", **options),
+    text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, \
+scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+pub fn nvfp4<'py>(
+    w13: &Bound<'py, PyAny>,
+    w2: &Bound<'py, PyAny>,
+    w13_scale: &Bound<'py, PyAny>,
+    w2_scale: &Bound<'py, PyAny>,
+    w13_global_scale: &Bound<'py, PyAny>,
+    w2_global_scale: &Bound<'py, PyAny>,
+    input_global_scale: Option<&Bound<'py, PyAny>>,
+    a2_global_scale: Option<&Bound<'py, PyAny>>,
+    scale_layout: Option<&str>,
+    dtype: &str,
+    options: Option<&Bound<'py, PyDict>>,
+) -> PyResult<ExpertWeights> {
+    let common = Common::new("nvfp4", options)?;
+    guard(|| {
+        let mut contract = Contract::new();
+        let (up, down) = (contract.input("w13", w13)?, tensor::describe("w2", w2)?);
+        let cuda = up.place != Place::Cpu;
+        let dtype = compute_type(dtype)?;
+        if cuda && dtype != Dtype::Bf16 {
+            return Err(Error::Unsupported(format!(
+                "dtype: {:?} for nvfp4 experts on {}; supported there: \"bf16\" (others run on CPU tensors)",
+                quant::name(dtype),
+                up.place
+            )));
+        }
+        let three = |name: &str, t: &View| match t.shape() {
+            &[experts, rows, bytes] => Ok((experts, rows, 2 * bytes / BLOCK as i64)),
+            shape => contract!("{name}: expected [experts, rows, columns / 2], got shape {shape:?}"),
+        };
+        let ((experts, rows, blocks), (_, w2_rows, w2_blocks)) = (three("w13", &up)?, three("w2", &down)?);
+        let options = common.options(&mut contract)?;
+        let parts = if options.gated() { 2 } else { 1 };
+        let (w13_scale, up_layout) = scales("w13_scale", w13_scale, (rows, blocks), scale_layout)?;
+        let (w2_scale, down_layout) = scales("w2_scale", w2_scale, (w2_rows, w2_blocks), scale_layout)?;
+        let mut extra = Vec::new();
+        let mut values = |operand, object: &Bound<'py, PyAny>, parts| -> Result<Values> {
+            if !cuda {
+                return Ok(Values::Host(numbers_of(operand, object, experts, parts)?));
+            }
+            let (made, one) = numbers_on_device(&mut contract, operand, object, &up, experts, parts)?;
+            let address = made.data.cast_const().cast();
+            extra.push((operand, made));
+            Ok(Values::Device(address, one))
+        };
+        let activations = match (input_global_scale, a2_global_scale) {
+            (None, None) => None,
+            (Some(of_x), Some(of_hidden)) => {
+                Some([values("input_global_scale", of_x, 1)?, values("a2_global_scale", of_hidden, 1)?])
+            }
+            (None, _) => contract!("input_global_scale: needed where a2_global_scale is given"),
+            (_, None) => contract!("a2_global_scale: needed where input_global_scale is given"),
+        };
+        let spec = Spec {
+            dtype,
+            layouts: [up_layout, down_layout],
+            factors: [
+                values("w13_global_scale", w13_global_scale, parts)?,
+                values("w2_global_scale", w2_global_scale, 1)?,
+            ],
+            activations,
+        };
+        let arranged = match &common.b13 {
+            Some(bias) if cuda && parts == 2 && nvfp4_gpu::is_in_64s(layout(&common.layout)?) => {
+                let whole = tensor::describe("b13", bias)?.shape() == [experts, rows] && rows % 128 == 0;
+                whole.then(|| nvfp4_gpu::bias_in_halves(bias, experts, rows)).transpose()?
+            }
+            _ => None,
+        };
+        let mut arguments = common.arguments([w13, w2], [Some(&w13_scale), Some(&w2_scale)]);
+        arguments.b13 = arranged.as_ref().or(arguments.b13);
+        let mut made = ExpertWeights::new(contract, &arguments, &spec, options, &common.given, extra)?;
+        // The attribute is what was given.
+        made.b13 = common.b13.as_ref().map(|bias| bias.clone().unbind());
+        Ok(made)
+    })
+}

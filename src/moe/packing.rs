@@ -1,0 +1,114 @@
+//! What packing a layer's weights for GPUs takes in every format: the stream that it runs on, and the new tensors.
+
+use super::layer::{Layer, Matrix};
+use super::operands::{Operands, PackedTensors};
+use crate::contract;
+use crate::device::gpu;
+use crate::error::Result;
+use crate::kernel::Stream;
+use crate::params::{Parameters, W13Layout};
+use crate::quant::ops::check_vectors;
+use crate::quant::packed::{self, Extent, Form, Packed};
+use crate::tensor::{Borrowed, Contract, Elem, Place};
+
+/// What errors call the launches.
+pub const OP: &str = "ExpertWeights: packing";
+
+/// The current stream of the GPU that has the tensor. The operands were compared with each other before.
+pub fn stream(name: &str, tensor: &Borrowed<'_>, contract: &Contract<'_>) -> Result<Stream<'static>> {
+    let Place::Cuda(ordinal) = tensor.place else { contract!("{name}: is on {}", tensor.place) };
+    Stream::new(gpu(ordinal)?, tensor.current_stream(tensor.object().py())?, &contract.finish()?)
+}
+
+/// A new tensor beside another.
+pub fn new_tensor<'py>(
+    contract: &mut Contract<'_>,
+    beside: &Borrowed<'py>,
+    shape: &[i64],
+    elem: Elem,
+) -> Result<Borrowed<'py>> {
+    contract.new_output("packed weights", beside, shape, elem)
+}
+
+/// The tensors of a packed matrix.
+pub struct NewPacked<'py> {
+    pub codes: Borrowed<'py>,
+    pub scales: Borrowed<'py>,
+    /// The factors of experts.
+    pub factors: Borrowed<'py>,
+}
+
+impl<'py> NewPacked<'py> {
+    /// New ones of this extent. `gated`: the rows are those of gate and up.
+    pub fn new(
+        contract: &mut Contract<'_>,
+        beside: &Borrowed<'py>,
+        extent: &Extent,
+        gated: bool,
+    ) -> Result<NewPacked<'py>> {
+        let mut new = |shape: &[i64], elem| new_tensor(contract, beside, shape, elem);
+        let (codes, scales) = (new(&extent.codes_shape(), Elem::U8)?, new(&extent.scales_shape(), Elem::U8)?);
+        let factors_of_expert =
+            if gated && extent.form.factors_of_halves { &[extent.experts, 2][..] } else { &[extent.experts] };
+        let factors = new(factors_of_expert, Elem::F32)?;
+        Ok(NewPacked { codes, scales, factors })
+    }
+
+    /// The matrix is these tensors from now on. `names`: those of its codes and scales.
+    pub fn describe(self, form: Form, names: [&'static str; 2], matrix: &mut Matrix) -> PackedTensors<'py> {
+        let NewPacked { codes, scales, factors } = self;
+        matrix.data = codes.data;
+        matrix.blocks = None;
+        let expert_scales = factors.data.cast_const().cast();
+        matrix.packed = Some(Packed { form, codes: codes.data, scales: scales.data, expert_scales });
+        [(names[0], codes), (names[1], scales), ("expert_scales", factors)]
+    }
+}
+
+/// A checkpoint's matrix that is packed, and where its packed form goes.
+pub struct Source<'a> {
+    pub matrix: &'a Matrix,
+    pub experts: i32,
+    pub rows: i32,
+    pub k: i32,
+    /// The rows are those of gate and up, in `layout`.
+    pub gated: bool,
+    pub layout: W13Layout,
+    pub codes: *mut u8,
+    pub scales: *mut u8,
+    pub factors: *mut f32,
+}
+
+/// Packs w13 and w2 into new tensors, with a launch each; `layer` then describes the packed form. `params`: what the form's kernel takes.
+pub fn pack_both<'py, P: Parameters>(
+    layer: &mut Layer,
+    contract: &mut Contract<'_>,
+    operands: &Operands<'py>,
+    params: impl Fn(&Source<'_>) -> Result<P>,
+) -> Result<[PackedTensors<'py>; 2]> {
+    let (experts, layout, gated) = (layer.desc.experts, layer.layout, layer.desc.gated);
+    let Some(packing) = layer.desc.format.spec().packing else {
+        contract!("format {:?} has no packed form", layer.desc.format.spec().name);
+    };
+    let stream = stream("w13", &operands.w13, contract)?;
+    let mut pack = |names: [&'static str; 2], given: &Borrowed<'py>, matrix: &mut Matrix, gated| -> Result<_> {
+        check_vectors(names[0], given)?;
+        let extent = Extent { form: packing.form, experts, rows: matrix.rows, k: matrix.k };
+        let made = NewPacked::new(contract, &operands.w13, &extent, gated)?;
+        let source = Source {
+            matrix,
+            experts: experts as i32,
+            rows: matrix.rows as i32,
+            k: matrix.k as i32,
+            gated,
+            layout,
+            codes: made.codes.data,
+            scales: made.scales.data,
+            factors: made.factors.data.cast(),
+        };
+        packed::launch_pack(&stream, OP, extent, &params(&source)?)?;
+        Ok(made.describe(packing.form, names, matrix))
+    };
+    let up = pack(["w13", "w13_scale"], &operands.w13, &mut layer.up, gated)?;
+    Ok([up, pack(["w2", "w2_scale"], &operands.w2, &mut layer.down, false)?])
+}

@@ -1,0 +1,65 @@
+//! The kernels of int4 weights: the packed ones of Hopper and of other GPUs, and the packer.
+
+use super::*;
+
+/// A block's scales are as many bytes as NVFP4's, with zero points half as many more.
+pub const SM90: Row = Row {
+    family: Family::GroupedGemmInt4Sm90,
+    name: "grouped_gemm_int4_sm90",
+    device_type: "GroupedGemmInt4Sm90",
+    header: "moe/grouped_gemm_int4_sm90.cuh",
+    arguments: &[Argument::Gated, ZEROS, TOKENS, CONSUMERS, STAGES, BLOCKS],
+    unit_by: &[Argument::Gated, ZEROS],
+    shared: Shared::Fixed(|v| packed::shared_bytes(v, codes(v))),
+    ctas: |v| packed::ctas(v, codes(v)),
+    ..packed::MXFP4
+};
+
+pub const PORTABLE: Row = Row {
+    family: Family::GroupedGemmInt4Portable,
+    name: "grouped_gemm_int4_portable",
+    device_type: "GroupedGemmInt4Portable",
+    header: "moe/grouped_gemm_int4_portable.cuh",
+    arguments: &[Argument::Gated, ZEROS, TOKENS, ROWS, WARPS, STAGES],
+    ..portable::MXFP8
+};
+
+pub const PACK: Row = Row {
+    parameters: &[("PackInt4Params", "p")],
+    ..quant::pack(Family::Int4Pack, "int4_pack", "Int4Pack", "quant/pack_int4.cuh")
+};
+
+/// Bytes of a block's codes and of its scales beyond MXFP4's.
+fn codes(v: &Variant) -> u32 {
+    2048 + if v.flag { 256 } else { 128 }
+}
+
+/// Bytes of a row of a portable stage.
+pub const fn row_bytes(v: &Variant) -> u32 {
+    if v.flag {
+        38
+    } else {
+        36
+    }
+}
+
+const LIKE: Variant = Variant::of(Family::GroupedGemmInt4Sm90);
+
+/// The Hopper tiles without zero points: NVFP4's, and in front of them one for few work units, as MXFP4 has.
+pub const TILES: [Variant; 7] =
+    packed::behind(packed::tile(LIKE.family, 16, 1, 3, 5), packed::like(LIKE, packed::NVFP4_TILES));
+pub const FOURS: [Variant; 3] = packed::like(LIKE, packed::NVFP4_FOURS);
+
+/// The same with zero points.
+pub const ZEROS_TILES: [Variant; 7] = packed::like(LIKE.flag(true), TILES);
+pub const ZEROS_FOURS: [Variant; 3] = packed::like(LIKE.flag(true), FOURS);
+
+pub const PORTABLE_TILES: [Variant; 1] = [portable::tile(Family::GroupedGemmInt4Portable, 64, 3)];
+pub const PORTABLE_ZEROS_TILES: [Variant; 1] = [PORTABLE_TILES[0].flag(true)];
+
+/// Every kernel here.
+pub fn all() -> Vec<Variant> {
+    let sm90 = [&TILES[..], &FOURS, &ZEROS_TILES, &ZEROS_FOURS].into_iter();
+    let tiles = sm90.chain([&PORTABLE_TILES[..], &PORTABLE_ZEROS_TILES]);
+    tiles.flat_map(both_forms).chain([Variant::of(Family::Int4Pack)]).collect()
+}
