@@ -2,8 +2,9 @@
 
 An operator costs over a microsecond more than the builtin, so eager calls go straight to the extension; while torch
 compiles, exports, traces or fakes, they go through the operator, which such modes can see. Operators take the experts
-as plain tensors. Those of packed, NVFP4 and int4 experts, which are no plain tensors, take a handle instead
-(`ExpertWeights.handle`): their names end in `_held`, and a program with them is this process's own.
+as plain tensors. Packed experts, and those of formats that `moe_tensors` does not take, are no plain tensors: their
+operators take a handle (`ExpertWeights.handle`). Such operators have names that end in `_held`, and a program with
+them is this process's own.
 `oxmoe.ops_rows` and `oxmoe.peers.operators` define the rest.
 """
 
@@ -26,6 +27,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
 # What the options of the same name are where each expert has its own: operators have no union types.
 _EXPERT_TENSOR_NAMES = {"alpha": "expert_alpha", "beta": "expert_beta", "limit": "expert_limit"}
+# Formats whose experts are plain tensors to operators where they are not packed, as `moe_tensors` takes them.
+PLAIN_FORMATS = (
+    *("bf16", "f16", "f32", "mxfp4", "mxfp4-a8", "mxfp8"),
+    *("fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"),
+)
 # Of formats with scales; the others take none of them. The last two are MXFP4's.
 BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "a13_scale", "a2_scale", "format", "dtype", "hidden_size")
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -291,7 +297,7 @@ def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
 
 def expert_handle(weights: _oxmoe.ExpertWeights) -> tuple[int, int, torch.dtype] | None:
     """(experts, hidden, dtype) as operators take experts that are no plain tensors; None: these are."""
-    if weights.w13 is not None and weights.w2 is not None and not weights.format.startswith(("nvfp4", "int4")):
+    if weights.w13 is not None and weights.w2 is not None and weights.format in PLAIN_FORMATS:
         return None
     return weights.handle, weights.hidden_size, _DTYPES[weights.dtype]
 

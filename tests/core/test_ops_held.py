@@ -1,4 +1,4 @@
-"""Operators whose experts are a handle, as packed and NVFP4 experts are: traced code sees calls, no bit changes."""
+"""Operators whose experts are a handle, as packed, NVFP4 and int4 experts are: traced code sees calls, bits stay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import int4_cases
 import nvfp4_cases
 import oxmoe
 from cases import Shape, make_routing, make_workspace, make_x, tie_free_logits
@@ -27,11 +28,19 @@ ops = torch.ops.oxmoe
 HELD = [
     pytest.param("nvfp4", "cpu"),
     pytest.param("nvfp4-a4", "cpu"),
+    pytest.param("int4", "cpu"),
+    pytest.param("int4-zeros", "cpu"),
     *(
         pytest.param(name, "cuda", marks=pytest.mark.gpu)
-        for name in ("nvfp4", "nvfp4-a4", "mxfp4", "mxfp4-a8", "mxfp8")
+        for name in ("nvfp4", "nvfp4-a4", "int4", "int4-zeros", "mxfp4", "mxfp4-a8", "mxfp8")
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_programs() -> None:
+    """torch compiles a function anew for a few formats, then no more: each test begins without compiled programs."""
+    torch._dynamo.reset()
 
 
 def make_held(name: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
@@ -40,6 +49,8 @@ def make_held(name: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeigh
     if name.startswith("mxfp4"):
         activations = "float8_e4m3fn" if name.endswith("a8") else None
         return make_blocks(SHAPE, "bf16", device, rng).weights(activation_dtype=activations)
+    if name.startswith("int4"):
+        return int4_cases.make(SHAPE, rng, zeros=name.endswith("zeros")).to(device).weights()
     layer = nvfp4_cases.make(SHAPE, rng, a4=name.endswith("a4"))
     fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
     moved = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}

@@ -12,8 +12,8 @@ import oxmoe
 from cases import ACTIVATIONS, Shape, make_routing
 from int4_cases import Int4, make
 from oxmoe import reference
+from oxmoe.formats import int4
 from oxmoe.testing import assert_close_ulp, same_bits
-from oxmoe.tools.bench import layers
 
 # Kimi K2's sizes a rank and Qwen3's, narrowed; odd row and column counts; sizes of 2880, 704 and 1408.
 SHAPES = (
@@ -57,8 +57,8 @@ def check(layer: Int4, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tenso
     """Against the reference of plain weights, with outputs that were poisoned before."""
     weights = layer.weights()
     # The reference takes one expert after the other: a whole layer of Kimi K2 in doubles is larger than a GPU's memory.
-    w13 = layers.Int4(layer.w13, layer.w13_scale, layer.w13_zeros)
-    w2 = layers.Int4(layer.w2, layer.w2_scale, layer.w2_zeros)
+    w13 = int4.Experts(layer.w13, layer.w13_scale, layer.w13_zeros)
+    w2 = int4.Experts(layer.w2, layer.w2_scale, layer.w2_zeros)
     out = torch.full_like(x, torch.nan)
     got = oxmoe.moe(x, weights, *routing, out=out)
     assert got.data_ptr() == out.data_ptr()

@@ -1,19 +1,24 @@
-"""int4 weights as other projects lay them out, as `ExpertWeights.int4` takes them.
+"""int4 weights as other projects lay them out, as `ExpertWeights.int4` takes them, and random ones for benches.
 
-Every function takes the tensors of one matrix, or of [..., experts] of them, and returns a `Matrix`. It only moves
-numbers, with torch, on every device. K is a row's number of columns, N the number of rows, G the number of groups of
-columns that share a scale. A word is an int32 of eight codes, the first in its lowest four bits.
+Every public function takes the tensors of one matrix, or of [..., experts] of them, and returns a `Matrix`. It only
+moves numbers, with torch, on every device. K is a row's number of columns, N the number of rows, G the number of groups
+of columns that share a scale. A word is an int32 of eight codes, the first in its lowest four bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from oxmoe import reference
+from oxmoe._oxmoe import ExpertWeights
+from oxmoe.formats import drawn
 from oxmoe.operands import check_tensor
 
 __all__ = ["Matrix", "from_awq", "from_gptq", "from_marlin", "from_pack_quantized"]
@@ -249,3 +254,41 @@ def _marlin_rows(numbers: Tensor, single: bool) -> Tensor:
     if single:
         return numbers.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)
     return numbers.unflatten(1, (-1, 8, 8)).transpose(2, 3).flatten(1)
+
+
+@dataclass(frozen=True)
+class Experts(drawn.Experts):
+    """The matrices of experts. An index gives the bf16 numbers of one expert."""
+
+    codes: Tensor  # uint8 [E, R, K / 2]
+    scales: Tensor  # bf16 [E, R, groups]
+    zeros: Tensor | None  # uint8 [E, R, groups]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, rows, columns = self.codes.shape
+        return experts, rows, 2 * columns
+
+    def __getitem__(self, expert: int) -> Tensor:
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return reference.int4_weights(self.codes[expert], self.scales[expert], zeros)
+
+    def weights(self, w2: Experts, **options: Any) -> ExpertWeights:
+        zeros = {"w13_zeros": self.zeros, "w2_zeros": w2.zeros}
+        return ExpertWeights.int4(self.codes, w2.codes, self.scales, w2.scales, **zeros, **options)
+
+
+def _draw(experts: int, rows: int, columns: int, device: str, *, group: int, has_zeros: bool) -> Experts:
+    codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
+    groups, zeros = columns // min(group, columns), None
+    if has_zeros:
+        zeros = torch.randint(6, 11, (experts, rows, groups), dtype=torch.uint8, device=device)
+    scales = torch.rand((experts, rows, groups), device=device).add_(0.5).div_(4.6 * columns**0.5)
+    return Experts(codes, scales.bfloat16(), zeros)
+
+
+# Groups of 32, as Kimi K2's, and groups of 128 with zero points, as AWQ's.
+DRAWN = {
+    "int4": drawn.Format(4.5, functools.partial(_draw, group=32, has_zeros=False)),
+    "int4-zeros": drawn.Format(4.1875, functools.partial(_draw, group=128, has_zeros=True)),
+}

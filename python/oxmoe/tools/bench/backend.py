@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.tools.bench.layers import Fp8Block, Inputs, Int4, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
+from oxmoe.formats.drawn import Experts
+from oxmoe.tools.bench.layers import FORMATS, Fp8Block, Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
 from oxmoe.weights import expert_weights
 
 
@@ -52,10 +53,7 @@ class Backend(ABC):
 
 class Oxmoe(Backend):
     name = "oxmoe"
-    formats = (
-        *("bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4", "int4", "int4-zeros"),
-        *("fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"),
-    )
+    formats = tuple(FORMATS)
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         super().__init__(shape, weights)
@@ -81,9 +79,8 @@ class Oxmoe(Backend):
             operands = w13.codes, w2.codes, w13.scales, w2.scales
             factors = (matrix.factor / (rounding or 1.0) for matrix in (w13, w2))
             return oxmoe.ExpertWeights.nvfp4(*operands, *factors, scale_layout="plain", **given, **options)
-        if isinstance(w13, Int4):
-            zeros = {"w13_zeros": w13.zeros, "w2_zeros": w2.zeros}
-            return oxmoe.ExpertWeights.int4(w13.codes, w2.codes, w13.scales, w2.scales, **zeros, **options)
+        if isinstance(w13, Experts):
+            return w13.weights(w2, **options)
         if isinstance(w13, Mxfp8):
             return oxmoe.ExpertWeights.mxfp8(w13.codes, w2.codes, w13.scales, w2.scales, **options)
         return expert_weights(w13, w2, **options)

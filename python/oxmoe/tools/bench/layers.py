@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oxmoe import reference
+from oxmoe.formats.drawn import Experts, own_formats
 from oxmoe.testing import (
     FP8_BAR,
     FP8_MATRIX_FLOPS_PER_SECOND,
@@ -34,8 +35,7 @@ FORMATS = {
     "mxfp8": (torch.bfloat16, 8.25),
     "nvfp4": (torch.bfloat16, 4.5),
     "nvfp4-a4": (torch.bfloat16, 4.5),
-    "int4": (torch.bfloat16, 4.5),
-    "int4-zeros": (torch.bfloat16, 4.1875),
+    **{name: (torch.bfloat16, own.bits) for name, own in own_formats().items()},
     "fp8_tensor": (torch.bfloat16, 8.0),
     "fp8_tensor-token": (torch.bfloat16, 8.0),
     "fp8_tensor-static": (torch.bfloat16, 8.0),
@@ -103,26 +103,8 @@ class Nvfp4:
 
 
 @dataclass(frozen=True)
-class Int4:
-    """int4 experts. An index gives the bf16 numbers of one expert."""
-
-    codes: Tensor  # uint8 [E, R, K / 2]
-    scales: Tensor  # bf16 [E, R, groups]
-    zeros: Tensor | None  # uint8 [E, R, groups]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        experts, rows, columns = self.codes.shape
-        return experts, rows, 2 * columns
-
-    def __getitem__(self, expert: int) -> Tensor:
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return reference.int4_weights(self.codes[expert], self.scales[expert], zeros)
-
-
-@dataclass(frozen=True)
 class Weights:
-    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block, Mxfp8, Nvfp4 or Int4
+    w13: Any  # [E, 2I, H]: a tensor, Mxfp4, Fp8Block, Mxfp8, Nvfp4 or Experts
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
@@ -134,7 +116,7 @@ class Weights:
 
     def dense(self) -> Weights:
         """The same numbers as plain tensors."""
-        if not isinstance(self.w13, (Mxfp4, Nvfp4, Int4)):
+        if not isinstance(self.w13, (Mxfp4, Nvfp4, Experts)):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
         return replace(self, w13=w13, w2=w2)
@@ -165,12 +147,12 @@ def make_weights(
     fp8_tensor: str | None = None,
     mxfp8: bool = False,
     nvfp4: str | None = None,
-    int4: str | None = None,
+    own: str | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
     """count layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4. fp8_tensor:
-    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4". int4: "int4"
-    (groups of 32, as Kimi K2's) or "int4-zeros" (groups of 128 with zero points, as AWQ's)."""
+    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4". own: a format
+    of `oxmoe.formats`."""
 
     def e4m3(experts: int, rows: int, columns: int) -> Tensor:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
@@ -201,14 +183,6 @@ def make_weights(
         scales = torch.rand((experts, rows, columns // 16), device=device).add_(0.5).mul_(16).to(torch.float8_e4m3fn)
         return Nvfp4(codes, scales, 2.0 ** -round(math.log2(2.9 * 16 * columns**0.5)))
 
-    def integers(experts: int, rows: int, columns: int) -> Int4:
-        codes = torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8, device=device)
-        groups, zeros = columns // (32 if int4 == "int4" else min(128, columns)), None
-        if int4 == "int4-zeros":
-            zeros = torch.randint(6, 11, (experts, rows, groups), dtype=torch.uint8, device=device)
-        scales = torch.rand((experts, rows, groups), device=device).add_(0.5).div_(4.6 * columns**0.5)
-        return Int4(codes, scales.bfloat16(), zeros)
-
     def randn(*size: int, scale: float) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(scale)
 
@@ -225,8 +199,9 @@ def make_weights(
             w13, w2 = small(experts, 2 * intermediate, hidden), small(experts, hidden, intermediate)
         elif nvfp4:
             w13, w2 = small_blocks(experts, 2 * intermediate, hidden), small_blocks(experts, hidden, intermediate)
-        elif int4:
-            w13, w2 = integers(experts, 2 * intermediate, hidden), integers(experts, hidden, intermediate)
+        elif own:
+            draw = own_formats()[own].draw
+            w13, w2 = draw(experts, 2 * intermediate, hidden, device), draw(experts, hidden, intermediate, device)
         elif mxfp4:
             w13, w2 = blocks(experts, 2 * intermediate, hidden), blocks(experts, hidden, intermediate)
         else:
@@ -254,7 +229,7 @@ def weights_of(format_name: str, shape: Shape, device: str, count: int) -> list[
         fp8_tensor=activations(format_name),
         mxfp8=format_name == "mxfp8",
         nvfp4=format_name if format_name.startswith("nvfp4") else None,
-        int4=format_name if format_name.startswith("int4") else None,
+        own=format_name if format_name in own_formats() else None,
         activation_dtype=torch.float8_e4m3fn if format_name == "mxfp4-a8" else None,
     )
 

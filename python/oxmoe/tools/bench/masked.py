@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
+from oxmoe.formats.drawn import own_formats
 from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 from oxmoe.tools.bench import deep_gemm, layers, report
 from oxmoe.tools.bench.backend import Oxmoe
@@ -22,7 +23,7 @@ from oxmoe.tools.bench.timing import Protocol, fields, times_us
 # Formats of weights as the other benches name them, tokens in bf16, but for fp8_block: those in e4m3, as DeepEP sends
 # them for it. fp8_block-bf16 takes bf16 ones.
 FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
-PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4", "int4", "int4-zeros")
+PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4", *own_formats())
 FORMATS = ("bf16", "f16", *PACKED, "fp8_block", "fp8_block-bf16", *FP8_TENSOR)
 ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
 FILL_ROOM = 1024  # m of a share
