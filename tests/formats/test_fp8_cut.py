@@ -101,11 +101,12 @@ def in_fp64(layer: Fp8Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor
 @pytest.mark.parametrize("shape", CUT_SHAPES, ids=lambda s: s.name)
 def test_against_fp64(shape: Shape, scales: str, rng: torch.Generator) -> None:
     layer = make(shape, scales, "cpu", rng)
-    x, routing = layer.x(9, rng), make_routing("uniform", 9, shape.experts, shape.top_k, rng)
+    # A code on its border moves by an eighth. Of few columns that is much of a row, so there are many rows.
+    tokens = 96
+    x, routing = layer.x(tokens, rng), make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     result, truth = call(x, layer.weights("token"), *routing).double(), in_fp64(layer, x, *routing)
-    # A code on its border moves by an eighth, of few columns more of the row.
-    norm, most = relative_norm(result, truth), max(1.5e-2, 0.16 * shape.intermediate**-0.5)
-    assert norm < most, f"norm {norm:.3g}, bar {most:.3g}"
+    norm = relative_norm(result, truth)
+    assert norm < 1.5e-2, f"norm {norm:.3g}"
 
 
 def rows_between(workspace: Tensor, name: str, shape: Shape, tokens: int, dtype: torch.dtype) -> Tensor:
