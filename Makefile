@@ -18,8 +18,10 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
-# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports.
+# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports. The result is kept even
+# where the environment asks for none: hundreds of processes import torch or SGLang, and compiling doubles what an import costs.
 export PIP_NO_COMPILE := 1
+unexport PYTHONDONTWRITEBYTECODE
 WHEELS := $(CURDIR)/target/wheels
 
 # Test processes beside each other; each has its share of the cores (tests/conftest.py).
