@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from oxmoe import testing
-from oxmoe.tools.bench import allreduce, layers, masked, overhead, report, timing
+from oxmoe.tools.bench import allreduce, floors, layers, masked, overhead, report, timing
 
 # The median, the mean, the smallest and the largest differ.
 TIMES = [7.0, 1.0, 2.0, 30.0, 3.0]
@@ -209,9 +209,10 @@ def test_the_best_peer_of_rows_in_order(
     peers = dict.fromkeys(bench.peers, 30.0)
     slow, fast = list(peers)[:2]
     given: Any = [SimpleNamespace(x=torch.empty(4, 5, 8), counts=torch.tensor([1, 2, 3, 1]))]
-    bench.report("few", "bf16", "a case", given, 5.0, {"oxmoe": 10.0, slow: 30.0, fast: 15.0})
+    least = floors.Floors(5.0, 8.0)
+    bench.report("few", "bf16", "a case", given, least, {"oxmoe": 10.0, slow: 30.0, fast: 15.0})
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.endswith(" | **10.0** | 5.0 | 2.00 | 30.0 | 15.0 | 1.50 |"), line
+    assert line.endswith(" | **10.0** | 5.0 | 2.00 | 8.0 | 1.25 | 30.0 | 15.0 | 1.50 |"), line
 
 
 # Bars

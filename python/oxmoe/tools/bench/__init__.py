@@ -12,6 +12,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +20,18 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from oxmoe.tools.bench import allreduce, allreduce_peers, distance, layers, machine, masked, overhead, report
+from oxmoe.tools.bench import (
+    against,
+    allreduce,
+    allreduce_peers,
+    distance,
+    floors,
+    layers,
+    machine,
+    masked,
+    overhead,
+    report,
+)
 from oxmoe.tools.bench.backend import Backend, Oxmoe
 from oxmoe.tools.bench.layers import FORMATS
 from oxmoe.tools.bench.peers import PEERS
@@ -40,6 +52,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "allreduce": ("tokens", "peers", "json", "run"),
     "overhead": ("device", "json", "run"),
     "distance": ("shapes", "format", "tokens", "device"),
+    "against": ("shapes", "format", "tokens", "device", "json", "run", "rounds", "replays"),
     "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", "run", *PROTOCOL),
     "layout routed": (
         *("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "run", "plot"),
@@ -87,6 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --layout masked: comma-separated shares of m = {masked.FILL_ROOM}, in percent",
     )
     parser.add_argument("--table", nargs="+", metavar="FILE", help="print JSON lines as a Markdown table, and no more")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        metavar="FILE",
+        help="time the cells of these result files that were measured on this kind of card, all or those of --shapes, "
+        f"--format and --tokens; name each that is more than {against.LOSS:.0%} slower than it was, and fail if one is",
+    )
     parser.add_argument(
         "--distance", action="store_true", help="print how far results are from fp32 arithmetic, and time nothing"
     )
@@ -191,8 +211,10 @@ class _Bench:
         for pattern in patterns:
             for number in tokens:
                 inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
-                floor = layers.floor_us(shape, inputs, self.device, format_name, weight_bits)
-                cell = report.Cell("moe", name, format_name, pattern, number, floor)
+                least = layers.floors_of(shape, inputs, self.device, format_name, weight_bits)
+                cell = report.Cell("moe", name, format_name, pattern, number, least and least.ideal)
+                cell.own_floor_us = least and least.own
+                cell.ceilings = floors.described(floors.ceilings(self.device))
                 self._cell(cell, backends, weights, inputs)
 
     def _cell(
@@ -290,6 +312,7 @@ def _routed(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
     reasons = {peer: PEERS[peer].missing(device) for peer in peers}
     peers = [peer for peer in peers if reasons[peer] is None]
     output = report.Report(peers, {**vars(protocol), **_environment(args, device)}, args.json)
+    floors.say(floors.ceilings(device))
     for peer, reason in reasons.items():
         if reason is not None:
             output.skip(peer, reason)
@@ -302,6 +325,31 @@ def _routed(args: argparse.Namespace, device: str, protocol: Protocol) -> int:
     if args.plot:
         report.plot(output.cells, args.plot)
     return 0 if bench.right else 1
+
+
+def _against(args: argparse.Namespace, device: str) -> int:
+    environment = _environment(args, device)
+    wanted = against.Wanted(
+        known("shape", args.shapes, layers.SHAPES) if args.shapes else None,
+        _formats(args, device) if args.format else None,
+        args.tokens,
+    )
+    before = against.recorded(report.read_json(args.against), environment, wanted)
+    require_writable("--json", args.json)
+    base = _protocol(argparse.Namespace(**{**vars(args), "layers": None, "sustain": None}), device)
+
+    def measure(keys: Sequence[against.Key]) -> list[report.Cell]:
+        """These cells, each with the layers and the sustained seconds that it was recorded with."""
+        cells: list[report.Cell] = []
+        for (name, format_name, pattern, count, sustain), tokens in against.grouped(keys).items():
+            protocol = base if device == "cpu" else replace(base, layers=count, sustain_s=sustain)
+            output = report.Report([], {**vars(protocol), **environment}, args.json)
+            bench = _Bench(device, protocol, output)
+            bench.shape(name, format_name, [pattern], tokens, [])
+            cells += output.cells
+        return cells
+
+    return against.compare(before, measure)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -320,5 +368,7 @@ def run(args: argparse.Namespace) -> int:
         shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)
         distance.run(shapes, formats, args.tokens or [64], device)
         return 0
+    if kind == "against":
+        return _against(args, device)
     run = _masked if kind == "layout masked" else _routed
     return run(args, device, _protocol(args, device))

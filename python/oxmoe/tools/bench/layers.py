@@ -13,14 +13,8 @@ from torch import Tensor
 
 from oxmoe import reference
 from oxmoe.formats.drawn import Experts, own_formats
-from oxmoe.testing import (
-    FP8_BAR,
-    FP8_MATRIX_FLOPS_PER_SECOND,
-    MATRIX_FLOPS_PER_SECOND,
-    assert_close_ulp,
-    relative_norm,
-    roofline,
-)
+from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm
+from oxmoe.tools.bench import floors
 from oxmoe.tools.shapes import GPT_OSS as GPT_OSS
 from oxmoe.tools.shapes import SHAPES as SHAPES
 from oxmoe.tools.shapes import Shape as Shape
@@ -40,8 +34,6 @@ FORMATS = {
     "fp8_tensor-token": (torch.bfloat16, 8.0),
     "fp8_tensor-static": (torch.bfloat16, 8.0),
 }
-# Formats whose products are those of e4m3.
-E4M3_FORMATS = ("mxfp4-a8", "fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 
 # uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
 # grouped: noise, and DeepSeek-V3's router: sigmoid, bias, half of the groups.
@@ -275,20 +267,17 @@ def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def floor_us(shape: Shape, inputs: Sequence[Inputs], device: str, format_name: str, weight_bits: float) -> float | None:
-    """The roofline of one layer on the one GPU whose ceilings were measured, else None."""
-    if device != "cuda" or "H200" not in torch.cuda.get_device_name():
+def floors_of(
+    shape: Shape, inputs: Sequence[Inputs], device: str, format_name: str, weight_bits: float
+) -> floors.Floors | None:
+    """Those of one layer, with the experts that these inputs choose; None on a CPU."""
+    known = floors.ceilings(device)
+    if known is None:
         return None
-    active = [choose(item, shape.top_k)[1].unique().numel() for item in inputs]
-    return roofline(
-        tokens=inputs[0].x.shape[0],
-        top_k=shape.top_k,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        active_experts=sum(active) / len(active),
-        weight_bits=weight_bits,
-        matrix_flops=FP8_MATRIX_FLOPS_PER_SECOND if format_name in E4M3_FORMATS else MATRIX_FLOPS_PER_SECOND,
-    ).us
+    tokens = inputs[0].x.shape[0]
+    active = sum(choose(item, shape.top_k)[1].unique().numel() for item in inputs) / len(inputs)
+    call = floors.Call(tokens, tokens * shape.top_k, shape.hidden, shape.intermediate, active)
+    return floors.floors(call, format_name, weight_bits, known)
 
 
 def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:

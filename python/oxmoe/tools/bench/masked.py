@@ -15,8 +15,7 @@ from torch import Tensor
 
 import oxmoe
 from oxmoe.formats.drawn import own_formats
-from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
-from oxmoe.tools.bench import deep_gemm, layers, report
+from oxmoe.tools.bench import deep_gemm, floors, layers, report
 from oxmoe.tools.bench.backend import Oxmoe
 from oxmoe.tools.bench.timing import Protocol, fields, times_us
 
@@ -84,17 +83,22 @@ def make_rows(layer: Layer, room: int, counts: Sequence[int], expected: int, dty
     return Rows(x, torch.tensor(counts, dtype=torch.int32, device=device), expected)
 
 
-def floor_us(layer: Layer, counts: Sequence[int], format_name: str, weight_bits: float, device: str) -> float | None:
-    """Weights of experts with rows, x and out once, or the flops; on the one GPU whose ceilings were measured."""
-    if device != "cuda" or "H200" not in torch.cuda.get_device_name():
+def floors_of(
+    layer: Layer, drawn: Sequence[Sequence[int]], format_name: str, weight_bits: float, device: str
+) -> floors.Floors | None:
+    """The mean of several layers whose experts have these rows; None on a CPU."""
+    known = floors.ceilings(device)
+    if known is None:
         return None
-    of_expert, rows = 3 * layer.hidden * layer.intermediate, sum(counts)
-    active = sum(count > 0 for count in counts)
-    row_bytes = layer.hidden * (3 if format_name == "fp8_block" else 4)
-    moved = active * of_expert * weight_bits / 8 + rows * row_bytes
-    fp8 = format_name.startswith("fp8_") or format_name == "mxfp4-a8"
-    flops = FP8_MATRIX_FLOPS_PER_SECOND if fp8 else MATRIX_FLOPS_PER_SECOND
-    return max(moved / MEMORY_BYTES_PER_SECOND, 2 * rows * of_expert / flops) * 1e6
+    sent_as_bf16 = format_name != "fp8_block"
+
+    def of_one(counts: Sequence[int]) -> floors.Floors:
+        rows, active = sum(counts), sum(count > 0 for count in counts)
+        sizes = layer.hidden, layer.intermediate, active
+        call = floors.Call(rows, rows, *sizes, combined=False, bf16_x=sent_as_bf16)
+        return floors.floors(call, format_name.removesuffix("-bf16"), weight_bits, known)
+
+    return floors.mean([of_one(counts) for counts in drawn])
 
 
 class Backend:
@@ -257,7 +261,7 @@ class _Bench:
     def head(self) -> None:
         without = {peer: PEERS[peer].excludes for peer in self.peers}
         names = [f"{peer} (no {what})" if what else peer for peer, what in without.items()]
-        heads = ["layer", "format", "rows from", "m", "rows", "oxmoe", "floor", "x floor", *names, "best peer / oxmoe"]
+        heads = ["layer", "format", "rows from", "m", "rows", "oxmoe", *report.FLOORS, *names, "best peer / oxmoe"]
         _line(heads)
         _line(["---"] * len(heads))
 
@@ -279,9 +283,8 @@ class _Bench:
             drawn = [draw(layer, rng) for _ in weights]
             mean = max(1, -(-sum(sum(counts) for _, counts in drawn) // (len(drawn) * layer.experts)))
             given = [make_rows(layer, room, counts, mean, dtype, self.device) for room, counts in drawn]
-            floors = [floor_us(layer, counts, format_name, bits, self.device) for _, counts in drawn]
-            floor = None if floors[0] is None else sum(us or 0.0 for us in floors) / len(floors)
-            self.cell(name, format_name, case, backends, weights, given, floor)
+            least = floors_of(layer, [counts for _, counts in drawn], format_name, bits, self.device)
+            self.cell(name, format_name, case, backends, weights, given, least)
 
     def cell(
         self,
@@ -291,7 +294,7 @@ class _Bench:
         backends: list[Backend],
         weights: list[layers.Weights],
         given: list[Rows],
-        floor: float | None,
+        least: floors.Floors | None,
     ) -> None:
         # One scale for all rows is that of all rows.
         where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8_tensor")
@@ -323,10 +326,16 @@ class _Bench:
         times, failed = times_us(calls, self.device, self.protocol, ours=Ours.name)
         for peer, reason in failed.items():
             self.skip(f"{peer} at {where}", f"failed: {reason}")
-        self.report(name, format_name, case, given, floor, times)
+        self.report(name, format_name, case, given, least, times)
 
     def report(
-        self, name: str, format_name: str, case: str, given: list[Rows], floor: float | None, times: dict[str, float]
+        self,
+        name: str,
+        format_name: str,
+        case: str,
+        given: list[Rows],
+        least: floors.Floors | None,
+        times: dict[str, float],
     ) -> None:
         ours, room = times[Ours.name], given[0].x.shape[1]
         rows = sum(int(item.counts.sum()) for item in given) / len(given)
@@ -334,8 +343,7 @@ class _Bench:
         _line(
             [
                 *(name, format_name, case, str(room), f"{rows:.0f}", f"**{ours:.1f}**"),
-                "" if floor is None else f"{floor:.1f}",
-                "" if floor is None else f"{ours / floor:.2f}",
+                *(["" for _ in range(4)] if least is None else report.shown_floors(ours, least.ideal, least.own)),
                 *("" if peer not in times else f"{times[peer]:.1f}" for peer in self.peers),
                 "" if best is None else f"{best / ours:.2f}",
             ]
@@ -348,7 +356,9 @@ class _Bench:
             "case": case,
             "m": room,
             "rows": rows,
-            "floor_us": floor,
+            "floor_us": None if least is None else least.ideal,
+            "own_floor_us": None if least is None else least.own,
+            "ceilings": floors.described(floors.ceilings(self.device)),
         }
         lines = []
         for backend, us in times.items():

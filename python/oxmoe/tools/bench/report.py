@@ -14,10 +14,13 @@ from oxmoe.tools.bench.peers import PEERS
 from oxmoe.tools.bench.timing import fields
 from oxmoe.tools.command import UsageError
 
+# Heads of what `shown_floors` shows.
+FLOORS = ("floor", "x floor", "own floor", "x own")
+
 
 @dataclass
 class Cell:
-    """One layer at one token count: microseconds by backend (`Times`)."""
+    """One layer at one token count: microseconds by backend (`Times`), and the least that there can be (`floors`)."""
 
     op: str
     shape: str
@@ -27,6 +30,8 @@ class Cell:
     floor_us: float | None
     times: dict[str, float] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
+    own_floor_us: float | None = None
+    ceilings: dict[str, Any] | None = None  # of the GPU, which the floors are made of
 
     @property
     def best_peer(self) -> float | None:
@@ -120,6 +125,8 @@ class Report:
                 "oxmoe us",
                 "floor us",
                 "x floor",
+                "own us",
+                "x own",
                 *self.peers,
                 "best / oxmoe",
             ]
@@ -134,8 +141,7 @@ class Report:
                     cell.format,
                     str(cell.tokens),
                     f"{ours:.1f}",
-                    _number(cell.floor_us, ".1f"),
-                    _number(cell.floor_us and ours / cell.floor_us, ".2f"),
+                    *shown_floors(ours, cell.floor_us, cell.own_floor_us),
                     *(_number(cell.times.get(peer), ".1f") for peer in self.peers),
                     _number(best and best / ours, ".2f"),
                 ]
@@ -150,6 +156,8 @@ class Report:
             "pattern": cell.pattern,
             "tokens": cell.tokens,
             "floor_us": cell.floor_us,
+            "own_floor_us": cell.own_floor_us,
+            "ceilings": cell.ceilings,
         }
         rows = []
         for name, us in cell.times.items():
@@ -162,13 +170,18 @@ class Report:
         append_json(self.json_path, rows)
 
     def _line(self, fields: Sequence[str]) -> str:
-        widths = [4, 17, 7, 6, 6, 9, 9, 7, *(max(9, len(peer)) for peer in self.peers), 12]
+        widths = [4, 17, 7, 6, 6, 9, 9, 7, 9, 7, *(max(9, len(peer)) for peer in self.peers), 12]
         left = "".join(f"{text:<{width}} " for text, width in zip(fields[:4], widths[:4], strict=True))
         return left + " ".join(f"{text:>{width}}" for text, width in zip(fields[4:], widths[4:], strict=True))
 
 
 def _number(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
+
+
+def shown_floors(ours: float, ideal: float | None, own: float | None) -> list[str]:
+    """Both floors, and how many times as long we take."""
+    return [text for us in (ideal, own) for text in (_number(us, ".1f"), _number(us and ours / us, ".2f"))]
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -189,7 +202,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     peers = [name for name in PEERS if name in present]
     several = [len({key[place] for key in cells}) > 1 for place in (1, 2)]
     heads = ["layer", *(head for head, shown in zip(("format", "routing"), several, strict=True) if shown), "M"]
-    heads += ["oxmoe", "floor", "x floor"]
+    # Old rows have no floor of our own algorithm.
+    floors = 4 if any(cell[Oxmoe.name].get("own_floor_us") is not None for cell in cells.values()) else 2
+    heads += ["oxmoe", *FLOORS[:floors]]
     heads += [f"{peer} (no {present[peer]['excludes']})" if present[peer].get("excludes") else peer for peer in peers]
     lines = [[*heads, "best peer / oxmoe"], ["---"] * (len(heads) + 1)]
     slower = []
@@ -198,15 +213,13 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         ours, fastest = times[Oxmoe.name], min(times.values())
         best = min((us for name, us in times.items() if name != Oxmoe.name), default=None)
         shown = {name: f"**{us:.1f}**" if us == fastest else f"{us:.1f}" for name, us in times.items()}
-        floor = cell[Oxmoe.name]["floor_us"]
         keys = [shape, *(text for text, show in zip((format_name, pattern), several, strict=True) if show)]
         lines.append(
             [
                 *keys,
                 str(tokens),
                 shown[Oxmoe.name],
-                _number(floor, ".1f"),
-                _number(floor and ours / floor, ".2f"),
+                *shown_floors(ours, cell[Oxmoe.name]["floor_us"], cell[Oxmoe.name].get("own_floor_us"))[:floors],
                 *(shown.get(peer, "") for peer in peers),
                 _number(best and best / ours, ".2f"),
             ]
