@@ -177,10 +177,12 @@ def _progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _start(name: str, shape: layers.Shape, weights: list[layers.Weights]) -> Backend | str:
+def _start(name: str, shape: layers.Shape, weights: list[layers.Weights], tokens: list[int]) -> Backend | str:
     """The peer with these weights, or why it does not start."""
     try:
-        return PEERS[name](shape, weights)
+        peer = PEERS[name](shape, weights)
+        peer.prepare(tokens)
+        return peer
     except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
         return f"does not start: {type(error).__name__}: {error}"
 
@@ -203,7 +205,7 @@ class _Bench:
                 self.output.skip(peer, f"has no {format_name} weights")
                 continue
             _progress(f"{name} {format_name}: starting {peer}")
-            started = _start(peer, shape, weights)
+            started = _start(peer, shape, weights, tokens)
             if isinstance(started, str):
                 self.output.skip(peer, started)
             else:
@@ -224,8 +226,11 @@ class _Bench:
         calls: dict[str, Sequence[Callable[[], Tensor]]] = {}
         # One layer; with few tokens all, since a single row's share of moved elements is luck.
         checked = 1 if cell.tokens >= 8 else len(inputs)
-        pairs = zip(weights[:checked], inputs, strict=False)
-        truth = torch.cat([layers.expected(backends[0].shape, weight, item) for weight, item in pairs])
+        shape, pairs = backends[0].shape, list(zip(weights[:checked], inputs, strict=False))
+        truths = {
+            rounded: torch.cat([layers.expected(shape, weight, item, rounded=rounded) for weight, item in pairs])
+            for rounded in {backend.rounds_activations for backend in backends}
+        }
         for backend in backends:
             _progress(f"{where}: checking {backend.name}")
             try:
@@ -238,6 +243,7 @@ class _Bench:
                 calls.pop(backend.name, None)
                 self.output.skip(f"{backend.name} at {where}", f"failed: {type(error).__name__}: {error}")
                 continue
+            truth = truths[backend.rounds_activations]
             if isinstance(backend, Oxmoe):
                 wrong = layers.error(result, truth, cell.format)
                 if wrong is not None:

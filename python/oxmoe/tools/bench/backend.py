@@ -23,6 +23,7 @@ class Backend(ABC):
     formats: ClassVar[tuple[str, ...]] = ("bf16", "f16")  # of weights
     most_error: ClassVar[float] = 2e-2  # relative norm that a peer's error stays below
     excludes: ClassVar[str | None] = None  # what the others' times contain and this one's do not
+    rounds_activations = True  # as the format's reference does; else MXFP8's activations stay in bf16
     detail: str | None = None  # what it chose for the latest calls, for the record
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
@@ -37,6 +38,10 @@ class Backend(ABC):
     def same_layer(self) -> bool:
         """Whether it computes what the reference does; else only the same bytes and flops."""
         return True
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Before the first of these token counts is run: a peer that compiles at its first call can do so at once."""
+        return
 
     @abstractmethod
     def layer(self, index: int, inputs: Inputs) -> Tensor:

@@ -71,10 +71,17 @@ class Fp8Block:
 
 @dataclass(frozen=True)
 class Mxfp8:
-    """e4m3 experts with an E8M0 scale for 32 columns."""
+    """e4m3 experts with an E8M0 scale for 32 columns. An index gives the bf16 numbers of one expert."""
 
     codes: Tensor  # float8_e4m3fn [E, R, K]
     scales: Tensor  # E8M0 as uint8 [E, R, K / 32]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return reference.mxfp8_weights(self.codes[expert], self.scales[expert])
 
 
 @dataclass(frozen=True)
@@ -280,9 +287,10 @@ def floors_of(
     return floors.floors(call, format_name, weight_bits, known)
 
 
-def expected(shape: Shape, weights: Weights, inputs: Inputs) -> Tensor:
+def expected(shape: Shape, weights: Weights, inputs: Inputs, *, rounded: bool = True) -> Tensor:
+    """The reference's result. rounded=False: of MXFP8 weights with activations that stay as they are."""
     w13, w2, scales = weights.w13, weights.w2, {}
-    if isinstance(w13, (Fp8Block, Mxfp8)):
+    if isinstance(w13, Fp8Block) or (isinstance(w13, Mxfp8) and rounded):
         scales = {"w13_scale": w13.scales, "w2_scale": w2.scales}
         w13, w2 = w13.codes, w2.codes
     return reference.moe(

@@ -1,4 +1,4 @@
-"""Times moe_masked, the layer on DeepEP's low-latency layout, beside DeepGEMM's masked GEMMs.
+"""Times moe_masked, the layer on DeepEP's low-latency layout, beside DeepGEMM's and Humming's masked GEMMs.
 
 One rank's share of a layer: x [El, m, H] with the first masked_m[e] rows of each expert valid. Rows come from a share
 of m (--fill) or from tokens that every rank sends (--tokens), each to top_k experts drawn at random.
@@ -6,6 +6,7 @@ of m (--fill) or from tokens that every rank sends (--tokens), each to top_k exp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import oxmoe
 from oxmoe.formats.drawn import own_formats
-from oxmoe.tools.bench import deep_gemm, floors, layers, report
+from oxmoe.tools.bench import deep_gemm, floors, humming, layers, report
 from oxmoe.tools.bench.backend import Oxmoe
 from oxmoe.tools.bench.timing import Protocol, fields, times_us
 
@@ -107,6 +108,8 @@ class Backend:
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]] = ("fp8_block",)
     excludes: ClassVar[str | None] = None  # what ours contains and this one does not
+    most_error: float = deep_gemm.MOST_ERROR  # relative norm that a peer's error stays below
+    rounds_activations = True  # as the format's reference does; else MXFP8's activations stay in bf16
 
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
         self.layer, self.weights, self.format = layer, weights, format_name
@@ -220,7 +223,59 @@ class SglangDeepGemm(DeepGemmMasked):
         return run
 
 
-PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (DeepGemmMasked, SglangDeepGemm)}
+class HummingMasked(Backend):
+    """Humming's masked GEMM twice with its own activation between: the whole layer."""
+
+    name = humming.Humming.name
+    formats = ("mxfp4", "mxfp8", "nvfp4", "int4", "int4-zeros")
+    most_error = humming.Humming.most_error
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return humming.missing(device)
+
+    def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
+        super().__init__(layer, weights, format_name)
+        self.rounds_activations = format_name != "mxfp8"
+        self.modules = [humming.make_module(layer.shape, item, humming.PADS, False) for item in weights]
+
+    def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
+        from humming.layer import HummingMethod
+
+        layer, module, metas = self.layer, self.modules[index], self.modules[index].humming_metas
+        total, valid = rows.x.shape[0] * rows.x.shape[1], rows.expected * layer.experts
+        humming.compile_kernels(metas, [("masked", valid)])
+        tunings = {name: json.dumps(humming.tuning_config(metas[name], "masked", valid)) for name in ("w13", "w2")}
+        x, out = rows.x.view(total, layer.hidden), torch.empty_like(rows.x)
+        sums, hidden = (x.new_empty((total, times * layer.intermediate)) for times in (2, 1))
+        activation = humming.activation(layer.shape)
+        options = {
+            **{"layer": module, "compute_config": humming.compute_config("masked")},
+            **{"valid_shape_m": valid, "expert_layout": rows.counts},
+        }
+
+        def run() -> Tensor:
+            HummingMethod.forward_layer(
+                inputs=x, outputs=sums, sublayer_name="w13", tuning_config=tunings["w13"], **options
+            )
+            HummingMethod.may_process_input(
+                module,
+                sums,
+                outputs=hidden,
+                sublayer_name="w2",
+                layout="grouped_mask",
+                expert_tokens=rows.counts,
+                **activation,
+            )
+            HummingMethod.forward_layer(
+                inputs=hidden, outputs=out.view(x.shape), sublayer_name="w2", tuning_config=tunings["w2"], **options
+            )
+            return out
+
+        return run
+
+
+PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (DeepGemmMasked, SglangDeepGemm, HummingMasked)}
 
 
 def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
@@ -231,11 +286,11 @@ def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
     return experts[::step], places[::step]
 
 
-def expected(layer: Layer, weights: layers.Weights, rows: Tensor, experts: Tensor) -> Tensor:
-    """The reference's rows."""
+def expected(layer: Layer, weights: layers.Weights, rows: Tensor, experts: Tensor, *, rounded: bool) -> Tensor:
+    """The reference's rows. rounded: as in `layers.expected`."""
     ids = experts[:, None].to(torch.int32)
     inputs = layers.Inputs(rows, torch.empty(0), (torch.ones(ids.shape, device=ids.device), ids))
-    return layers.expected(layer.shape, weights, inputs)
+    return layers.expected(layer.shape, weights, inputs, rounded=rounded)
 
 
 def _line(cells: Sequence[str]) -> None:
@@ -298,7 +353,10 @@ class _Bench:
     ) -> None:
         # One scale for all rows is that of all rows.
         where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8_tensor")
-        truth = expected(LAYERS[name], weights[0], given[0].x[places], places[0])
+        truths = {
+            rounded: expected(LAYERS[name], weights[0], given[0].x[places], places[0], rounded=rounded)
+            for rounded in {backend.rounds_activations for backend in backends}
+        }
         calls: dict[str, list[Callable[[], Tensor]]] = {}
         for backend in backends:
             try:
@@ -311,6 +369,7 @@ class _Bench:
                 if isinstance(backend, Ours):
                     return
                 continue
+            truth = truths[backend.rounds_activations]
             if isinstance(backend, Ours):
                 wrong = layers.error(result, truth, format_name.removesuffix("-bf16"))
                 if wrong is not None:
@@ -318,7 +377,7 @@ class _Bench:
                     print(f"WRONG {where}, not timed: {wrong}", flush=True)
                     return
             else:
-                wrong = layers.peer_error(result, truth, deep_gemm.MOST_ERROR)
+                wrong = layers.peer_error(result, truth, backend.most_error)
                 if wrong is not None:
                     self.skip(f"{backend.name} at {where}", wrong)
                     continue

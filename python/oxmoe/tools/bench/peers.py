@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,102 +15,10 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.deep_gemm import DeepGemm
 from oxmoe.tools.bench.flashinfer import FlashinferCuteDsl
 from oxmoe.tools.bench.flashinfer_cutlass import FlashinferCutlass, FlashinferFp8
-from oxmoe.tools.bench.layers import Fp8Block, Inputs, Mxfp4, Shape, Weights, activated, choose
-
-
-class SglangTriton(Backend):
-    """sgl_kernel's top-k softmax and SGLang's Triton fused_experts, tuned where SGLang ships a configuration.
-
-    fp8_tensor-token is its path for a scale a channel (per_channel_quant), all channels of an expert with one number.
-    """
-
-    name = "sglang-triton"
-    formats = ("bf16", "f16", "fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
-    VERSION = "0.5.12.post1"
-
-    @classmethod
-    def missing(cls, device: str) -> str | None:
-        if device != "cuda":
-            return "needs a GPU"
-        if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
-            return "sglang and sgl_kernel are not installed"
-        import sglang
-
-        if sglang.__version__ != cls.VERSION:
-            return f"is written for SGLang {cls.VERSION}, found {sglang.__version__}"
-        return None
-
-    @staticmethod
-    def prepare() -> None:
-        """The two settings that fused_experts reads, which a server would have made."""
-        from sglang.srt.server_args import set_global_server_args_for_scheduler
-
-        set_global_server_args_for_scheduler(
-            SimpleNamespace(enable_fused_moe_sum_all_reduce=False, enable_deterministic_inference=False)
-        )
-
-    def __init__(self, shape: Shape, weights: Sequence[Weights]):
-        super().__init__(shape, weights)
-        import sgl_kernel
-        from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-        from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
-
-        self.prepare()
-        self.topk_softmax, self.fused_experts = sgl_kernel.topk_softmax, fused_experts
-        self.config = MoeRunnerConfig(
-            num_experts=shape.experts,
-            num_local_experts=shape.experts,
-            hidden_size=shape.hidden,
-            intermediate_size_per_partition=shape.intermediate,
-            top_k=shape.top_k,
-            inplace=False,
-            gemm1_alpha=shape.options.get("alpha"),
-            gemm1_clamp_limit=shape.options.get("limit"),
-        )
-
-        self.scales = [self._scales(item) if isinstance(item.w13, Fp8Block) else {} for item in weights]
-
-    @staticmethod
-    def _scales(item: Weights) -> dict[str, Any]:
-        """Options of fused_experts for e4m3 experts."""
-        if item.activation_scales is None:
-            return {"w1_scale": item.w13.scales, "w2_scale": item.w2.scales, "block_shape": [128, 128]}
-        of_experts = [weights.scales[:, 0, 0].contiguous() for weights in (item.w13, item.w2)]
-        if item.activation_scales == "token":
-            w1_scale, w2_scale = (
-                scale[:, None, None].expand(-1, weights.codes.shape[1], 1).contiguous()
-                for scale, weights in zip(of_experts, (item.w13, item.w2), strict=True)
-            )
-            return {"w1_scale": w1_scale, "w2_scale": w2_scale, "per_channel_quant": True}
-        scales = {"w1_scale": of_experts[0], "w2_scale": of_experts[1]}
-        if item.activation_scales != "tensor":
-            scales.update(
-                zip(("a1_scale", "a2_scale"), (scale.reshape(1) for scale in item.activation_scales), strict=True)
-            )
-        return scales
-
-    def layer(self, index: int, inputs: Inputs) -> Tensor:
-        x, logits, top_k = inputs.x, inputs.router_logits, self.shape.top_k
-        if inputs.chosen is not None:
-            topk_weights, topk_ids = inputs.chosen
-        elif inputs.router:
-            from sglang.srt.layers.moe.topk import biased_grouped_topk
-
-            bias, groups, chosen = (
-                inputs.router[name] for name in ("correction_bias", "num_expert_group", "topk_group")
-            )
-            topk_weights, topk_ids = biased_grouped_topk(x, logits, bias, top_k, True, groups, chosen)
-        else:
-            topk_weights = torch.empty(x.shape[0], top_k, device=x.device)
-            topk_ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
-            self.topk_softmax(topk_weights, topk_ids, logits, True)
-        item = self.weights[index]
-        options: dict[str, Any] = {"b1": item.b13, "b2": item.b2}
-        w13, w2 = item.w13, item.w2
-        if isinstance(w13, Fp8Block):
-            options.update(use_fp8_w8a8=True, **self.scales[index])
-            w13, w2 = w13.codes, w2.codes
-        return self.fused_experts(x, w13, w2, (topk_weights, topk_ids, logits), self.config, **options)
+from oxmoe.tools.bench.humming import Humming
+from oxmoe.tools.bench.layers import Inputs, Mxfp4, Shape, Weights, activated, choose
+from oxmoe.tools.bench.marlin import Marlin
+from oxmoe.tools.bench.sglang import SglangTriton
 
 
 class TritonKernels(Backend):
@@ -261,6 +168,8 @@ PEERS: dict[str, type[Backend]] = {
     peer.name: peer
     for peer in (
         SglangTriton,
+        Marlin,
+        Humming,
         TritonKernels,
         FlashinferCuteDsl,
         FlashinferCutlass,

@@ -1,0 +1,181 @@
+"""Marlin's W4A16 MoE as SGLang 0.5.23 runs it: its repacking of a checkpoint's weights, and its fused_marlin_moe.
+
+SGLang compiles the kernels with nvcc at the first call, all tiles of all formats in one module for each combination of
+bias and GEMM: that takes minutes on one core. SGLANG_JIT_CACHE_DIR says where the modules are kept.
+
+NOTE: SGLang 0.5.23 calls this kernel for MXFP4, NVFP4, int4 and int8. e4m3 weights have no way into it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from oxmoe.tools.bench import sglang
+from oxmoe.tools.bench.backend import Backend
+from oxmoe.tools.bench.layers import Inputs, Int4, Mxfp4, Nvfp4, Shape, Weights
+
+
+def split(tensor: Tensor | None, shape: Shape) -> Tensor | None:
+    """w13's rows as [gate; up]."""
+    if tensor is None or not shape.gpt_oss:
+        return tensor
+    return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
+
+
+def make_module(shape: Shape, item: Weights, group: int) -> Any:
+    """A layer with a checkpoint's tensors under SGLang's names, as its methods prepare it."""
+    module: Any = Module()
+    module.hidden_size, module.intermediate_size_per_partition = shape.hidden, shape.intermediate
+    module.moe_runner_config = SimpleNamespace(
+        is_gated=True, activation="silu", apply_router_weight_on_input=False, gemm1_alpha=shape.options.get("alpha")
+    )
+    module.params_dtype = module.orig_dtype = torch.bfloat16
+    module.quant_config = SimpleNamespace(group_size=group)
+    return module
+
+
+def parameter(tensor: Tensor | None) -> Parameter | None:
+    return None if tensor is None else Parameter(tensor, requires_grad=False)
+
+
+class Marlin(Backend):
+    name = "marlin"
+    formats = ("mxfp4", "nvfp4", "int4")
+    VERSIONS: ClassVar[tuple[str, ...]] = (sglang.NEW,)
+
+    @classmethod
+    def missing(cls, device: str) -> str | None:
+        return sglang.missing(device, cls.VERSIONS)
+
+    def __init__(self, shape: Shape, weights: Sequence[Weights]):
+        super().__init__(shape, weights)
+        from sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe import fused_marlin_moe
+        from sglang.srt.layers.quantization.marlin_utils import check_moe_marlin_supports_layer, marlin_make_workspace
+
+        sglang.prepare()
+        self.fused_marlin_moe, self.make_workspace = fused_marlin_moe, marlin_make_workspace
+        self.route = sglang.router(shape.top_k)
+        first = weights[0].w13
+        self.group = 2 * first.codes.shape[2] // first.scales.shape[2]
+        module = make_module(shape, weights[0], self.group)
+        # NVFP4's and int4's methods refuse what they would have to pad, MXFP4's pads.
+        group = 64 if isinstance(first, Nvfp4) else self.group
+        if not check_moe_marlin_supports_layer(module, group, allow_tile_padding=isinstance(first, Mxfp4)):
+            raise NotImplementedError(f"SGLang refuses hidden size {shape.hidden} with {shape.intermediate} a rank")
+        prepare = {Mxfp4: self._mxfp4, Nvfp4: self._nvfp4, Int4: self._int4}[type(first)]
+        self.operands = [prepare(item) for item in weights]
+
+    def _mxfp4(self, item: Weights) -> dict[str, Any]:
+        """As Mxfp4MoEMethod prepares a layer with --moe-runner-backend marlin."""
+        from sglang.srt.layers.quantization import marlin_utils_fp4
+
+        module = make_module(self.shape, item, self.group)
+        for name, matrix, bias in (("w13", item.w13, item.b13), ("w2", item.w2, item.b2)):
+            # The loader's bytes; the scales are copied, because they are put into place.
+            setattr(module, f"{name}_weight", parameter(matrix.codes.view(torch.int8)))
+            setattr(module, f"{name}_weight_scale", parameter(matrix.scales.clone()))
+            if bias is not None:
+                setattr(module, f"{name}_weight_bias", parameter(bias.clone()))
+        if self.shape.gpt_oss:
+            marlin_utils_fp4.deinterleave_moe_mxfp4_w13_for_marlin(module)
+        marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin(module)
+        biases = {
+            f"w{number}_bias": getattr(module, f"{name}_weight_bias", None) for number, name in ((1, "w13"), (2, "w2"))
+        }
+        return {
+            **self._common(module.w13_weight, module.w2_weight, module.w13_weight_scale, module.w2_weight_scale),
+            **biases,
+        }
+
+    def _nvfp4(self, item: Weights) -> dict[str, Any]:
+        """As ModelOptNvFp4FusedMoEMethod prepares a layer where it falls back to Marlin."""
+        from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_moe_nvfp4_layer_for_marlin
+
+        module = make_module(self.shape, item, self.group)
+        for name, matrix in (("w13", item.w13), ("w2", item.w2)):
+            codes, scales = matrix.codes, matrix.scales
+            if name == "w13":
+                codes, scales = split(codes, self.shape), split(scales, self.shape)
+            factors = torch.full((self.shape.experts,), matrix.factor, device=codes.device)
+            setattr(module, f"{name}_weight", parameter(codes))
+            setattr(module, f"{name}_weight_scale", parameter(scales))
+            setattr(module, f"{name}_weight_scale_2", parameter(factors))
+        if item.b13 is not None:
+            module.w13_bias, module.w2_bias = parameter(split(item.b13, self.shape)), parameter(item.b2)
+        prepare_moe_nvfp4_layer_for_marlin(module)
+        common = self._common(module.w13_weight, module.w2_weight, module.w13_weight_scale, module.w2_weight_scale)
+        factors = {
+            f"w{number}_global_scale": getattr(module, f"{name}_weight_scale_2")
+            for number, name in ((1, "w13"), (2, "w2"))
+        }
+        return {
+            **common,
+            **factors,
+            "w1_bias": getattr(module, "w13_bias", None),
+            "w2_bias": getattr(module, "w2_bias", None),
+        }
+
+    def _int4(self, item: Weights) -> dict[str, Any]:
+        """As CompressedTensorsWNA16MoE prepares a layer."""
+        from sglang.srt.hardware_backend.gpu.quantization.gptq_kernels import gptq_marlin_moe_repack
+        from sglang.srt.layers.quantization.marlin_utils import marlin_moe_permute_scales, marlin_permute_bias
+
+        made: list[Tensor] = []
+        scales_made: list[Tensor] = []
+        none = torch.empty((self.shape.experts, 0), dtype=torch.int32, device=item.w13.codes.device)
+        for matrix in (item.w13, item.w2):
+            codes, scales = matrix.codes, matrix.scales
+            if matrix is item.w13:
+                codes, scales = split(codes, self.shape), split(scales, self.shape)
+            rows, columns = codes.shape[1], 2 * codes.shape[2]
+            # A checkpoint's words of eight columns, turned as SGLang's loader turns them.
+            words = codes.view(torch.int32).transpose(1, 2).contiguous()
+            made.append(gptq_marlin_moe_repack(words, none, columns, rows, 4))
+            scales_made.append(
+                marlin_moe_permute_scales(scales.transpose(1, 2).contiguous(), columns, rows, self.group)
+            )
+        biases = {}
+        if item.b13 is not None and item.b2 is not None:
+            given = split(item.b13, self.shape), item.b2
+            biases = {
+                f"w{i}_bias": torch.stack([marlin_permute_bias(one) for one in bias]) for i, bias in enumerate(given, 1)
+            }
+        indices = dict.fromkeys(("g_idx1", "g_idx2", "sort_indices1", "sort_indices2"), none)
+        # Its method keeps the workspace; the runner of the other formats makes one for each call.
+        workspace = self.make_workspace(codes.device, 4)
+        return {**self._common(*made, *scales_made), **biases, **indices, "workspace": workspace}
+
+    def _common(self, w1: Tensor, w2: Tensor, w1_scale: Tensor, w2_scale: Tensor) -> dict[str, Any]:
+        limit, alpha = (self.shape.options.get(name) for name in ("limit", "alpha"))
+        options = {"num_bits": 4, "inplace": False, "clamp_limit": limit, "gemm1_alpha": alpha}
+        return {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale, **options}
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Compiles both GEMMs' modules beside each other."""
+        from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module as module
+
+        bias = self.weights[0].b13 is not None
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            for zero in (False, True):
+                pool.submit(module, torch.bfloat16, False, bias, True, zero, True)
+
+    def layer(self, index: int, inputs: Inputs) -> Tensor:
+        topk_weights, topk_ids = self.route(inputs)
+        operands = self.operands[index]
+        if "workspace" not in operands:
+            operands = {**operands, "workspace": self.make_workspace(inputs.x.device, max_blocks_per_sm=4)}
+        result: Tensor = self.fused_marlin_moe(
+            hidden_states=inputs.x,
+            gating_output=inputs.router_logits,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            **operands,
+        )
+        return result
