@@ -116,7 +116,7 @@ class HummingMethod:
     ) -> None:
         assert options["torch_dtype"] == torch.bfloat16 and has_bias == hasattr(layer, f"{sublayer_name}_bias")
         metas = getattr(layer, "humming_metas", {})
-        layer.humming_metas = metas | {sublayer_name: SimpleNamespace(to_str=lambda: "{}", pads=options)}
+        layer.humming_metas = metas | {sublayer_name: SimpleNamespace(b_dtype="uint4")}
 
     @staticmethod
     def transform_humming_layer(layer: Any, sublayer_name: str) -> None:
@@ -263,7 +263,7 @@ def test_humming_beside_the_routed_layer(
     assert len(peers) == 5 * 3 * 3
     assert {row["detail"].split(",")[0] for row in peers if row["tokens"] == 9} == {"indexed", "contiguous"}
     assert {row["detail"].split(",")[0] for row in peers if row["tokens"] < 9} == {"indexed"}
-    assert set(humming_stand_in) == {"indexed", "contiguous"}
+    assert set(humming_stand_in) == {"indexed", "contiguous"} and all("as uint4" in row["detail"] for row in peers)
 
 
 def test_humming_that_computes_something_else(

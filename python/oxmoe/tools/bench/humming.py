@@ -329,5 +329,6 @@ class Humming(Backend):
         if not made:
             raise RuntimeError(f"no variant runs: {failure}")
         best = min(times, key=lambda variant: times[variant])
-        self.detail = str(best)
+        # int4 with a code of -8 stays in unsigned numbers; without one Humming packs a sign and a magnitude.
+        self.detail = f"{best}, as {self.modules[best.pads][0].humming_metas['w13'].b_dtype}"
         return made[best]
