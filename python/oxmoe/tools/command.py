@@ -1,4 +1,4 @@
-"""What the commands of `python -m oxmoe` share: how arguments are read, and errors of one line."""
+"""What the commands of `python -m oxmoe` share: the types of arguments, and errors of one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class UsageError(Exception):
-    """Arguments that a command cannot take: one line on standard error, exit status 2."""
+    """Arguments that a command cannot take. They end it with one line on standard error and exit status 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -67,7 +67,7 @@ def a_name(text: str) -> str:
 
 
 def known(kind: str, names: Sequence[str], choices: Iterable[str]) -> list[str]:
-    """The names as the choices spell them: a hyphen counts as an underscore and the reverse."""
+    """Returns the names as the choices spell them. A hyphen counts as an underscore, and the reverse."""
     spelled = {choice.replace("-", "_"): choice for choice in choices}
     unknown = [name for name in names if name.replace("-", "_") not in spelled]
     if unknown:
@@ -76,7 +76,7 @@ def known(kind: str, names: Sequence[str], choices: Iterable[str]) -> list[str]:
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """UsageError where this file cannot be opened for writing. Leaves nothing behind that was not there."""
+    """Raises UsageError if this file cannot be opened for writing. Leaves no new file behind."""
     if path is None:
         return
     existed = os.path.exists(path)

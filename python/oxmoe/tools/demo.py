@@ -1,6 +1,7 @@
-"""`python -m oxmoe demo`: one MoE layer of Qwen3-30B-A3B, checked and timed here, with torch or with numpy alone.
+"""`python -m oxmoe demo` checks and times one MoE layer of Qwen3-30B-A3B on this machine, with torch or with numpy
+only.
 
-Runs on a GPU when torch sees one that this build has kernels for, else on the CPU.
+It runs on a GPU if torch sees one that this build has kernels for, and otherwise on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHECKED_TOKENS = 4
 
 
 class Numpy:
-    """numpy arrays on the CPU, f16 since numpy has no bf16."""
+    """numpy arrays on the CPU, in f16 because numpy has no bf16."""
 
     format, where, tokens, make_weights = "f16", "CPU", CPU_TOKENS, ExpertWeights.f16
 
@@ -52,7 +53,7 @@ class Numpy:
 
 
 class Torch:
-    """torch tensors, bf16."""
+    """torch tensors in bf16."""
 
     format, make_weights = "bf16", ExpertWeights.bf16
 
@@ -83,7 +84,7 @@ class Torch:
 
 
 def best_of(call: Callable[[], object], seconds: float = 1.0) -> float:
-    """Microseconds of the fastest call, after one that warms up."""
+    """Returns the microseconds of the fastest call, after one call that warms up."""
     call()
     times, end = [], time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
@@ -94,7 +95,7 @@ def best_of(call: Callable[[], object], seconds: float = 1.0) -> float:
 
 
 def reference(library: Any, x: Any, logits: list[float], w13: Any, w2: Any) -> Any:
-    """One token in fp64: the layer written down plainly."""
+    """Computes one token in fp64, with the layer written out plainly."""
     chosen = sorted(range(EXPERTS), key=lambda expert: (-logits[expert], expert))[:TOP_K]
     shares = [math.exp(logits[expert] - logits[chosen[0]]) for expert in chosen]
     result = 0.0
@@ -107,7 +108,7 @@ def reference(library: Any, x: Any, logits: list[float], w13: Any, w2: Any) -> A
 
 
 def choose() -> tuple[Any, str]:
-    """The library and device to run on, and what is worth knowing about the choice."""
+    """Returns the library and device to run on, and remarks about the choice."""
     info = device_info()
     if find_spec("torch") is None:
         return Numpy(), "torch is not installed: numpy arrays, on the CPU" if info["gpus"] else ""
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every checked value is right."""
+    """Runs the demo. Returns 0 if every checked value is right."""
     info = device_info()
     library, remark = choose()
     on_gpu, bar = library.where != "CPU", ERROR_BARS[library.format]

@@ -1,6 +1,8 @@
-"""Says what oxmoe finds on this machine: its build, GPUs, CPU, torch, SGLang and what is taken over in it, the peers.
+"""Says what oxmoe finds on this machine: its build, GPUs, CPU, torch, SGLang and what oxmoe takes over in it, and
+the peers.
 
-Exit status 1 if something that was asked for does not work: OXMOE_SGLANG, a layer on this CPU, a layer on a GPU here.
+The exit status is 1 if something that the user asked for does not work: OXMOE_SGLANG, a layer on this CPU, or a
+layer on a GPU here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Has none."""
+    """The command has no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +86,7 @@ def driver(info: dict[str, Any]) -> Finding:
 
 
 def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
-    """torch, and one small layer against the reference on the CPU and on each GPU."""
+    """Reports torch, and compares one small layer with the reference on the CPU and on each GPU."""
     if find_spec("torch") is None:
         yield Finding("torch", "not installed: numpy arrays on CPU only")
         return
@@ -104,7 +106,7 @@ def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
 
 
 def small_layer_us(device: str) -> float:
-    """Microseconds of the first call of a bf16 layer; raises if the result is wrong."""
+    """Returns the microseconds of the first call of a bf16 layer. Raises an error if the result is wrong."""
     import torch
 
     from oxmoe import reference
@@ -165,7 +167,7 @@ def _served(version: str) -> str:
 
 
 def entry_points() -> Iterator[Finding]:
-    """What keeps SGLang from calling oxmoe."""
+    """Reports what keeps SGLang from calling oxmoe."""
     for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
         if not importlib.metadata.entry_points(group=group, name="oxmoe"):
             reason = (

@@ -1,6 +1,6 @@
-"""`python -m oxmoe explain`: the plan of a layer's call on any GPU, which needs none.
+"""`python -m oxmoe explain` prints the plan of a layer's call for any GPU, without a GPU.
 
-The shape is that of a model's layer (--layer) or given number by number.
+The shape is that of a model's layer (--layer), or is given number by number.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def shape(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def weights(args: argparse.Namespace) -> str:
-    """The format, by its own name."""
+    """Returns the format by its own name."""
     (name,) = known("format", [args.format or args.dtype or "bf16"], oxmoe.device_info()["formats"])
     own = name if name in PLAIN else "bf16"
     if args.dtype not in (None, own):

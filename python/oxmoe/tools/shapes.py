@@ -1,4 +1,4 @@
-"""MoE layers of real models, by their numbers: what the bench times and `python -m oxmoe explain --layer` knows."""
+"""The sizes of MoE layers of real models. The bench times them, and `python -m oxmoe explain --layer` knows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ GPT_OSS = {"layout": "interleaved", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """One MoE layer: gated silu, rows [gate; up], no biases; or GPT-OSS's clamped form, rows interleaved, biases."""
+    """One MoE layer. It has gated silu, rows [gate; up] and no biases, or GPT-OSS's clamped form, interleaved rows
+    and biases."""
 
     experts: int
     top_k: int
@@ -21,7 +22,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of ExpertWeights and of the reference, without the biases."""
+        """Returns the options of ExpertWeights and of the reference, without the biases."""
         if self.gpt_oss:
             return dict(GPT_OSS)
         return {} if self.limit is None else {"limit": self.limit}

@@ -1,5 +1,6 @@
-"""`python -m oxmoe check`: whether SGLang with oxmoe serves a model, from its config.json and no weights.
+"""`python -m oxmoe check` says whether SGLang with oxmoe serves a model. It reads the model's config.json and no
+weights.
 
-`checkpoint` reads files, `families` knows the models' fields, `layers` judges by the rules of `oxmoe.sglang`, `command`
-prints. Nothing here imports torch or SGLang.
+`checkpoint` reads files. `families` knows the models' fields. `layers` judges by the rules of `oxmoe.sglang`.
+`command` prints. Nothing here imports torch or SGLang.
 """

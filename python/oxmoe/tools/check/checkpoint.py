@@ -1,4 +1,4 @@
-"""A model's files: config.json, hf_quant_config.json and the headers of its safetensors."""
+"""Reads a model's files: config.json, hf_quant_config.json and the headers of its safetensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _EXPERT = re.compile(
 
 
 class Unreadable(Exception):
-    """Input that says nothing: one line on standard error, exit status 2."""
+    """Input that cannot be used. It ends the command with one line on standard error and exit status 2."""
 
 
 class Refused(Exception):
-    """What SGLang with oxmoe does not serve, or what is not known here: exit status 1."""
+    """Something that SGLang with oxmoe does not serve, or that this command does not know. It means exit status 1."""
 
 
 class Fields:
-    """The values of a JSON object, looked at by type: what is missing or has another type is Unreadable."""
+    """The values of a JSON object, read by type. A value that is missing or has another type is Unreadable."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there and not null."""
+        """Returns the first of these fields that exists and is not null."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def whole(self, *names: str, default: int | None = None, least: int = 0) -> int:
@@ -72,7 +72,7 @@ class Fields:
         return value
 
     def within(self, *names: str) -> Fields | None:
-        """An object in this one, or None where there is none."""
+        """Returns an object inside this one, or None if there is none."""
         for name in names:
             value = self.values.get(name)
             if value is not None and not isinstance(value, dict):
@@ -89,7 +89,7 @@ def shown(value: Any) -> str:
 
 @dataclass
 class Checkpoint:
-    """What is to be judged."""
+    """The checkpoint that is to be judged."""
 
     config: Fields
     quant_file: Fields | None = None  # hf_quant_config.json
@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 def read(path: str) -> Checkpoint:
-    """A config.json, or a folder with one. Unreadable says what is wrong with which file."""
+    """Reads a config.json, or a folder with one. Raises Unreadable, which says what is wrong with which file."""
     place = Path(path)
     if not place.is_dir():
         return Checkpoint(_json(place))
@@ -134,7 +134,7 @@ def _object(text: bytes, path: Path) -> Fields:
 
 
 def _header(path: Path) -> dict[str, str]:
-    """Tensor -> dtype. Only the header is read."""
+    """Returns tensor -> dtype. It reads only the header."""
     try:
         with open(path, "rb") as file:
             start = file.read(8)

@@ -1,4 +1,4 @@
-"""The command: arguments, and the answer as text or JSON."""
+"""The command: its arguments, and the answer as text or JSON."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _kind(kind: Kind) -> list[str]:
 
 
 def _numbers(layers: list[int]) -> str:
-    """As ranges."""
+    """Formats numbers as ranges."""
     ranges: list[list[int]] = []
     for layer in layers:
         if ranges and layer == ranges[-1][1] + 1:

@@ -1,6 +1,7 @@
-"""Which fields of a config.json describe a model's MoE layers, by SGLang's model classes.
+"""Knows which fields of a config.json describe a model's MoE layers, by SGLang's model classes.
 
-A family is here when its SGLang class was read; another architecture is not known, whatever its fields are called.
+A family is listed here if its SGLang class was read. Any other architecture is not known, whatever its fields are
+called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def every(config: Fields, layers: int) -> list[bool]:
 
 
 def after_dense(default: int | None = None) -> Sparse:
-    """From first_k_dense_replace on, each moe_layer_freq-th. default: of SGLang's class, where it has one."""
+    """Every moe_layer_freq-th layer from first_k_dense_replace on is a MoE layer. default: the default of SGLang's
+    class, if it has one."""
 
     def sparse(config: Fields, layers: int) -> list[bool]:
         if config.get("first_k_dense_replace") is None and config.get("mlp_layer_types") is not None:
@@ -55,7 +57,7 @@ def by_types(config: Fields, layers: int) -> list[bool]:
 
 
 def qwen(config: Fields, layers: int) -> list[bool]:
-    """SGLang's class has experts in every layer, whatever these fields say."""
+    """Every layer is a MoE layer, because SGLang's class has experts in every layer, whatever these fields say."""
     if config.whole("decoder_sparse_step", default=1) != 1 or config.listed("mlp_only_layers", int):
         raise Refused("decoder_sparse_step and mlp_only_layers: SGLang's class of this model has experts in all layers")
     return every(config, layers)
@@ -91,7 +93,7 @@ def if_enabled(config: Fields, layers: int) -> list[bool]:
 
 
 def by_pattern(config: Fields, layers: int) -> list[bool]:
-    """Nemotron-H: a letter or a name a layer."""
+    """Reads Nemotron-H's pattern, which has a letter or a name for each layer."""
     letters = config.text("hybrid_override_pattern")
     if letters is not None:
         return [letter == "E" for letter in _of_each_layer("hybrid_override_pattern", list(letters), config, layers)]
@@ -110,7 +112,7 @@ def _of_each_layer(name: str, given: list[Any] | None, config: Fields, layers: i
 
 
 def hidden_act(config: Fields, layer: int) -> dict[str, Any]:
-    """SiLU: SGLang's classes of these families refuse all others."""
+    """Returns SiLU. SGLang's classes of these families refuse all other activations."""
     given = config.text("hidden_act", default="silu")
     if given != "silu":
         raise Refused(f"hidden_act {shown(given)}: SGLang's class of this model takes silu alone")
@@ -147,20 +149,20 @@ def not_gated(config: Fields, layer: int) -> dict[str, Any]:
 
 
 def as_named(config: Fields, layer: int) -> dict[str, Any]:
-    """Kimi's later models: "silu" or "situ", with numbers for the second."""
+    """Reads the activation of Kimi's later models: "silu" or "situ", with numbers for the second."""
     numbers = {"gemm1_alpha": config.number("activation_situ_beta")}
     numbers["gemm1_limit"] = config.number("activation_situ_linear_beta")
     return {"activation": config.text("hidden_act", default="silu"), **numbers}
 
 
 def gelu(config: Fields, layer: int) -> dict[str, Any]:
-    """Gemma 4: SGLang's layer is told "gelu" whatever the field says."""
+    """Returns "gelu" for Gemma 4, which SGLang's layer gets whatever the field says."""
     return {"activation": "gelu"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """The fields of a model's MoE layers: where several names are known, the first one that is there."""
+    """The fields of a model's MoE layers. If several names are known, the first one that exists counts."""
 
     sparse: Sparse = field(default_factory=after_dense)
     experts: tuple[str, ...] = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -258,6 +260,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def prefixes(family: Family, layer: int) -> list[str]:
-    """The names that SGLang may have for a layer's experts, by which checkpoints leave layers unquantised."""
+    """Returns the names that SGLang may have for a layer's experts. Checkpoints use them to leave layers
+    unquantised."""
     roots = ("model", "model.language_model", "language_model.model", "backbone")
     return [f"{root}.layers.{layer}.{family.place}.experts" for root in roots]

@@ -1,4 +1,4 @@
-"""The format of a layer's experts, as a checkpoint's config tells it."""
+"""The format of a layer's experts, as a checkpoint's config describes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oxmoe.sglang.int4_schemes import Scheme
 
 @dataclass(frozen=True)
 class Format:
-    """Of a layer's experts."""
+    """The format of a layer's experts."""
 
     name: str  # as `formats` has it
     label: str  # in words

@@ -1,4 +1,4 @@
-"""int4 checkpoints: the format of each layer's experts, or why oxmoe does not take it."""
+"""Finds the format of each layer's experts in int4 checkpoints, or the reason why oxmoe does not take it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINEAR = (None, 32, 64, 128)
 
 
 def of_group(group: Fields, config: Fields) -> Format:
-    """Of a config_group of compressed-tensors."""
+    """Returns the format of a config_group of compressed-tensors."""
     weights = group.within("weights")
     assert weights is not None
     layout = group.text("format") or config.text("format")
@@ -25,8 +25,8 @@ def of_group(group: Fields, config: Fields) -> Format:
 
 
 def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], Format]:
-    """The format of each layer's experts, of AWQ's and GPTQ's quantization_config. left: of layers that the checkpoint
-    leaves as they are."""
+    """Returns the format of each layer's experts for an AWQ or GPTQ quantization_config. left: the format of layers
+    that the checkpoint leaves as they are."""
     scheme = _asked(int4_schemes.of_checkpoint, config.values)
     if scheme.group not in _LINEAR or (scheme.layout == "gptq" and scheme.zeros):
         what = "sym false" if scheme.layout == "gptq" and scheme.zeros else f"group size {scheme.group}"
@@ -43,7 +43,7 @@ def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], F
 
 
 def _asked(rule: Callable[..., Any], *values: Any) -> Any:
-    """What a rule of SGLang's adapters says."""
+    """Returns what a rule of SGLang's adapters says."""
     try:
         return rule(*values)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Judges a model's layers, kind by kind: what oxmoe takes, what it refuses and what to type."""
+"""Judges a model's layers, kind by kind: what oxmoe takes, what it refuses, and what to type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to i
 
 @dataclass(frozen=True)
 class Server:
-    """Where the model is to run."""
+    """The server on which the model is to run."""
 
     sglang: str
     tp: int
@@ -39,7 +39,7 @@ class Server:
 
 @dataclass
 class Kind:
-    """Layers of one kind and format. served: None where oxmoe has nothing to do with them."""
+    """Layers of one kind and format. served: None if oxmoe has nothing to do with them."""
 
     kind: str  # "dense", "moe", "shared" or "draft"
     count: int
@@ -56,7 +56,7 @@ class Kind:
 
 @dataclass
 class Report:
-    """The answer. served is True where every MoE layer of the model itself is."""
+    """The answer. served is True if every MoE layer of the model itself is served."""
 
     server: Server
     architecture: str = ""
@@ -82,7 +82,8 @@ class _Experts:
 
 
 def judge(checkpoint: Checkpoint, server: Server, tokens: Sequence[int]) -> Report:
-    """Unreadable for a config that says nothing; what is not served or not known is in the report."""
+    """Judges a checkpoint. Raises Unreadable for a config that cannot be used. The report has what is not served or
+    not known."""
     report = Report(server)
     try:
         _judge(checkpoint, report, tokens)
@@ -150,7 +151,7 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
 
 
 def _share(experts: _Experts, server: Server) -> tuple[int, int]:
-    """Experts of a rank, and its columns of each. Refused where SGLang cannot deal them out."""
+    """Returns the experts of a rank, and its columns of each. Raises Refused if SGLang cannot distribute them."""
     if server.tp % server.ep:
         raise Refused(f"--ep-size {server.ep} does not divide --tp-size {server.tp}")
     ranks = server.tp // server.ep
@@ -207,14 +208,14 @@ def _check_format(format: Format, options: dict[str, Any], server: Server) -> No
 
 
 def _check_sizes(format: Format, experts: _Experts, columns: int, server: Server) -> None:
-    """NotImplementedError where a rank's share has no kernel."""
+    """Raises NotImplementedError if a rank's share has no kernel."""
     formats.check_sizes(format.name, experts.hidden, columns, of=format.label)
     if format.scheme is not None:
         int4_schemes.groups_of(format.scheme, experts.hidden, columns, server.tp // server.ep)
 
 
 def _better(format: Format, experts: _Experts, server: Server) -> str:
-    """The least --ep-size with which a rank's share has a kernel."""
+    """Returns the least --ep-size with which a rank's share has a kernel."""
     for ep in range(server.ep + 1, server.tp + 1):
         try:
             _, columns = _share(experts, Server(server.sglang, server.tp, ep, server.gpu))
@@ -228,7 +229,7 @@ def _better(format: Format, experts: _Experts, server: Server) -> str:
 def _time(
     experts: _Experts, local: int, columns: int, format: Format, gated: bool, tokens: int, server: Server
 ) -> dict[str, float]:
-    """The roofline of one layer on one rank, with its mean share of what tokens choose."""
+    """Returns the roofline of one layer on one rank, with its mean share of what tokens choose."""
     top_k = min(experts.top_k, local)
     share = max(1, round(tokens * experts.top_k / (server.ep * top_k)))
     plan = oxmoe.explain(
@@ -242,7 +243,7 @@ def _time(
 
 
 def _compare(kind: Kind, format: Format, checkpoint: Checkpoint) -> None:
-    """With the tensors that are there: a format that they do not have is not known."""
+    """Compares the format with the tensors that exist. If they do not have it, the format is not known."""
     for layer in kind.layers:
         dtypes = checkpoint.dtypes.get(layer, set())
         if dtypes - format.stored:
@@ -257,7 +258,7 @@ def _compare(kind: Kind, format: Format, checkpoint: Checkpoint) -> None:
 def _others(
     report: Report, text: Fields, family: Family, layers: int, checkpoint: Checkpoint, formats_of: quantization.Formats
 ) -> None:
-    """Shared experts and draft layers, which do not decide whether the model is served."""
+    """Judges shared experts and draft layers, which do not decide whether the model is served."""
     if family.shared and text.whole(*family.shared, default=0):
         moe = sum(kind.count for kind in report.kinds if kind.kind == "moe")
         note = "SGLang's linear layers, or one more expert of the MoE layer where SGLang fuses them"
@@ -291,7 +292,7 @@ def _own_name(format: Format) -> bool:
 
 
 def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
-    """What to type besides OXMOE_SGLANG=moe."""
+    """Returns what to type besides OXMOE_SGLANG=moe."""
     server = report.server
     if server.tp > 1:
         report.flags.append(f"--tp-size {server.tp}")

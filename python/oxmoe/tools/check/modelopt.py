@@ -1,4 +1,5 @@
-"""Checkpoints of NVIDIA's ModelOpt: the format of each layer's experts, or why oxmoe does not take it."""
+"""Finds the format of each layer's experts in checkpoints of NVIDIA's ModelOpt, or the reason why oxmoe does not
+take it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ OLD_LINEAR = (
 def of_layers(
     config: Fields | None, architecture: str, family: Family, others: Callable[[], Formats], *, gpu: str, version: str
 ) -> Formats:
-    """The format of each layer's experts. config: a checkpoint's quantization_config; others: of checkpoints that
-    ModelOpt did not make."""
+    """Returns the format of each layer's experts. config: a checkpoint's quantization_config. others: the function
+    for checkpoints that ModelOpt did not make."""
     if config is None:
         return others()
     if formats.served_fp8(config.values) and formats.is_hybrid(config.values):
@@ -57,7 +58,7 @@ def _all(format: Format) -> Formats:
 
 
 def _unless(excluded: list[str], found: Formats, left: Formats, family: Family) -> Formats:
-    """`left` for layers that the checkpoint excludes."""
+    """Returns `left` for layers that the checkpoint excludes."""
 
     def of_layer(layer: int) -> Format:
         skipped = any(skipping.modelopt_skips(name, excluded) for name in prefixes(family, layer))
@@ -79,7 +80,7 @@ def _check_fp8(gpu: str) -> None:
 
 
 def _group_size(config: Fields, version: str) -> Any:
-    """Where SGLang looks for it."""
+    """Reads the group size where SGLang looks for it."""
     groups = config.within("config_groups")
     first = groups.within(next(iter(groups.values), "")) if groups is not None else None
     weights = first.within("weights") if first is not None else None
@@ -90,7 +91,7 @@ def _group_size(config: Fields, version: str) -> Any:
 
 
 def _hybrid(config: Fields, family: Family, others: Callable[[], Formats], *, gpu: str, version: str) -> Formats:
-    """fp8 whose experts are NVFP4; those of excluded layers have another format."""
+    """Reads an fp8 checkpoint whose experts are NVFP4. Experts of excluded layers have another format."""
     if not releases.reads_modelopt(version, "hybrid"):
         raise Refused(f"moe_quant_algo NVFP4 in an fp8 checkpoint: SGLang {version} does not load it")
     _check_nvfp4(config.get("group_size"), gpu)
@@ -98,7 +99,7 @@ def _hybrid(config: Fields, family: Family, others: Callable[[], Formats], *, gp
 
 
 def _mixture(config: Fields, architecture: str, family: Family, *, gpu: str, version: str) -> Formats:
-    """A checkpoint that names a quant_algo for each of its layers."""
+    """Reads a checkpoint that names a quant_algo for each of its layers."""
     given = config.within("quantized_layers")
     if given is None or not given.values:
         raise Refused(f"{_MIXED} without quantized_layers: SGLang refuses it")

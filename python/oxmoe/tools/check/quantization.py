@@ -1,4 +1,5 @@
-"""A checkpoint's quantization_config: the format of each layer's experts, or why oxmoe does not take it."""
+"""Finds the format of each layer's experts in a checkpoint's quantization_config, or the reason why oxmoe does not
+take it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _LIFTS = ("KimiK25ForConditionalGeneration",)
 
 
 def found(checkpoint: Checkpoint, text: Fields, architecture: str) -> Fields | None:
-    """The quantization_config that SGLang will find; None for weights that are not quantised."""
+    """Returns the quantization_config that SGLang will find, or None for weights that are not quantised."""
     given = checkpoint.config.within("quantization_config")
     nested = text.within("quantization_config") if text is not checkpoint.config else None
     if given is None and nested is not None:
@@ -68,8 +69,9 @@ def of_layers(
     f16: bool,
     fp4_fields: frozenset[str],
 ) -> Formats:
-    """The format of each layer's experts. nvfp4: whether release and GPU have that of compressed-tensors; f16: whether
-    unquantised layers are; fp4_fields: by which an fp8 config can say that experts are MXFP4."""
+    """Returns the format of each layer's experts. nvfp4: whether release and GPU have compressed-tensors' NVFP4.
+    f16: whether unquantised layers are f16. fp4_fields: the fields by which an fp8 config can say that experts are
+    MXFP4."""
     config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
     if config is None:
         return lambda layer: plain
@@ -111,8 +113,8 @@ def _fp8(
 
 
 def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fields: frozenset[str]) -> bool:
-    """Whether the experts are MXFP4, as SGLang tells it: by the config, and for DeepSeek-V4 by the tensors, else as its
-    default is."""
+    """Whether the experts are MXFP4, by SGLang's rule: the config decides, for DeepSeek-V4 the tensors, and
+    otherwise SGLang's default."""
     named = config.text("routed_experts_quant_method")
     if family.fp4_by_default and (named is None or "routed_experts_quant_method" not in fields):
         return set().union(*checkpoint.dtypes.values()) != {"F8_E4M3"}

@@ -1,4 +1,4 @@
-"""What SGLang's releases differ in, for `python -m oxmoe check`."""
+"""Knows the differences between SGLang's releases, for `python -m oxmoe check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from oxmoe.tools.check.checkpoint import Refused
 
 
 def check(version: str) -> None:
-    """Refused for a release that oxmoe does not serve, or of which it is not known."""
+    """Raises Refused for a release that oxmoe does not serve, or does not know."""
     try:
         old, new = capabilities.is_old(version), capabilities.is_new(version)
     except ValueError as error:
@@ -26,12 +26,12 @@ def _since(version: str, first: str) -> bool:
 
 
 def has_nvfp4(version: str) -> bool:
-    """Whether there are NVFP4 layers of compressed-tensors below Blackwell."""
+    """Whether the release has NVFP4 layers of compressed-tensors below Blackwell."""
     return _since(version, "0.5.22")
 
 
 def has_nvfp4_linear(version: str) -> bool:
-    """Whether there are ModelOpt's NVFP4 linear layers below Blackwell."""
+    """Whether the release has ModelOpt's NVFP4 linear layers below Blackwell."""
     return _since(version, "0.5.13")
 
 
@@ -46,16 +46,18 @@ def reads_modelopt(version: str, what: str, *, in_mixture: bool = False) -> bool
 
 
 def tells_mixtures(version: str) -> bool:
-    """Whether a mixture with NVFP4 layers is told from W4AFP8 by these layers."""
+    """Whether SGLang tells a mixture with NVFP4 layers from W4AFP8 by these layers."""
     return _since(version, "0.5.15")
 
 
 def layer_decides(version: str) -> bool:
-    """Whether a layer's own runner says how tokens come, and not the server's --moe-runner-backend."""
+    """Whether a layer's own runner decides how tokens come. In older releases the server's --moe-runner-backend
+    does."""
     return _since(version, "0.5.23")
 
 
 def fp4_fields(version: str) -> frozenset[str]:
-    """The fields of an fp8 checkpoint's config that can say that experts are MXFP4, and that the release reads."""
+    """Returns the fields of an fp8 checkpoint's config that can say that experts are MXFP4, and that the release
+    reads."""
     since = {"routed_experts_quant_method": "0.5.19", "store_dtype": "0.5.20"}
     return frozenset(name for name, first in since.items() if _since(version, first))

@@ -1,6 +1,6 @@
-"""Which layers a quantised checkpoint leaves as they are, by the names in its config.
+"""Finds which layers a quantised checkpoint leaves as they are, by the names in its config.
 
-SGLang 0.5.23 has these rules in functions that cannot be had without it; tests compare the two.
+SGLang 0.5.23 has these rules in functions that are not available without it. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 def fp8_skips(name: str, ignored: Iterable[str]) -> bool:
-    """An fp8 checkpoint's `ignored_layers` or `modules_to_not_convert`, for the experts of this name."""
+    """Applies an fp8 checkpoint's `ignored_layers` or `modules_to_not_convert` to the experts of this name."""
     bases = [entry.removeprefix("model.") for entry in ignored]
     listed = [*bases, *(f"model.{base}" for base in bases)]
     inside = any(f".{entry.rstrip('.')}." in f".{name.rstrip('.')}." for entry in listed)
@@ -18,14 +18,16 @@ def fp8_skips(name: str, ignored: Iterable[str]) -> bool:
 
 
 def modelopt_skips(name: str, patterns: Iterable[str]) -> bool:
-    """ModelOpt's `ignore` or `exclude_modules`, for the experts of this name: of all of it, or a part between dots."""
+    """Applies ModelOpt's `ignore` or `exclude_modules` to the experts of this name: to all of it, or to a part
+    between dots."""
     names = [name, *([name.removeprefix("language_model.")] if name.startswith("language_model.") else [])]
     listed = [re.compile(pattern.replace(".", r"\.").replace("*", r".*")) for pattern in patterns]
     return any(entry.fullmatch(part) for entry in listed for whole in names for part in (whole, *whole.split(".")))
 
 
 def compressed_skips(name: str, ignored: Iterable[str]) -> bool:
-    """compressed-tensors' `ignore`, for one projection of an expert: an exact name, an end of one, or "re:..."."""
+    """Applies compressed-tensors' `ignore` to one projection of an expert: an exact name, an end of one, or
+    "re:..."."""
     return any(
         re.match(entry[3:], name) is not None if entry.startswith("re:") else f".{name}".endswith(f".{entry}")
         for entry in ignored
@@ -33,7 +35,7 @@ def compressed_skips(name: str, ignored: Iterable[str]) -> bool:
 
 
 def compressed_target(name: str, targets: Iterable[str]) -> str | None:
-    """The target whose config_group counts for one projection of an expert; None where none does."""
+    """Returns the target whose config_group counts for one projection of an expert, or None."""
     listed = list(targets)
     # SGLang gives its layer "FusedMoE" what is said of "Linear".
     named = [*listed, "FusedMoE"] if "Linear" in listed and "FusedMoE" not in listed else listed
