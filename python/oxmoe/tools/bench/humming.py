@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 import oxmoe
+from oxmoe.formats.int4 import Experts as Int4
 from oxmoe.testing import graph_time_us
 from oxmoe.tools.bench.backend import Backend
-from oxmoe.tools.bench.layers import Inputs, Int4, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
+from oxmoe.tools.bench.layers import Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
 
 VERSION = "0.1.19"
 PADS = (256, 128)  # of rows and columns of a matrix: SGLang's

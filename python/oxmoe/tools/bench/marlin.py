@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from oxmoe.formats.int4 import Experts as Int4
 from oxmoe.tools.bench import sglang
 from oxmoe.tools.bench.backend import Backend
-from oxmoe.tools.bench.layers import Inputs, Int4, Mxfp4, Nvfp4, Shape, Weights
+from oxmoe.tools.bench.layers import Inputs, Mxfp4, Nvfp4, Shape, Weights
 
 
 def split(tensor: Tensor | None, shape: Shape) -> Tensor | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from oxmoe.formats.int4 import Experts as Int4
 from oxmoe.tools.bench.backend import Backend
-from oxmoe.tools.bench.layers import Fp8Block, Inputs, Int4, Shape, Weights
+from oxmoe.tools.bench.layers import Fp8Block, Inputs, Shape, Weights
 
 OLD, NEW = "0.5.12.post1", "0.5.23"
 # Relative norm of an error where activations are e4m3 with one scale a row or a call: as much as ours may have.
