@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "element.cuh"
 #include "narrow.cuh"
 
 namespace oxmoe::fp8 {
@@ -11,6 +12,24 @@ constexpr float kLargest = 448.f, kEps = 1e-10f;
 
 // Four numbers, the first in the lowest byte.
 __device__ __forceinline__ uint32_t pack(float a, float b, float c, float d) { return e4m3_pair(a, b) | e4m3_pair(c, d) << 16; }
+
+// Returns the codes of four bf16, two a word, times `factor`.
+__device__ __forceinline__ uint32_t codes_of(uint32_t low, uint32_t high, float factor) {
+    const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
+    return pack(__fmul_rn(a.x, factor), __fmul_rn(a.y, factor), __fmul_rn(b.x, factor), __fmul_rn(b.y, factor));
+}
+
+// Raises the largest magnitude of a group to that of two bf16.
+__device__ __forceinline__ void grow(float& amax, uint32_t pair) {
+    const float2 two = unpack<__nv_bfloat16>(pair);
+    amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
+}
+
+// Returns the largest magnitude of a group that a quad has. NOTE: all lanes of the warp call it, also those without numbers.
+__device__ __forceinline__ float of_quad(float amax) {
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
+    return fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
+}
 
 // The scale of a group, and what its elements are multiplied by.
 struct Scale {
@@ -23,7 +42,7 @@ struct Scale {
         inverse = __frcp_rn(scale);
     }
 
-    // Of a scale that was made elsewhere.
+    // Takes a scale that was made elsewhere.
     static __device__ __forceinline__ Scale given(float scale) {
         Scale result;
         result.scale = scale, result.inverse = __frcp_rn(scale);

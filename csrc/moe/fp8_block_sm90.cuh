@@ -3,8 +3,12 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/activation.cuh"
 #include "../common/fp8.cuh"
 #include "../common/wgmma_fp8.cuh"
+#include "../gemm/multiply.cuh"
+#include "../gemm/pipeline.cuh"
+#include "../gemm/promote.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
@@ -26,18 +30,12 @@ struct Fp8Block {
         sm90::wgmma_commit();
     }
 
-    // Adds the products times the scales of a lane's two tokens.
-    static __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&product)[kSums], float low, float high) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, sums[i]);
-    }
-
-    // Where in a block's sums a lane's column of its token `half` lies.
+    // Returns where in a block's sums a lane's column of its token `half` lies.
     static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
         return column / 2 * 4 + half * 2 + column % 2;
     }
 
-    // Scales of weight rows and bias. `at`: of a lane's first column.
+    // Applies scales of weight rows and bias. `at`: index of a lane's first column.
     static __device__ __forceinline__ void finish_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kSums]) {
         if (p.expert_scales) multiply_rows(p, at, sums);
         if (p.bias) add_bias(p, at, sums);
@@ -116,23 +114,20 @@ struct Fp8Block {
         for (int i = 0; i < kSums; ++i) out[i] = activation(gate(i)) * up[i];
     }
 
-    // ---- bf16 outputs to e4m3, a group of 128 of a token by four lanes ----
-
-    static __device__ __forceinline__ void grow(float& amax, uint32_t pair) {
-        const float2 two = unpack<__nv_bfloat16>(pair);
-        amax = fmaxf(amax, fmaxf(fabsf(two.x), fabsf(two.y)));
-    }
-    // NOTE: all lanes of the warp call it, also those without a token.
-    static __device__ __forceinline__ float of_quad(float amax) {
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 1));
-        return fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, 2));
-    }
-    static __device__ __forceinline__ uint32_t codes_of(uint32_t low, uint32_t high, float inverse) {
-        const float2 a = unpack<__nv_bfloat16>(low), b = unpack<__nv_bfloat16>(high);
-        return fp8::pack(__fmul_rn(a.x, inverse), __fmul_rn(a.y, inverse), __fmul_rn(b.x, inverse), __fmul_rn(b.y, inverse));
+    // Applies the activation of a kind without gates to `Blocks` blocks.
+    template <int Blocks>
+    static __device__ __forceinline__ void activate(const GroupedGemmParams& p, float (*sums)[kSums]) {
+        if (p.activation.kind == ActivationKind::Identity) return;
+        const ActivationFunction activation(p.activation);
+#pragma unroll
+        for (int i = 0; i < Blocks * kSums; ++i) {
+            float& sum = sums[i / kSums][i % kSums];
+            sum = activation(sum);
+        }
     }
 
-    // A token's group of 128 outputs, 32 of each of its four lanes, and its scale. `place` -1: none.
+    // Stores a token's group of 128 outputs, 32 of each of its four lanes, as bf16, or as e4m3 with a scale. `place` -1: there is
+    // no token.
     static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
                                                        const float (&sums)[kSums], size_t scale_at) {
         const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;
@@ -153,14 +148,14 @@ struct Fp8Block {
         }
         float amax = 0.f;
 #pragma unroll
-        for (int i = 0; i < kLaneColumns / 2; ++i) grow(amax, packed[i]);
-        amax = of_quad(amax);
+        for (int i = 0; i < kLaneColumns / 2; ++i) fp8::grow(amax, packed[i]);
+        amax = fp8::of_quad(amax);
         if (place < 0) return;
         const fp8::Scale scale(amax);
         uint32_t codes[kLaneColumns / 4];
 #pragma unroll
         for (int i = 0; i < kLaneColumns / 4; ++i) {
-            codes[i] = codes_of(packed[2 * i], packed[2 * i + 1], scale.inverse);
+            codes[i] = fp8::codes_of(packed[2 * i], packed[2 * i + 1], scale.inverse);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sm90::store_global_8_if(p.out + at + i * kRunStride, codes[2 * i], codes[2 * i + 1], true);

@@ -12,33 +12,35 @@
 //
 // The tokens' tensor map: e4m3 x [rows, k] in boxes of 64 rows x 128 bytes, swizzled by 128 bytes.
 #pragma once
-#include "grouped_gemm_fp8_wide_sm90.cuh"
+#include <cstdint>
+#include <cuda.h>
+
+#include "fp8_block_sm90.cuh"
 
 namespace oxmoe {
+
 template <bool Gated, int Stages>
 struct GroupedGemmFp8OrderedSm90 : Fp8Block {
     static constexpr int kTokens = 192, kConsumers = 3, kPasses = Gated ? 2 : 1, kBoxRows = 64, kBoxBytes = kBoxRows * 128;
     using Params = OrderedGemmParams;
     // Its schedule: units of kPasses blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, 128, 2, kPasses, Stages>;
-    using Overlap = GemmOverlapSm90<Base>;
+    using Overlap = typename Base::Overlap;
     static_assert(Base::kRows == kPasses * kBlockRows, "units of blocks");
 
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kScaleThreads = 64;
 
-    struct alignas(128) Shared {
+    struct Buffers {
         struct {
             uint8_t tokens[kTokens * 128], weights[kBlockBytes];
         } stage[Stages];
         float gates[Gated ? kConsumers : 1][Gated ? kSums : 1][128];
         float scale[Stages][kTokens];
-        uint32_t source[kUnitSlots][kTokens];  // the schedule's, nobody reads it
-        WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
-        uint64_t stored[kUnitSlots];
     };
+    // Nobody reads where rows of x start, which the schedule's warp says.
+    using Shared = pipeline::Shared<Buffers, WorkUnit, kTokens, Stages>;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
 
@@ -80,7 +82,7 @@ private:
         sm90::barrier_init_fence();
     }
 
-    // Of all experts' weights, in a pass: gate rows first.
+    // Returns the block of all experts' weights that a pass multiplies: gate rows come first.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int pass) {
         const bool second = Gated && (pass == 1) != (p.layout == W13Layout::UpGate);
         return work.expert * (p.rows / kBlockRows) + work.row_block + (second ? p.out_columns / kBlockRows : 0);
@@ -108,13 +110,11 @@ private:
                 for (int block = 0; block < k_blocks; ++block, ring.advance(), --steps) {
                     if (steps == 0) sm90::barrier_arrive(&shared.fetch_next);
                     auto& stage = shared.stage[ring.slot];
-                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                    sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlockBytes + boxes * kBoxBytes);
-                    sm90::copy_tensor_5d(stage.weights, &weights, {block * Base::kBlockK, 0, 0, 0, strip},
-                                         &shared.full[ring.slot]);
+                    uint64_t* full = pipeline::begin_stage(shared, ring, kBlockBytes + boxes * kBoxBytes);
+                    sm90::copy_tensor_5d(stage.weights, &weights, {block * Base::kBlockK, 0, 0, 0, strip}, full);
                     for (int box = 0; box < boxes; ++box) {
                         sm90::copy_tensor_2d(stage.tokens + box * kBoxBytes, &tokens, block * 128, work.first + box * kBoxRows,
-                                             &shared.full[ring.slot]);
+                                             full);
                     }
                 }
             }
@@ -123,7 +123,7 @@ private:
 
     // ---- scales: two warps, three tokens a thread ----
 
-    // Of one K block.
+    // The scales of one K block.
     struct Scales {
         float token[kConsumers], weight;
     };
@@ -193,10 +193,7 @@ private:
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             units.advance();
             if (consumer * 64 >= work.count) {
-                for (int step = 0; step < kPasses * k_blocks; ++step, ring.advance()) {
-                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    sm90::barrier_arrive(&shared.empty[ring.slot]);
-                }
+                pipeline::skip_stages<true>(shared, ring, kPasses * k_blocks);
                 Overlap::stored(p, shared, units.slot ^ 1);
                 sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
                 continue;
@@ -228,8 +225,7 @@ private:
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
         float product[kSums];
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
+        clear(sums);
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block, ring.advance()) {
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * kBoxBytes;
@@ -247,25 +243,22 @@ private:
         }
     }
 
-    // Scales of weight rows, bias and router weights of a block's sums (`block`: of all experts' weights); where a lane's tokens
-    // go, -1 without a token.
+    // Applies scales of weight rows, bias and router weights to a block's sums (`block`: of all experts' weights), and says where
+    // a lane's tokens go, -1 without a token.
     static __device__ __forceinline__ void prepare(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
                                                    Sums& sums, int (&place)[2]) {
         finish_rows(p, size_t(block) * kBlockRows + threadIdx.x % 4 * kRun, sums);
         finish_tokens<1>(p, work, row, &sums, place);
     }
 
-    // Gated: of the sums of the up rows, with those of the gate rows.
+    // Applies the activation; gated, `sums` are those of the up rows, and `gates` has those of the gate rows.
     static __device__ __forceinline__ void activate(const GroupedGemmParams& p, const WorkUnit& work, const float (*gates)[128],
                                                     Sums& sums) {
         const int thread = threadIdx.x % 128;
-        if constexpr (Gated) {
+        if constexpr (Gated)
             activate_pairs(activation_of(p, work.expert), sums, [&](int i) { return gates[i][thread]; }, sums);
-        } else if (p.activation.kind != ActivationKind::Identity) {
-            const ActivationFunction activation(p.activation);
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) sums[i] = activation(sums[i]);
-        }
+        else
+            Fp8Block::activate<1>(p, &sums);
     }
 };
 

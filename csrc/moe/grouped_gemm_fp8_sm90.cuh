@@ -16,8 +16,11 @@
 #include <cstdint>
 #include <cuda.h>
 
-#include "fp8_block_sm90.cuh"
-#include "gemm_overlap_sm90.cuh"
+#include "../common/fp8.cuh"
+#include "../common/wgmma_fp8.cuh"
+#include "../gemm/multiply.cuh"
+#include "../gemm/pipeline.cuh"
+#include "../gemm/promote.cuh"
 #include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
@@ -25,7 +28,7 @@ namespace oxmoe {
 template <bool Gated, int MaxTokens, int Consumers, int Stages>
 struct GroupedGemmFp8Sm90 {
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, MaxTokens, 1, Consumers, Stages>;
-    using Overlap = GemmOverlapSm90<Base>;
+    using Overlap = typename Base::Overlap;
     static_assert(MaxTokens <= 64, "a gathering thread copies one token's scale");
 
     static constexpr int kThreads = Base::kThreads;
@@ -37,18 +40,15 @@ struct GroupedGemmFp8Sm90 {
     // NOTE: one consumer's staging has no room, and more would cost a CTA.
     static constexpr bool kQuantises = MaxTokens * kGroupBytes <= kStagingBytes;
 
-    struct alignas(128) Shared {
+    struct Buffers {
         struct {
             uint8_t tokens[Base::kTokenBytes], weights[Base::kWeightBytes];
         } stage[Stages];
         uint8_t staging[Consumers][2 * Base::kStagingBytes];  // or the outputs of a group, a row a token
         float token_scales[Stages][MaxTokens];
         float weight_scales[Stages][Consumers][2];  // of the two halves of a consumer's slices
-        uint32_t source[kUnitSlots][MaxTokens];     // where a token's row of x starts, in 16-byte units
-        WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
-        uint64_t stored[kUnitSlots];
     };
+    using Shared = pipeline::Shared<Buffers, WorkUnit, MaxTokens, Stages>;
     static constexpr int kSharedBytes = sizeof(Shared);
     // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024);
@@ -64,7 +64,7 @@ struct GroupedGemmFp8Sm90 {
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only the gathering warps wait.
+        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
         if (!p.schedule_is_older) pdl::wait();
         const int warp = threadIdx.x / 32;
         if (warp == 0)
@@ -105,11 +105,9 @@ private:
 #pragma unroll 1
                 for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                     if (row_block == last && block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
-                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                    sm90::barrier_arrive_expect(&shared.full[ring.slot], Base::kWeightBytes);
+                    uint64_t* full = pipeline::begin_stage(shared, ring, Base::kWeightBytes);
                     sm90::copy_tensor_5d(shared.stage[ring.slot].weights, &weights,
-                                         {block * Base::kBlockK, 0, 0, row_block * (Base::kRows / 16), work.expert},
-                                         &shared.full[ring.slot]);
+                                         {block * Base::kBlockK, 0, 0, row_block * (Base::kRows / 16), work.expert}, full);
                 }
             }
         }
@@ -178,8 +176,7 @@ private:
                 typename Base::Biases bias;
                 Base::load_biases(work, p, bias);
                 float sums[1][MaxTokens / 2];
-#pragma unroll
-                for (int i = 0; i < MaxTokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[0][i]));
+                clear(sums);
                 multiply_at_width<16, MaxTokens>(work.count, Base::k_blocks(p), sums[0], shared, ring);
                 if (p.expert_scales) multiply_rows(work, p, sums[0]);
                 const bool activated = Base::prepare_sums(work, sums, bias, p);
@@ -257,22 +254,22 @@ private:
                 outputs[i] = sm90::load_shared_16(from + staged(min(n, MaxTokens - 1), quarter + 4 * i));
                 const uint32_t pairs[4] = {outputs[i].x, outputs[i].y, outputs[i].z, outputs[i].w};
 #pragma unroll
-                for (uint32_t pair : pairs) Fp8Block::grow(amax, pair);
+                for (uint32_t pair : pairs) fp8::grow(amax, pair);
             }
-            amax = Fp8Block::of_quad(amax);
+            amax = fp8::of_quad(amax);
             const fp8::Scale scale(amax);
             const size_t place = work.first + n;
             uint8_t* out = p.out + place * p.out_columns + group * kGroup + quarter * 8;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sm90::store_global_8_if(out + i * 32, Fp8Block::codes_of(outputs[i].x, outputs[i].y, scale.inverse),
-                                        Fp8Block::codes_of(outputs[i].z, outputs[i].w, scale.inverse), n < work.count);
+                sm90::store_global_8_if(out + i * 32, fp8::codes_of(outputs[i].x, outputs[i].y, scale.inverse),
+                                        fp8::codes_of(outputs[i].z, outputs[i].w, scale.inverse), n < work.count);
             }
             if (quarter == 0 && n < work.count) p.out_scales[place * (p.out_columns / kGroup) + group] = scale.scale;
         }
     }
 
-    // By the scales of weight rows.
+    // Multiplies sums by the scales of their weight rows.
     static __device__ __forceinline__ void multiply_rows(const WorkUnit& work, const GroupedGemmParams& p,
                                                          float (&sums)[MaxTokens / 2]) {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -307,8 +304,7 @@ private:
     static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index(), lane = threadIdx.x % 32;
         float product[Width / 2];
-#pragma unroll
-        for (int i = 0; i < Width / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
+        clear(product);
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block, ring.advance()) {
             sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
@@ -332,12 +328,7 @@ private:
             // NOTE: by every lane, which has read scales: ptxas takes the warp for converged and drops a __syncwarp.
             sm90::barrier_arrive(&shared.empty[ring.slot]);
 #pragma unroll
-            for (int j = 0; j < Width / 8; ++j) {
-                sums[4 * j] = __fmaf_rn(product[4 * j], __fmul_rn(token[j].x, weight.x), sums[4 * j]);
-                sums[4 * j + 1] = __fmaf_rn(product[4 * j + 1], __fmul_rn(token[j].y, weight.x), sums[4 * j + 1]);
-                sums[4 * j + 2] = __fmaf_rn(product[4 * j + 2], __fmul_rn(token[j].x, weight.y), sums[4 * j + 2]);
-                sums[4 * j + 3] = __fmaf_rn(product[4 * j + 3], __fmul_rn(token[j].y, weight.y), sums[4 * j + 3]);
-            }
+            for (int j = 0; j < Width / 8; ++j) promote_four(sums + 4 * j, product + 4 * j, token[j], weight.x, weight.y);
         }
     }
 };

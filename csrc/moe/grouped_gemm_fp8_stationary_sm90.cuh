@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cuda.h>
 
-#include "grouped_gemm_fp8_wide_sm90.cuh"
+#include "fp8_block_sm90.cuh"
 
 namespace oxmoe {
 
@@ -82,7 +82,7 @@ private:
         sm90::barrier_init_fence();
     }
 
-    // Blocks of rows of a unit.
+    // Returns the number of a unit's blocks of rows.
     static __device__ __forceinline__ int blocks_of(const GroupedGemmParams& p, const WorkUnit& work) {
         return min(UnitBlocks, p.rows / kBlockRows - work.row_block * UnitBlocks);
     }
@@ -103,10 +103,9 @@ private:
 #pragma unroll 1
                 for (int k = 0; k < k_blocks; ++k, ring.advance(), --steps) {
                     if (steps == 0) sm90::barrier_arrive(&shared.fetch_next);
-                    sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                    sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlockBytes);
+                    uint64_t* full = pipeline::begin_stage(shared, ring, kBlockBytes);
                     sm90::copy_tensor_5d(shared.weights[ring.slot], &weights,
-                                         {k * Base::kBlockK, 0, 0, 0, (first + block) * kBlockStrips}, &shared.full[ring.slot]);
+                                         {k * Base::kBlockK, 0, 0, 0, (first + block) * kBlockStrips}, full);
                 }
             }
         }
@@ -145,12 +144,12 @@ private:
         static constexpr bool value = Value;
     };
 
-    // Of two K blocks: a lane's tokens' and the weights'.
+    // The scales of two K blocks: those of a lane's tokens and those of the weights.
     struct Scales {
         float2 token[2], weight;
     };
 
-    // A block's outputs of a lane on their way out: where its tokens' rows are, null without a token, and pairs of outputs.
+    // A lane's outputs of a block on their way out: where its tokens' rows are, null without a token, and pairs of outputs.
     struct Outputs {
         __nv_bfloat16* row[2];
         uint32_t pairs[2][kLaneColumns / 2];
@@ -198,10 +197,7 @@ private:
             sm90::barrier_arrive(&shared.unit_empty[units.slot]);
             const int blocks = blocks_of(p, work), first_block = work.row_block * UnitBlocks;
             if (consumer * 64 >= work.count) {
-                for (int step = 0; step < blocks * k_blocks; ++step, ring.advance()) {
-                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    sm90::barrier_arrive_if(&shared.empty[ring.slot], is_lane_0);
-                }
+                pipeline::skip_stages<false>(shared, ring, blocks * k_blocks);
                 for (int k = 0; k < k_blocks; ++k, tokens.advance()) {
                     sm90::barrier_wait(&shared.tokens_full[tokens.slot], tokens.parity);
                     sm90::barrier_arrive_if(&shared.tokens_empty[tokens.slot], is_lane_0);
@@ -266,7 +262,7 @@ private:
         }
     }
 
-    // Two K blocks, each into registers of its own.
+    // Starts the multiplication of two K blocks, each into registers of its own.
     static __device__ __forceinline__ void start(float (&products)[2][kSums], Shared& shared, int consumer,
                                                  const int (&token_slots)[2], const int (&weight_slots)[2]) {
         sm90::wgmma_fence();
@@ -278,14 +274,14 @@ private:
         }
     }
 
+    // Promotes the products of two K blocks. `First`: there are no sums yet.
     template <bool First>
     static __device__ __forceinline__ void finish(Sums& sums, float (&products)[2][kSums], const Scales& scales, Shared& shared,
                                                   const int (&weight_slots)[2], bool is_lane_0) {
         float low = __fmul_rn(scales.token[0].x, scales.weight.x), high = __fmul_rn(scales.token[1].x, scales.weight.x);
         sm90::wgmma_wait<1>();
         sm90::barrier_arrive_if(&shared.empty[weight_slots[0]], is_lane_0);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = __fmaf_rn(products[0][i], i % 4 < 2 ? low : high, First ? 0.f : sums[i]);
+        promote<First>(sums, products[0], low, high);
         low = __fmul_rn(scales.token[0].y, scales.weight.y), high = __fmul_rn(scales.token[1].y, scales.weight.y);
         sm90::wgmma_wait<0>();
         sm90::barrier_arrive_if(&shared.empty[weight_slots[1]], is_lane_0);

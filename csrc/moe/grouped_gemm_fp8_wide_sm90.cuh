@@ -22,8 +22,6 @@
 #include <cuda.h>
 
 #include "fp8_block_sm90.cuh"
-#include "gemm_overlap_sm90.cuh"
-#include "grouped_gemm_sm90.cuh"
 
 namespace oxmoe {
 
@@ -33,7 +31,7 @@ struct GroupedGemmFp8WideSm90 : Fp8Block {
     static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2;
     // Its units are 256 weight rows, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, kTokens, 2, kConsumers, Stages>;
-    using Overlap = GemmOverlapSm90<Base>;
+    using Overlap = typename Base::Overlap;
     static_assert(Base::kRows == kBlocks * kBlockRows, "units of two blocks");
 
     static constexpr int kThreads = Base::kThreads;
@@ -41,16 +39,13 @@ struct GroupedGemmFp8WideSm90 : Fp8Block {
     static constexpr int kGatherThreads = Base::kGatherThreads;
     static constexpr int kScales = kTokens / kGatherThreads;  // tokens whose scales a gathering thread has
 
-    struct alignas(128) Shared {
+    struct Buffers {
         struct {
             uint8_t tokens[kTokens * 128], weights[kBlocks][kBlockBytes];
         } stage[Stages];
         float scales[Stages][kBlocks][kTokens];
-        uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
-        WorkUnit unit[kUnitSlots];
-        uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
-        uint64_t stored[kUnitSlots];
     };
+    using Shared = pipeline::Shared<Buffers, WorkUnit, kTokens, Stages>;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
 
@@ -80,7 +75,7 @@ struct GroupedGemmFp8WideSm90 : Fp8Block {
     }
 
 private:
-    // The blocks of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
+    // Returns a block of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int i) {
         return Gated ? i * (p.out_columns / kBlockRows) + work.row_block : 2 * work.row_block + i;
     }
@@ -101,7 +96,7 @@ private:
 
     static constexpr int kStripBytes = kRunStride * 128;
 
-    // Block i of a unit, strip by strip.
+    // Copies block i of a unit, strip by strip.
     static __device__ __forceinline__ void copy_strips(const CUtensorMap& weights, const GroupedGemmParams& p,
                                                        const WorkUnit& work, int block, int i, uint8_t (&to)[kBlockBytes],
                                                        uint64_t* full) {
@@ -127,24 +122,23 @@ private:
 #pragma unroll 1
             for (int block = 0; block < k_blocks; ++block, ring.advance()) {
                 if (block == fetch_block) sm90::barrier_arrive(&shared.fetch_next);
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(&shared.full[ring.slot], kBlocks * kBlockBytes);
+                uint64_t* full = pipeline::begin_stage(shared, ring, kBlocks * kBlockBytes);
 #pragma unroll
                 for (int i = 0; i < kBlocks; ++i) {
                     if constexpr (Cut) {
-                        copy_strips(weights, p, work, block, i, shared.stage[ring.slot].weights[i], &shared.full[ring.slot]);
+                        copy_strips(weights, p, work, block, i, shared.stage[ring.slot].weights[i], full);
                     } else {
                         sm90::copy_tensor_5d(shared.stage[ring.slot].weights[i], &weights,
-                                             {block * Base::kBlockK, 0, 0, 0, strips[i]}, &shared.full[ring.slot]);
+                                             {block * Base::kBlockK, 0, 0, 0, strips[i]}, full);
                     }
                 }
             }
         }
     }
 
-    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row; rows without a token keep old bytes ----
+    // ---- tokens and scales ----
 
-    // Of one K block: a thread's tokens' and the weights' blocks'.
+    // The scales of one K block: those of a thread's tokens and those of the weights' blocks.
     struct Scales {
         float token[kScales], weight[kBlocks];
     };
@@ -219,7 +213,7 @@ private:
 
     // ---- consumers ----
 
-    using Sums = float[kBlocks][kBlockRows / 2];
+    using Sums = float[kBlocks][kSums];
 
     static __device__ __forceinline__ WorkUnit next_unit(Shared& shared, RingPosition<kUnitSlots>& units) {
         WorkUnit work = shared.unit[units.slot];
@@ -239,19 +233,13 @@ private:
             const WorkUnit work = next_unit(shared, units);
             if (work.expert < 0) break;
             if (consumer * 64 >= work.count) {
-                for (int block = 0; block < k_blocks; ++block, ring.advance()) {
-                    sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
-                    sm90::barrier_arrive(&shared.empty[ring.slot]);
-                }
+                pipeline::skip_stages<true>(shared, ring, k_blocks);
                 Overlap::stored(p, shared, units.slot ^ 1);
                 await_first_stage(shared, units, ring);
                 continue;
             }
             Sums sums;
-#pragma unroll
-            for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
-                asm volatile("mov.b32 %0, 0;" : "=f"(sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)]));
-            }
+            clear(sums);
             multiply(k_blocks, row, sums, shared, ring);
             await_first_stage(shared, units, ring);
             finish(p, work, row, sums);
@@ -259,7 +247,7 @@ private:
         }
     }
 
-    // Until a stage has landed and wgmma may read it.
+    // Waits until a stage has landed and wgmma may read it.
     // NOTE: ptxas makes a MEMBAR of the fence, which waits for all loads and stores that the lane has in flight. So it comes
     // while a multiplication runs, and before a unit's outputs are stored.
     static __device__ __forceinline__ void await_stage(Shared& shared, const RingPosition<Stages>& ring) {
@@ -267,20 +255,19 @@ private:
         sm90::fence_async_proxy();
     }
 
-    // Until the next unit is known, and if there is one, for its first stage.
+    // Waits until the next unit is known, and if there is one, for its first stage.
     static __device__ __forceinline__ void await_first_stage(Shared& shared, const RingPosition<kUnitSlots>& units,
                                                              const RingPosition<Stages>& ring) {
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         if (__shfl_sync(0xFFFFFFFF, shared.unit[units.slot].expert, 0) >= 0) await_stage(shared, ring);
     }
 
-    // The unit's first stage has been waited for.
+    // Multiplies a unit, whose first stage has been waited for.
     static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
-        float product[kBlockRows / 2];
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(product[i]));
+        float product[kSums];
+        clear(product);
 #pragma unroll 1
         for (int block = 0; block < k_blocks; ++block) {
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + consumer * 8192;
@@ -310,7 +297,8 @@ private:
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
 public:
-    // Bias, router weights, activation, stores. `row`: a lane's first token; it and the second may be beyond the tile.
+    // Applies bias, router weights and activation, and stores. `row`: a lane's first token; it and the second may be beyond the
+    // tile.
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
         const int column = threadIdx.x % 4 * kRun;
 #pragma unroll
@@ -320,16 +308,10 @@ public:
         }
         int place[Fp8Block::kTokens];
         finish_tokens<kBlocks>(p, work, row, sums, place);
-        if constexpr (Gated) {
+        if constexpr (Gated)
             activate_pairs(p, work, sums);
-        } else if (p.activation.kind != ActivationKind::Identity) {
-            const ActivationFunction activation(p.activation);
-#pragma unroll
-            for (int i = 0; i < kBlocks * kBlockRows / 2; ++i) {
-                float& sum = sums[i / (kBlockRows / 2)][i % (kBlockRows / 2)];
-                sum = activation(sum);
-            }
-        }
+        else
+            activate<kBlocks>(p, sums);
 #pragma unroll
         for (int b = 0; b < (Gated ? 1 : kBlocks); ++b) {
             const int block = block_of(p, work, b);
@@ -343,7 +325,7 @@ public:
     }
 
 private:
-    // Outputs where the sums of the first block were.
+    // Leaves outputs where the sums of the first block were.
     static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
         if (p.layout == W13Layout::UpGate) {
 #pragma unroll

@@ -528,7 +528,8 @@ class HostGemms:
     def __init__(self, folder: Path, kernels: dict[str, str]) -> None:
         kinds = ("", "wide_", "wide_cut_", "ordered_", "stationary_")
         fp8 = "".join(body(f"moe/grouped_gemm_fp8_{kind}sm90") for kind in kinds)
-        text = base() + body("common/narrow") + body("common/fp8") + body("moe/fp8_block_sm90") + fp8
+        shared = ("common/narrow", "common/fp8", "gemm/pipeline", "gemm/multiply", "gemm/promote", "moe/fp8_block_sm90")
+        text = base() + "".join(map(body, shared)) + fp8
         entries = (f"KERNEL({name}, {kernel})\n" for name, kernel in kernels.items())
         self.library = build(folder, text, ENTRY + "".join(entries))
         self.library.run_all.restype = ctypes.c_char_p
