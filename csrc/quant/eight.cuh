@@ -20,7 +20,7 @@ __device__ __forceinline__ void take(const float4& low, const float4& high, floa
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// The e4m3 codes of their products with `factor`, the first in the lowest byte.
+// Returns the e4m3 codes of their products with `factor`, the first in the lowest byte.
 __device__ __forceinline__ uint2 e4m3_codes(const float (&x)[8], float factor) {
     float scaled[8];
 #pragma unroll

@@ -4,13 +4,11 @@
 
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 
-struct ExpandScales {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct ExpandScales : Cta<256> {
     static __device__ __forceinline__ void run(const ExpandScalesParams& p) {
         pdl::run(p.scales_are_older, [&] { expand(p); });
     }

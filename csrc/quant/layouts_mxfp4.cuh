@@ -5,6 +5,7 @@
 
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 namespace mxfp4 {
@@ -49,10 +50,7 @@ __device__ __forceinline__ uint32_t pairs(uint32_t quad) {
 // A thread takes rows r and r + 8 of a tile of 16 rows x 32 bytes: 16 quads, whose words are 64 bytes of the layout.
 // Grid: matrices x bands of 16 rows x parts of a band.
 template <bool kBack>
-struct Mxfp4LayoutCodes {
-    static constexpr int kThreads = 128;
-    static constexpr int kSharedBytes = 0;
-
+struct Mxfp4LayoutCodes : Cta<128> {
     static __device__ __forceinline__ void run(const LayoutMxfp4Params& p) {
         pdl::wait();
         const uint32_t tiles = p.held_columns / 32, strips = 8 * tiles, parts = (strips + kThreads - 1) / kThreads;
@@ -137,10 +135,7 @@ private:
 
 // A thread takes four bytes of the layout. Grid: matrices x bands, rows that the layout keeps together, x parts of a band.
 template <bool kBack>
-struct Mxfp4LayoutScales {
-    static constexpr int kThreads = 128;
-    static constexpr int kSharedBytes = 0;
-
+struct Mxfp4LayoutScales : Cta<128> {
     static __device__ __forceinline__ void run(const LayoutMxfp4Params& p) {
         pdl::wait();
         const uint32_t words = p.band_rows * p.held_columns / 4, parts = (words + kThreads - 1) / kThreads;

@@ -9,15 +9,14 @@
 #include "../common/int4.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/int4.rs.h"
+#include "walk.cuh"
 #include "weight_rows.cuh"
 
 namespace oxmoe {
 
 // A thread packs its 16 bytes of a block. Grid: experts x row tiles x groups of kBlocks blocks, which lie side by side along K.
 // Needs k % 32 == 0, group % 32 == 0, k % group == 0, codes aligned to 16 bytes.
-struct Int4Pack {
-    static constexpr int kThreads = 512;
-    static constexpr int kSharedBytes = 0;
+struct Int4Pack : Cta<512> {
     static constexpr int kBlocks = kThreads / 128;
 
     static __device__ __forceinline__ void run(const PackInt4Params& p) {

@@ -10,6 +10,7 @@
 #include "../common/mxfp4_e4m3.cuh"
 #include "../common/pdl.cuh"
 #include "oxmoe/src/params/quant.rs.h"
+#include "walk.cuh"
 
 namespace oxmoe {
 namespace mxfp4 {
@@ -34,7 +35,7 @@ struct Fragment {
 
     __device__ __forceinline__ uint32_t pair() const { return thread % 4; }  // of columns, within 8
 
-    // The weight row of fragment row g (`half` 0) or g + 8 (1); -1: padding.
+    // Returns the weight row of fragment row g (`half` 0) or g + 8 (1); -1: padding.
     __device__ __forceinline__ int row(const PackMxfp4Params& p, int half) const {
         const int slice = 4 * tile + thread / 32, g = thread % 32 / 4;
         if (!p.gated) return 16 * slice + 8 * half + g < p.used_rows ? 16 * slice + 8 * half + g : -1;
@@ -71,10 +72,7 @@ private:
 }  // namespace mxfp4
 
 // expert_scales[e] from the largest scale of expert e that is a number. Grid: experts.
-struct Mxfp4Peak {
-    static constexpr int kThreads = 1024;
-    static constexpr int kSharedBytes = 0;
-
+struct Mxfp4Peak : Cta<1024> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         run(p, [&](uint32_t peak) { return p.e4m3 ? mxfp4_e4m3::scale_field(peak) : 127 + (peak > 128 ? peak - 128 : 0); });
     }
@@ -106,9 +104,7 @@ struct Mxfp4Peak {
 
 // A thread packs its 16 bytes of a block. Grid: experts x row tiles x groups of kBlocks blocks, which lie side by side along K,
 // so that a CTA reads 128 bytes of each row.
-struct Mxfp4Pack {
-    static constexpr int kThreads = 512;
-    static constexpr int kSharedBytes = 0;
+struct Mxfp4Pack : Cta<512> {
     static constexpr int kBlocks = kThreads / 128;
 
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
@@ -194,12 +190,8 @@ private:
     }
 };
 
-// The inverse: codes and scales of rows below `rows` and all `row_blocks`. Grid: as
-// Mxfp4Pack.
-struct Mxfp4Unpack {
-    static constexpr int kThreads = Mxfp4Pack::kThreads;
-    static constexpr int kSharedBytes = 0;
-
+// Does the inverse of Mxfp4Pack: writes codes and scales of rows below `rows` and all `row_blocks`. Grid: as Mxfp4Pack.
+struct Mxfp4Unpack : Cta<Mxfp4Pack::kThreads> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         pdl::wait();
         const mxfp4::Fragment at(p, Mxfp4Pack::kBlocks);
@@ -237,10 +229,7 @@ private:
 };
 
 // E8M0 bytes of fp32 powers of two; `first_wrong` becomes the index of the first number that is none. Grid: any.
-struct Mxfp4ScaleBytes {
-    static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 0;
-
+struct Mxfp4ScaleBytes : Cta<256> {
     static __device__ __forceinline__ void run(const ScaleBytesParams& p) {
         pdl::wait();
         const int64_t stride = int64_t(gridDim.x) * kThreads;

@@ -8,21 +8,15 @@
 
 namespace oxmoe {
 
-// As Mxfp4Peak.
-struct Mxfp8Peak {
-    static constexpr int kThreads = Mxfp4Peak::kThreads;
-    static constexpr int kSharedBytes = 0;
-
+// Does what Mxfp4Peak does for MXFP8.
+struct Mxfp8Peak : Cta<Mxfp4Peak::kThreads> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         Mxfp4Peak::run(p, [](uint32_t peak) { return 127u + mxfp8::shift_of_peak(peak); });
     }
 };
 
-// As Mxfp4Pack: a thread packs its 32 bytes of a block.
-struct Mxfp8Pack {
-    static constexpr int kThreads = Mxfp4Pack::kThreads;
-    static constexpr int kSharedBytes = 0;
-
+// Does what Mxfp4Pack does for MXFP8: a thread packs its 32 bytes of a block.
+struct Mxfp8Pack : Cta<Mxfp4Pack::kThreads> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         pdl::wait();
         const mxfp4::Fragment at(p, Mxfp4Pack::kBlocks);

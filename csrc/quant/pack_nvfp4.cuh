@@ -9,15 +9,14 @@
 #include "../common/pdl.cuh"
 #include "../common/scale_layout.cuh"
 #include "oxmoe/src/params/nvfp4.rs.h"
+#include "walk.cuh"
 #include "weight_rows.cuh"
 
 namespace oxmoe {
 
 // A thread packs its 16 bytes of a block. Grid: experts x row tiles x groups of kBlocks blocks, which lie side by side along K.
 // Needs k % 16 == 0, codes aligned to 8 bytes.
-struct Nvfp4Pack {
-    static constexpr int kThreads = 512;
-    static constexpr int kSharedBytes = 0;
+struct Nvfp4Pack : Cta<512> {
     static constexpr int kBlocks = kThreads / 128;
 
     static __device__ __forceinline__ void run(const PackNvfp4Params& p) {

@@ -56,7 +56,7 @@ struct Place {
     __device__ __forceinline__ uint8_t& scale(const QuantizeMxfp8Params& p) const {
         return p.scales[block_scale_offset(p.tile_rows, row, group, p.padded_columns / kGroup)];
     }
-    // Of eight numbers, in a row of `columns`.
+    // Returns the index of eight numbers, in rows of `columns`.
     __device__ __forceinline__ int64_t eight(int columns) const { return int64_t(row) * (columns / 8) + group * kLanes + lane; }
 };
 
