@@ -4,6 +4,7 @@
 
 #include "../common/absent.cuh"
 #include "../common/activation.cuh"
+#include "../common/counter.cuh"
 #include "../common/element.cuh"
 #include "../common/sm90.cuh"
 #include "combine.cuh"
@@ -21,18 +22,28 @@ struct LayerCounters {
 
 namespace layer_parts {
 
-// Exact below 2^21: the error is less than half of 1 / d.
+// Returns n / d. Exact below 2^21: the error is less than half of 1 / d.
 __device__ __forceinline__ int divide(int n, int d) { return int((float(n) + 0.5f) * reciprocal_fast(float(d))); }
 
-// This CTA's part of a GEMM's output, by thread `thread` of `threads`.
+// Returns what a CTA adds to either counter: those of all CTAs add up to kLaunch.
+__device__ __forceinline__ uint32_t share_of_launch() { return blockIdx.x == 0 ? LayerCounters::kLaunch + 1 - gridDim.x : 1; }
+
+// Says that this CTA has marked its parts, waits until all CTAs have, and passes `marked`. `launch`: this launch's number.
+__device__ __forceinline__ void await_marks(LayerCounters& counters, uint32_t share, uint32_t launch, uint64_t* marked) {
+    counter::add_share(&counters.marked, share);
+    counter::wait_past(&counters.marked, (launch + 1) * LayerCounters::kLaunch);
+    sm90::barrier_arrive(marked);
+}
+
+// Marks this CTA's part of a GEMM's output absent, by thread `thread` of `threads`.
 __device__ __forceinline__ void mark_absent(const GroupedGemmParams& p, const SelectParams& select, int thread, int threads) {
     const int vectors = select.tokens * select.top_k * (p.out_columns / 8);
 #pragma unroll 1
     for (int i = blockIdx.x * threads + thread; i < vectors; i += gridDim.x * threads) absent::mark_16(p.out + size_t(i) * 16);
 }
 
-// A warp's sums of 16 weight rows and up to 8 tokens as they lie in registers, 8 lanes 16 bytes of a token: no barrier, and for
-// few tokens no more stores than turned ones.
+// Stores a warp's sums of 16 weight rows and up to 8 tokens as they lie in registers, 8 lanes 16 bytes of a token: no barrier,
+// and for few tokens no more stores than turned ones.
 template <typename Element, bool Gated, bool Activated>
 __device__ __forceinline__ void store(int first, int count, int slice, const float* sums, const GroupedGemmParams& p) {
     constexpr int kHalves = Gated ? 1 : 2;
@@ -55,8 +66,8 @@ __device__ __forceinline__ void store(int first, int count, int slice, const flo
     }
 }
 
-// Rows [first, first + count) of GEMM1's output to shared memory, as soon as they are there, by thread `thread` of `kThreads`; 16
-// bytes from column 8 c of row t to address_of(t, c), and zeros for what lies beyond k in its last 64.
+// Copies rows [first, first + count) of GEMM1's output to shared memory, as soon as they are there, by thread `thread` of
+// `kThreads`; 16 bytes from column 8 c of row t to address_of(t, c), and zeros for what lies beyond k in its last 64.
 template <int kThreads, typename Address>
 __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first_row, int count, int thread, Address address_of) {
     constexpr int kBatch = 4;
@@ -93,7 +104,7 @@ __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first
     }
 }
 
-// This CTA's part of the layer's output, by thread `thread` of 128: groups of 8 threads with 32 bytes of a row.
+// Combines this CTA's part of the layer's output, by thread `thread` of 128: groups of 8 threads with 32 bytes of a row.
 template <typename Element, typename Slots>
 __device__ __forceinline__ void combine(const CombineParams& p, const Slots& slots, int thread) {
     using Vector = uint32_t;

@@ -16,6 +16,7 @@
 #include <cuda.h>
 
 #include "../common/counter.cuh"
+#include "../gemm/pipeline.cuh"
 #include "combine.cuh"
 #include "grouped_gemm_sm90.cuh"
 
@@ -76,7 +77,7 @@ struct LayerSm90 {
 
 private:
     static __device__ __forceinline__ int row_blocks(const GroupedGemmParams& p) { return (p.rows + kRows - 1) / kRows; }
-    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return Down::k_blocks(p); }
 
     struct Unit {
         WorkUnit work;
@@ -115,11 +116,9 @@ private:
             const CUtensorMap* weights = unit.down ? &down_weights : &up_weights;
             const int blocks = k_blocks(unit.down ? p.down : p.up);
             for (int block = 0; block < blocks; ++block, ring.advance()) {
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
+                uint64_t* full = pipeline::begin_stage(shared, ring, kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, weights,
-                                     {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert},
-                                     &shared.full[ring.slot]);
+                                     {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert}, full);
             }
         }
     }

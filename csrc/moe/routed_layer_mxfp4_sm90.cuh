@@ -17,7 +17,6 @@
 #include <cstdint>
 
 #include "../common/absent.cuh"
-#include "../common/counter.cuh"
 #include "../common/mxfp4.cuh"
 #include "../common/sm80.cuh"
 #include "few_slots.cuh"
@@ -366,22 +365,17 @@ private:
 
     static __device__ __forceinline__ void help(const RoutedLayerParams& params, LayerCounters& counters, Shared& shared) {
         constexpr int kHelperThreads = 32 * kHelpers;
-        constexpr uint32_t kLaunch = LayerCounters::kLaunch;
         const LayerParams& p = params.layer;
         const int thread = threadIdx.x - 32 * kConsumers;
-        const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
+        const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
-        if (thread == 0) launch = atomicAdd(&counters.started, share) / kLaunch;
+        if (thread == 0) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
         copy_input(p.up, params.select.tokens, thread, input_of(shared));
         sm90::copy_async_arrive(&shared.input);
         layer_parts::mark_absent(p.up, params.select, thread, kHelperThreads);
         layer_parts::mark_absent(p.down, params.select, thread, kHelperThreads);
         sm90::named_barrier(1, kHelperThreads);
-        if (thread == 0) {
-            counter::add_share(&counters.marked, share);
-            counter::wait_past(&counters.marked, (launch + 1) * kLaunch);
-            sm90::barrier_arrive(&shared.marked);
-        }
+        if (thread == 0) layer_parts::await_marks(counters, share, launch, &shared.marked);
         sm90::named_barrier(2, kThreads);
         const Units units(p, shared.slots.tile_count());
         const Layout layout(params, shared, units);

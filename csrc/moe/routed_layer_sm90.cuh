@@ -19,7 +19,7 @@
 #include <cuda.h>
 
 #include "../common/absent.cuh"
-#include "../common/counter.cuh"
+#include "../gemm/pipeline.cuh"
 #include "few_slots.cuh"
 #include "grouped_gemm_sm90.cuh"
 #include "layer_parts.cuh"
@@ -82,10 +82,9 @@ struct RoutedLayerSm90 {
         __syncthreads();
         pdl::wait();
         pdl::launch_dependents();
-        constexpr uint32_t kLaunch = LayerCounters::kLaunch;
-        const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
+        const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
-        if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / kLaunch;
+        if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
         shared.slots.template route<kThreads>(p.select, p.experts, p.first_expert);
         if (warp >= 4) {
             consume(p, shared);
@@ -97,17 +96,13 @@ struct RoutedLayerSm90 {
             layer_parts::mark_absent(p.layer.up, p.select, threadIdx.x % 32, 32);
             layer_parts::mark_absent(p.layer.down, p.select, threadIdx.x % 32, 32);
             __syncwarp();
-            if (threadIdx.x == 96) {
-                counter::add_share(&counters.marked, share);
-                counter::wait_past(&counters.marked, (launch + 1) * kLaunch);
-                sm90::barrier_arrive(&shared.marked);
-            }
+            if (threadIdx.x == 96) layer_parts::await_marks(counters, share, launch, &shared.marked);
         }
     }
 
 private:
     static __device__ __forceinline__ int row_blocks(const GroupedGemmParams& p) { return (p.rows + kRows - 1) / kRows; }
-    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return Down::k_blocks(p); }
 
     // ---- units: GEMM1's in a fixed stride, then GEMM2's ----
 
@@ -170,13 +165,11 @@ private:
             const int blocks = k_blocks(unit.down ? p.layer.down : p.layer.up);
 #pragma unroll 1
             for (int block = 0; block < blocks; ++block, ring.advance()) {
-                sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-                sm90::barrier_arrive_expect(&shared.full[ring.slot], kWeightBytes);
+                uint64_t* full = pipeline::begin_stage(shared, ring, kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, weights,
-                                     {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert},
-                                     &shared.full[ring.slot]);
+                                     {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert}, full);
                 // GEMM2's tokens come another way.
-                if (unit.down) sm90::barrier_arrive(&shared.full[ring.slot], kCopyThreads);
+                if (unit.down) sm90::barrier_arrive(full, kCopyThreads);
             }
         }
     }
