@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::kernel::Stream;
 use crate::variants::Variant;
 use cudarc::driver::result;
+use std::fmt::Display;
 use std::sync::{Mutex, OnceLock};
 
 /// Workspaces of a device that have a part of the array.
@@ -108,7 +109,13 @@ fn array(gpu: &Gpu) -> Result<usize> {
 }
 
 /// The counters of the next launch on this stream. `own`: room for them in the workspace.
-pub fn of_launch(stream: &Stream<'_>, op: &str, counts: Counts, workspace: *mut u8, own: *mut i32) -> Result<*mut i32> {
+pub fn of_launch(
+    stream: &Stream<'_>,
+    op: impl Display,
+    counts: Counts,
+    workspace: *mut u8,
+    own: *mut i32,
+) -> Result<*mut i32> {
     let gpu = stream.gpu();
     if let Some(part) = part(gpu.ordinal, workspace as usize) {
         return Ok((array(gpu)? + part * PART + counts.offset()) as *mut i32);

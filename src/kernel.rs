@@ -10,6 +10,7 @@ use crate::tma::TensorMap;
 use crate::variants::{routing, Family, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
+use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
@@ -121,7 +122,7 @@ macro_rules! behind_two_maps {
 behind_two_maps! { LayerParams OrderedGemmParams RoutedLayerParams }
 
 /// An error where the kernel takes other types than these: it would read past what it is given.
-fn require(op: &str, variant: &Variant, types: &[&str]) -> Result<()> {
+fn require(op: &dyn Display, variant: &Variant, types: &[&str]) -> Result<()> {
     let expected = variant.row().parameters;
     if expected.len() == types.len() && expected.iter().zip(types).all(|((expected, _), given)| expected == given) {
         return Ok(());
@@ -290,7 +291,7 @@ impl<'a> Stream<'a> {
     ///
     /// # Safety
     /// This device's memory, which the caller may write.
-    pub unsafe fn zero(&self, op: &str, to: *mut i32, count: usize) -> Result<()> {
+    pub unsafe fn zero(&self, op: impl Display, to: *mut i32, count: usize) -> Result<()> {
         // SAFETY: the caller's contract.
         unsafe { result::memset_d8_async(to as u64, 0, 4 * count, self.raw) }
             .map_err(|e| cuda_error(format_args!("{op}: zeroing {count} counters"), e))
@@ -331,8 +332,8 @@ impl<'a> Stream<'a> {
 
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
-    pub fn launch<A: Arguments>(&self, op: &str, launch: &Launch, arguments: A) -> Result<()> {
-        require(op, &launch.variant, A::TYPES)?;
+    pub fn launch<A: Arguments>(&self, op: impl Display, launch: &Launch, arguments: A) -> Result<()> {
+        require(&op, &launch.variant, A::TYPES)?;
         let (index, function) = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -373,12 +374,12 @@ impl<'a> Stream<'a> {
         // until the call returns; device memory behind them was checked by the op's contract.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
-            .map_err(|e| self.launch_error(op, launch, e))?;
+            .map_err(|e| self.launch_error(&op, launch, e))?;
         LAUNCHES[index].fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    fn launch_error(&self, op: &str, launch: &Launch, error: result::DriverError) -> Error {
+    fn launch_error(&self, op: &dyn Display, launch: &Launch, error: result::DriverError) -> Error {
         if error.0 != sys::CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE {
             return cuda_error(format_args!("{op}: launching {launch}"), error);
         }

@@ -471,6 +471,11 @@ impl Variant {
         }
     }
 
+    /// Whether it reads weights through a tensor map.
+    pub fn reads_through_a_map(&self) -> bool {
+        self.row().parameters[0].0 == "CUtensorMap"
+    }
+
     /// The shape, as (row tiles, consumers), of the tensor map that it reads weights through.
     pub fn map_shape(&self) -> (u32, u32) {
         (self.row_tiles, self.consumers)

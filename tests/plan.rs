@@ -5,9 +5,10 @@ mod legal;
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
-use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{self, Experts, GemmsPlan, MoeDesc, MoePlan, MoeWorkspace};
+use _oxmoe::moe::plan::{
+    self, CallDesc, Experts, GemmsPlan, InOrder, MoeDesc, MoePlan, Program, Source, Task, Workspace, X,
+};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::{Format, Weights};
 use _oxmoe::variants::{self, Family, Variant};
@@ -112,77 +113,88 @@ fn gemms(plan: &MoePlan) -> Vec<Launch> {
     }
 }
 
+/// A call on rows in order.
+fn in_order(layer: LayerDesc, rows: InOrder, quantizes_x: bool) -> CallDesc {
+    CallDesc { x: if quantizes_x { X::Plain } else { X::Codes }, ..CallDesc::new(layer, Source::InOrder(rows)) }
+}
+
 /// Every layer that is served without routing, with rows expected and room for them.
-fn masked_descs(device: &Device) -> impl Iterator<Item = MaskedDesc> + '_ {
+fn calls_in_order(device: &Device) -> impl Iterator<Item = (CallDesc, InOrder)> + '_ {
     layers_on(device).flat_map(|(layer, _)| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
-            let rows = most * layer.experts;
-            [(true, true), (false, true), (true, false)].map(|(quantizes_x, finds_tiles)| MaskedDesc {
-                layer,
-                rows,
-                expected,
-                quantizes_x,
-                finds_tiles,
+            [(true, true), (false, true), (true, false)].map(|(quantizes_x, finds_tiles)| {
+                let rows = InOrder { rows: most * layer.experts, expected, finds_tiles };
+                (in_order(layer, rows, quantizes_x), rows)
             })
         })
     })
 }
 
-fn masked_plan(desc: &MaskedDesc, device: &Device) -> MaskedPlan {
-    MaskedPlan::new(desc, device).unwrap_or_else(|e| panic!("{desc:?} on {device:?}: {e}"))
+fn program_of(call: &CallDesc, device: &Device) -> Program {
+    plan::program(call, Some(device)).unwrap_or_else(|e| panic!("{call:?} on {device:?}: {e}"))
+}
+
+fn has(program: &Program, task: Task) -> bool {
+    program.steps().any(|step| step.task == task)
 }
 
 #[test]
-fn masked_plans_fit() {
+fn programs_of_rows_in_order_fit() {
     for device in devices() {
-        for desc in masked_descs(&device) {
-            let (plan, w) = (masked_plan(&desc, &device), masked::workspace(&desc.layer, desc.rows));
-            let tiles = desc.layer.experts as u64
-                * (desc.rows as u64 / desc.layer.experts as u64).div_ceil(plan.gemms.tile_tokens as u64);
-            assert!(tiles <= plan.max_tiles as u64 && plan.gemms.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
-            assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{desc:?} on {device:?}");
-            let counts = desc.layer.format == Format::Fp8Block || desc.layer.format.spec().block == 1;
-            let awaited = if counts { 3 + desc.layer.experts as usize } else { 0 };
+        for (call, in_order) in calls_in_order(&device) {
+            let (program, layer) = (program_of(&call, &device), call.layer);
+            let (w, tile_tokens) = (program.workspace, program.schedule.tile_tokens);
+            assert_eq!(w, Workspace::of_rows(&layer, in_order.rows), "not the same on every GPU");
+            let tiles =
+                layer.experts as u64 * (in_order.rows as u64 / layer.experts as u64).div_ceil(tile_tokens as u64);
+            assert!(tiles <= program.max_tiles as u64 && tile_tokens % 16 == 0, "{call:?} on {device:?}");
+            assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{call:?} on {device:?}");
+            let counts = layer.format == Format::Fp8Block || layer.format.spec().block == 1;
+            let awaited = if counts { 3 + layer.experts as usize } else { 0 };
             // What a launch without a schedule counts in; x in codes is of fp8 formats.
-            let alone = plan.schedule.is_none() && desc.quantizes_x;
-            assert!(!alone || w.counters.bytes >= 4 * (2 + desc.layer.experts as usize), "{desc:?} on {device:?}");
-            let finds = matches!(desc.layer.format, Format::Mxfp4 | Format::Nvfp4 | Format::Int4 | Format::Int4Zeros)
-                && desc.layer.experts <= 128;
-            let own = if finds { 2 + desc.layer.experts as usize } else { 0 };
+            let alone = has(&program, Task::BothGemmsOfRows) && call.x == X::Plain;
+            assert!(!alone || w.counters.bytes >= 4 * (2 + layer.experts as usize), "{call:?} on {device:?}");
+            let finds = matches!(layer.format, Format::Mxfp4 | Format::Nvfp4 | Format::Int4 | Format::Int4Zeros)
+                && layer.experts <= 128;
+            let own = if finds { 2 + layer.experts as usize } else { 0 };
             assert_eq!(w.counters.bytes, 4 * awaited.max(own).max(4));
-            let asked = plan.launches();
+            let asked: Vec<Launch> = program.launches().collect();
             assert!(asked.iter().all(|l| l.grid > 0 && l.shared_bytes <= device.shared_bytes), "{asked:?}");
-            let loaded: HashSet<Variant> = plan::reachable(&device, &desc.layer).into_iter().collect();
+            let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
             for l in &asked {
                 assert!(
                     loaded.contains(&l.variant) && l.variant.runs_on(device.arch.image()),
-                    "{desc:?} on {device:?}: {l}"
+                    "{call:?} on {device:?}: {l}"
                 );
             }
             // Codes of x, then of GEMM1's output.
-            let widest = desc.layer.hidden.max(desc.layer.intermediate);
-            let codes = if desc.layer.format == Format::Mxfp4A8 { plan::e4m3_columns(widest) } else { 0 };
-            assert_eq!(w.hidden_e4m3.bytes, desc.rows as usize * codes);
+            let widest = layer.hidden.max(layer.intermediate);
+            let codes = if layer.format == Format::Mxfp4A8 { plan::e4m3_columns(widest) } else { 0 };
+            assert_eq!(w.hidden_e4m3.bytes, in_order.rows as usize * codes);
             // What is expected chooses the tile and GEMM2's kernel alone.
-            let other = masked_plan(&MaskedDesc { expected: desc.expected + 1, ..desc }, &device);
-            let like = MaskedPlan { gemms: GemmsPlan { down: plan.gemms.down, ..other.gemms }, ..other };
-            assert!(other.gemms.tile_tokens != plan.gemms.tile_tokens || like == plan, "{desc:?} on {device:?}");
+            let expected = InOrder { expected: in_order.expected + 1, ..in_order };
+            let other = program_of(&CallDesc { source: Source::InOrder(expected), ..call }, &device);
+            let but_gemm2 = |program: &Program| {
+                program.steps().copied().filter(|step| step.task != Task::Gemm2).collect::<Vec<_>>()
+            };
+            let like =
+                (other.gemms, other.rounds, but_gemm2(&other)) == (program.gemms, program.rounds, but_gemm2(&program));
+            assert!(other.schedule.tile_tokens != tile_tokens || like, "{call:?} on {device:?}");
         }
     }
 }
 
 #[test]
-fn masked_plans_quantise_what_gemm1_does_not() {
+fn programs_of_rows_in_order_quantise_what_gemm1_does_not() {
     let device = Device::typical(Arch::SM90);
     let names_of = |intermediate, format: Format, expected| {
         let layer =
             LayerDesc { experts: 32, hidden: 7168, intermediate, gated: true, dtype: format.spec().compute, format };
-        let plan = masked_plan(
-            &MaskedDesc { layer, rows: 32 * 1024, expected, quantizes_x: true, finds_tiles: true },
-            &device,
-        );
-        assert!(plan.launches().iter().all(|l| l.grid <= 8 * device.multiprocessors), "{plan:?}");
-        plan.gemms.quantize.map(|side| side.into_iter().flatten().map(|l| l.variant.symbol()).collect::<Vec<_>>())
+        let rows = InOrder { rows: 32 * 1024, expected, finds_tiles: true };
+        let program = program_of(&in_order(layer, rows, true), &device);
+        assert!(program.launches().all(|l| l.grid <= 8 * device.multiprocessors), "{program:?}");
+        [Task::RoundX, Task::RoundHidden]
+            .map(|task| program.launches_of(task).map(|l| l.variant.symbol()).collect::<Vec<_>>())
     };
     let names = |format, expected| names_of(2048, format, expected);
     for expected in [10, 102, 1024] {
@@ -211,7 +223,9 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
             let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
             chosen.extend(alone.map(|l| l.variant));
         }
-        chosen.extend(masked_descs(&device).flat_map(|desc| masked_plan(&desc, &device).launches()).map(|l| l.variant));
+        for (call, _) in calls_in_order(&device) {
+            chosen.extend(program_of(&call, &device).launches().map(|l| l.variant));
+        }
         chosen.insert(routing::ragged(1).variant);
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
@@ -332,16 +346,19 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
             let both = gemms.up.variant.has_both_gemms();
             assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
         }
-        for desc in masked_descs(&device) {
-            let plan = masked_plan(&desc, &device);
-            let gemms = &plan.gemms;
-            let both = gemms.down.is_none() && gemms.quantize == [[None; 2]; 2];
-            assert_eq!(plan.schedule.is_none(), both && desc.finds_tiles && desc.layer.experts <= 128, "{plan:?}");
-            let both = gemms.up.variant.has_both_gemms();
-            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+        for (call, in_order) in calls_in_order(&device) {
+            let program = program_of(&call, &device);
+            let both = has(&program, Task::BothGemms) || has(&program, Task::BothGemmsOfRows);
+            let both_alone = both && !has(&program, Task::RoundX) && !has(&program, Task::RoundHidden);
+            let finds = has(&program, Task::BothGemmsOfRows);
+            assert_eq!(finds, both_alone && in_order.finds_tiles && call.layer.experts <= 128, "{program:?}");
+            assert_eq!(has(&program, Task::Schedule), !finds, "{program:?}");
+            let rounds_between = both && has(&program, Task::RoundHidden);
+            let has_both = program.launches().any(|l| l.variant.has_both_gemms());
+            assert_eq!((both, rounds_between), (has_both, false), "{program:?}");
             // x in codes is of fp8 formats.
-            let numbers = plan.schedule.is_none() && desc.quantizes_x;
-            alone.extend(numbers.then_some(desc.layer.format.spec().name));
+            let numbers = finds && call.x == X::Plain;
+            alone.extend(numbers.then_some(call.layer.format.spec().name));
         }
     }
     assert_eq!(alone, HashSet::from(["mxfp4", "nvfp4", "int4", "int4-zeros"]));
@@ -410,7 +427,7 @@ fn schedule_fits_its_range() {
             assert!(plan.workspace.counters.bytes >= 8, "LayerCounters");
             assert_eq!(
                 plan.workspace,
-                plan::workspace(&desc.layer, desc.tokens, desc.top_k),
+                Workspace::of_slots(&desc.layer, desc.tokens, desc.top_k),
                 "not the same on every GPU"
             );
         }
@@ -418,12 +435,12 @@ fn schedule_fits_its_range() {
     let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32, format: Format::F32 };
     for tokens in 0..200 {
         let most = plan::max_tiles(tokens * 3, cpu.experts, plan::CPU_TILE_TOKENS) as usize;
-        assert!(most * size_of::<Tile>() <= plan::workspace(&cpu, tokens, 3).tiles.bytes);
+        assert!(most * size_of::<Tile>() <= Workspace::of_slots(&cpu, tokens, 3).tiles.bytes);
     }
 }
 
 /// (offset, bytes a kernel may touch) of each range, in their order.
-fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
+fn needs(w: &Workspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
     let inner = (layer.intermediate as usize).next_multiple_of(if layer.format.is_fp8() { 128 } else { 1 });
@@ -458,7 +475,7 @@ fn needs(w: &MoeWorkspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usiz
 fn workspace_is_exact_aligned_and_disjoint() {
     for (layer, top_k) in layers() {
         for tokens in [0, 1, 5, 130, 4096] {
-            let w = plan::workspace(&layer, tokens, top_k);
+            let w = Workspace::of_slots(&layer, tokens, top_k);
             let mut ranges = needs(&w, &layer, tokens, top_k).to_vec();
             for &(_, bytes, need) in &ranges {
                 assert_eq!(bytes, need, "{layer:?} {tokens}");
@@ -483,7 +500,7 @@ fn workspace_never_shrinks_with_tokens() {
     for (layer, top_k) in layers() {
         let mut before = 0;
         for tokens in (0..2000).chain((2000..70_000).step_by(997)) {
-            let bytes = plan::workspace(&layer, tokens, top_k).bytes;
+            let bytes = Workspace::of_slots(&layer, tokens, top_k).bytes;
             assert!(bytes >= before, "{layer:?}: {tokens} tokens need {bytes}, fewer needed {before}");
             before = bytes;
         }
@@ -507,7 +524,9 @@ fn floor_of_known_layers() {
         let dtype = format.spec().compute;
         let layer = LayerDesc { experts: 8, hidden: 1000, intermediate: 500, gated, dtype, format };
         let desc = MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false, plain_x: true };
-        let got = plan::floor(&desc, &device);
+        let source = CallDesc::from(&desc).source;
+        let Source::Routed(routed) = source else { panic!("{source:?}") };
+        let got = plan::floor(&layer, &routed, &device);
         let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b.abs();
         assert!(near(got.0, memory) && near(got.1, compute), "{format:?}, {tokens} tokens: {got:?}");
     };

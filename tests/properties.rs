@@ -9,9 +9,8 @@ use _oxmoe::cpu::{pack_mxfp4, unpack_mxfp4};
 use _oxmoe::dense::plan::MmPlan;
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
-use _oxmoe::moe::plan::masked::{self, MaskedDesc, MaskedPlan};
 use _oxmoe::moe::plan::routing::Logits;
-use _oxmoe::moe::plan::{self, MoeDesc, MoePlan};
+use _oxmoe::moe::plan::{self, CallDesc, InOrder, MoeDesc, MoePlan, Source, Workspace, X};
 use _oxmoe::params::{PackMxfp4Params, Tile, W13Layout};
 use _oxmoe::quant::layouts::{cutlass, hopper, Conversion, Layout, Matrices};
 use _oxmoe::quant::nvfp4::ScaleLayout;
@@ -119,7 +118,7 @@ fn every_plan_fits_its_device() {
             assert!(loaded.contains(&l.variant), "{l:?} {}", say());
             legal::assert_launch(&l, &device, &|| format!("{l:?} {}", say()));
         }
-        assert_eq!(plan.workspace, plan::workspace(&desc.layer, desc.tokens, desc.top_k), "{}", say());
+        assert_eq!(plan.workspace, Workspace::of_slots(&desc.layer, desc.tokens, desc.top_k), "{}", say());
         assert!(plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes, "{}", say());
         assert!(plan.counter_count() as usize * 4 <= plan.workspace.counters.bytes, "{}", say());
         let again = MoePlan::new(&desc, &device).expect("as before");
@@ -128,22 +127,24 @@ fn every_plan_fits_its_device() {
 }
 
 #[test]
-fn every_masked_plan_fits_its_device() {
+fn every_program_of_rows_in_order_fits_its_device() {
     let rows = (size(12), 0..=4096i64, any::<(bool, bool)>());
     check((layers(), rows, devices()), |(layer, (expected, each, (quantizes_x, finds_tiles)), device)| {
         if plan::require(&layer, &device).is_err() {
             return;
         }
-        let desc = MaskedDesc { layer, rows: each * layer.experts, expected, quantizes_x, finds_tiles };
-        let say = || format!("{desc:?} on {device:?}");
-        let plan = MaskedPlan::new(&desc, &device).unwrap_or_else(|e| panic!("{}: {e}", say()));
-        for l in plan.launches() {
+        let rows = each * layer.experts;
+        let source = Source::InOrder(InOrder { rows, expected, finds_tiles });
+        let call = CallDesc { x: if quantizes_x { X::Plain } else { X::Codes }, ..CallDesc::new(layer, source) };
+        let say = || format!("{call:?} on {device:?}");
+        let program = plan::program(&call, Some(&device)).unwrap_or_else(|e| panic!("{}: {e}", say()));
+        for l in program.launches() {
             legal::assert_launch(&l, &device, &|| format!("{l:?} {}", say()));
         }
-        let w = masked::workspace(&layer, desc.rows);
+        let w = program.workspace;
         legal::assert_workspace(&w, &say);
-        assert!(plan.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{}", say());
-        assert!(masked::workspace(&layer, desc.rows + 1).bytes >= w.bytes, "{}", say());
+        assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{}", say());
+        assert!(Workspace::of_rows(&layer, rows + 1).bytes >= w.bytes, "{}", say());
     });
 }
 
@@ -151,9 +152,9 @@ fn every_masked_plan_fits_its_device() {
 fn workspaces_are_ranges_apart_and_grow_with_tokens() {
     check((layers(), size(17), size(17), size(5)), |(layer, tokens, more, top_k)| {
         let say = || format!("{layer:?}, {tokens} and {more} more tokens, top-{top_k}");
-        let w = plan::workspace(&layer, tokens, top_k);
+        let w = Workspace::of_slots(&layer, tokens, top_k);
         legal::assert_workspace(&w, &say);
-        assert!(plan::workspace(&layer, tokens + more, top_k).bytes >= w.bytes, "{}", say());
+        assert!(Workspace::of_slots(&layer, tokens + more, top_k).bytes >= w.bytes, "{}", say());
         let slots = (tokens * top_k) as usize;
         assert_eq!(w.hidden.bytes, slots * layer.intermediate as usize * 2, "{}", say());
     });

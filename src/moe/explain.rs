@@ -1,6 +1,7 @@
 //! What can be asked about a layer without running it: its workspace and its plan.
 
-use super::plan::{self, routing::Logits, MoeDesc};
+use super::call::require_countable;
+use super::plan::{self, routing::Logits, CallDesc, MoeDesc, Routed, Source, Workspace};
 use super::weights::ExpertWeights;
 use super::MAX_TOP_K;
 use crate::contract;
@@ -10,6 +11,11 @@ use crate::error::{guard, Result};
 use crate::quant;
 use pyo3::prelude::*;
 
+/// A routed call whose ids are given.
+fn of_tokens(tokens: i64, top_k: i64) -> Source {
+    Source::Routed(Routed { tokens, top_k, logits: None, routes_inside: false })
+}
+
 #[doc = crate::help!("workspace_bytes")]
 #[pyfunction(crate = "crate::python")]
 pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
@@ -18,8 +24,8 @@ pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_
             contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
         }
         let layer = weights.get().desc();
-        super::require_countable("num_tokens", layer, num_tokens, top_k)?;
-        Ok(plan::workspace(layer, num_tokens, top_k).bytes)
+        require_countable("num_tokens", layer, of_tokens(num_tokens, top_k))?;
+        Ok(Workspace::of_slots(layer, num_tokens, top_k).bytes)
     })
 }
 
@@ -37,8 +43,8 @@ pub fn shape_workspace_bytes(
 ) -> PyResult<usize> {
     guard(|| {
         let layer = described((num_experts, top_k, hidden_size, intermediate_size), num_tokens, format, gated)?;
-        super::require_countable("num_tokens", &layer, num_tokens, top_k)?;
-        Ok(plan::workspace(&layer, num_tokens, top_k).bytes)
+        require_countable("num_tokens", &layer, of_tokens(num_tokens, top_k))?;
+        Ok(Workspace::of_slots(&layer, num_tokens, top_k).bytes)
     })
 }
 
@@ -116,6 +122,6 @@ pub fn explain(
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };
-        plan::explain(&desc, device.as_ref())
+        plan::explain(&CallDesc::from(&desc), device.as_ref())
     })
 }

@@ -19,7 +19,7 @@ use super::plan::{MoeDesc, MoeWorkspace};
 use super::rounding::Rounding;
 use crate::contract;
 use crate::error::Result;
-use crate::params::{GroupedGemmParams, RouteParams, ScheduleParams};
+use crate::params::{GroupedGemmParams, RouteParams};
 use crate::quant::Activations;
 use crate::tensor::Contract;
 use pyo3::prelude::*;
@@ -96,26 +96,6 @@ pub fn round_slots(
             let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
             let room = (room, route.tile_tokens, in_one_launch);
             (nvfp4::rounding(layer, (scales, Some(route.tokens)), room, (up, down)), None)
-        }
-    }
-}
-
-/// The roundings of a call whose rows lie in the experts' order, by the tiles of its schedule. GEMM2 writes to `out`.
-pub fn round_rows(
-    layer: &Layer,
-    workspace: (&MoeWorkspace, *mut u8),
-    (out, schedule, in_one_launch): (*mut u8, &ScheduleParams, bool),
-    x_scales: Option<*const u8>,
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> Roundings {
-    match layer.desc.format.activations() {
-        Activations::Fp8(_) => fp8::round_rows(layer, workspace, schedule, x_scales, (up, down)),
-        Activations::E4m3Rows => (mxfp4_a8::round_rows(layer, workspace, (out, schedule), (up, down)).map(Some), None),
-        Activations::Mxfp8 => (mxfp8::round_rows(workspace, (out, schedule), (up, down)).map(Some), None),
-        Activations::Kept | Activations::Nvfp4 => {
-            let scales = x_scales.unwrap_or(std::ptr::null());
-            let room = (nvfp4::Room { tokens: out, slots: out }, schedule.tile_tokens, in_one_launch);
-            (nvfp4::rounding(layer, (scales, None), room, (up, down)), None)
         }
     }
 }

@@ -2,12 +2,11 @@
 
 use super::layer::Layer;
 use super::plan::{sm90, Counters, Overlap};
-use crate::counters::{self, Counts};
 use crate::error::{Error, Result};
 use crate::kernel::{Launch, Stream};
 use crate::params::{
     Activation, ActivationKind, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams, RoutedLayerParams,
-    ScheduleParams, Tile,
+    Tile,
 };
 use crate::tma::{self, TensorMap};
 use crate::variants::Family;
@@ -192,31 +191,6 @@ fn pair(up: &GroupedGemmParams, down: &GroupedGemmParams) -> GemmPairParams {
         tile_step: 1,
         counters: std::ptr::null_mut(),
     }
-}
-
-/// The same of rows that lie expert by expert, whose schedule nobody has made. `workspace`: where it starts, by which its counters
-/// are known.
-pub fn launch_both_of_rows(
-    stream: &Stream<'_>,
-    op: &str,
-    launch: &Launch,
-    (up, down): (&GroupedGemmParams, &GroupedGemmParams),
-    schedule: &ScheduleParams,
-    workspace: *mut u8,
-) -> Result<()> {
-    let counts = Counts::Pair { experts: schedule.experts.into() };
-    let counters = counters::of_launch(stream, op, counts, workspace, schedule.counters)?;
-    let of_rows = GemmPairParams {
-        tiles: std::ptr::null_mut(),
-        row_counts: schedule.row_counts,
-        experts: schedule.experts,
-        rows_each: schedule.rows_each,
-        tile_tokens: schedule.tile_tokens,
-        tile_step: schedule.tile_step,
-        counters,
-        ..pair(&GroupedGemmParams { next_unit: counters, ..*up }, down)
-    };
-    stream.launch(op, launch, &of_rows)
 }
 
 /// The maps of both weights for a layer in one launch.

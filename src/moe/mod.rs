@@ -1,5 +1,6 @@
 //! The MoE layer: contract → plan → launches, top to bottom.
 
+mod call;
 pub mod explain;
 mod formats;
 mod gemms;
@@ -13,11 +14,14 @@ mod numbers_of;
 mod operands;
 mod options;
 mod packing;
+mod parameters;
 mod per_expert;
 pub mod plan;
 mod rounding;
+mod rounds;
 mod routed;
 pub mod routing;
+mod run;
 mod scale_bytes;
 mod scratch;
 mod tokens;
@@ -27,12 +31,11 @@ pub mod weights;
 
 use crate::contract;
 use crate::cpu;
-use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Error, Result};
 use crate::kernel::Stream;
 use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
-use crate::quant::{self, Activations, Format};
+use crate::quant::{self, Format};
 use crate::stats;
 use crate::tensor::{Contract, Dim, Elem, Place, View};
 pub use formats::add_constructors;
@@ -165,7 +168,7 @@ impl Stages {
             hidden: layer.desc.hidden as i32,
             scale: options.routed_scaling_factor,
             keep_slots: options.no_combine,
-            columns: plan::combine_columns(desc) as i32,
+            columns: plan::combine_columns(desc.tokens, layer.desc.hidden) as i32,
         };
         let (rounding, fp8) =
             formats::round_slots(layer, desc, (ws, base), (&route, in_one_launch), x_scales, (&mut up, &mut down));
@@ -212,21 +215,6 @@ impl Stages {
 
 const MAX_TOP_K: i64 = 32;
 
-/// An error where kernels could not count a batch: slots in 31 bits, vectors of 8 elements (1 in odd rows) in 32.
-fn require_countable(operand: &str, layer: &LayerDesc, tokens: i64, top_k: i64) -> Result<()> {
-    let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
-    let slots = tokens.saturating_mul(top_k);
-    // Rows may be rounded once for each of their slots.
-    let rows = if layer.format.activations() == Activations::Nvfp4 { slots } else { tokens };
-    let elements = rows.saturating_mul(layer.hidden.max(layer.inner()));
-    if slots > i64::from(i32::MAX) / 2 || elements / vector > i64::from(i32::MAX) {
-        return Err(Error::Unsupported(format!(
-            "{operand}: {tokens} tokens x top-{top_k} is beyond 2^30 slots or {vector} x 2^31 elements; split the batch"
-        )));
-    }
-    Ok(())
-}
-
 /// The layer on borrowed tensors.
 struct Call<'a, 'py> {
     layer: &'a Layer,
@@ -243,7 +231,7 @@ impl<'py> Call<'_, 'py> {
     fn run(self, mut contract: Contract<'_>) -> Result<Bound<'py, PyAny>> {
         let (x, layer, desc) = (&self.tokens.x, self.layer, &self.desc);
         let py = x.object().py();
-        require_countable("x", &layer.desc, desc.tokens, desc.top_k)?;
+        call::require_countable("x", &layer.desc, plan::CallDesc::from(desc).source)?;
         let out_elem = elem(layer.desc.dtype);
         let out = match self.out {
             // GEMM1 has read x before anything is written to out.
@@ -286,7 +274,7 @@ impl<'py> Call<'_, 'py> {
         };
         match x.place {
             Place::Cpu => {
-                let explained = || plan::explain(desc, None).unwrap_or_else(|e| e.to_string());
+                let explained = || plan::explain(&desc.into(), None).unwrap_or_else(|e| e.to_string());
                 stats::log_plan(|| format!("{desc:?} on the CPU"), explained);
                 let stages = stages(Tiling::on_cpu(desc));
                 checked.on_cpu(py, || stages.run_cpu(layer));
@@ -296,7 +284,7 @@ impl<'py> Call<'_, 'py> {
                 let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
                 routed::whole_or_part(&stream, |device| {
                     let plan = MoePlan::new(desc, device)?;
-                    let explained = || plan::explain(desc, Some(device)).unwrap_or_else(|e| e.to_string());
+                    let explained = || plan::explain(&desc.into(), Some(device)).unwrap_or_else(|e| e.to_string());
                     stats::log_plan(|| format!("{desc:?} on {ordinal}, {}", device.whole), explained);
                     stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)
                 })?;

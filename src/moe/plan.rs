@@ -5,29 +5,33 @@ mod counters;
 pub mod fp8_sm90;
 mod gemms;
 mod kernels;
-pub mod masked;
 mod packed_sm90;
 mod portable;
+pub mod program;
 mod rounding;
+pub mod rounds;
 pub mod routing;
 pub mod sm90;
 mod tiles;
+pub mod workspace;
 
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::params::{Dtype, Fp8Scaling, Tile};
-use crate::quant::fp8::GROUP;
+use crate::params::{Dtype, Fp8Scaling};
 use crate::quant::{Activations, Format};
 use crate::variants::{self, Element, Family, Variant};
-use crate::workspace::{Layout, Range};
 pub use counters::{counters, Counters};
 use gemms::set_of;
 pub use gemms::GemmsPlan;
 use kernels::{Gemms, Rows};
+use program::Schedule;
+pub use program::{program, CallDesc, InOrder, Program, Routed, Source, Step, Task, X};
 use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
+pub use workspace::Workspace;
+pub use workspace::Workspace as MoeWorkspace;
 
 /// One call of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,136 +46,6 @@ pub struct MoeDesc {
     pub routes_inside: bool,
     /// x is of the layer's dtype, not quantised by the caller.
     pub plain_x: bool,
-}
-
-/// Where everything lies in the workspace. The same for every arch; CPU uses the same ranges.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct MoeWorkspace {
-    pub ids: Range,
-    pub weights: Range,
-    pub histogram: Range,
-    pub offsets: Range,
-    pub place_of_slot: Range,
-    pub slot_of_place: Range,
-    pub tiles: Range,
-    pub tile_count: Range,
-    pub counters: Range,
-    pub block_histogram: Range,
-    /// GEMM1's output, [slots, `LayerDesc::inner`].
-    pub hidden: Range,
-    /// GEMM2's output, [slots, hidden]; before it, x in e4m3.
-    pub rows: Range,
-    /// Of fp8 formats: x and GEMM1's output in e4m3, and their fp32 scales.
-    pub x_codes: Range,
-    pub x_scales: Range,
-    pub hidden_codes: Range,
-    pub hidden_scales: Range,
-    /// Of e4m3 activations: GEMM1's output in e4m3, and the scales of x's rows, then of its.
-    pub hidden_e4m3: Range,
-    pub row_scales: Range,
-    /// Of MXFP8: x, rounded to its numbers; of NVFP4 where a token has the same numbers for all experts.
-    pub x_rounded: Range,
-    /// Of fp8 formats: GEMM2's schedule, where it has its own.
-    pub down_tiles: Range,
-    pub down_tile_count: Range,
-    pub bytes: usize,
-}
-
-impl MoeWorkspace {
-    /// Sized for the smallest tile and for both ways of routing, so that one buffer serves every call up to `tokens` tokens.
-    fn new(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
-        let slots = (tokens * top_k) as usize;
-        let (experts, element) = (layer.experts as usize, if layer.dtype == Dtype::F32 { 4 } else { 2 });
-        let most_tiles = max_tiles(tokens * top_k, layer.experts, MIN_TILE_TOKENS) as usize;
-        let down_tiles = max_tiles(tokens * top_k, layer.experts, fp8_sm90::DOWN_TILE_TOKENS) as usize;
-        let e4m3 = layer.format.activations() == Activations::E4m3Rows;
-        let only_e4m3 = |bytes| if e4m3 { bytes } else { 0 };
-        let mut layout = Layout::default();
-        let mut add = |name, bytes| layout.add(name, bytes);
-        let fp8 = |rows: usize, columns: i64, columns_a_byte: usize| {
-            if layer.format.is_fp8() {
-                rows * columns as usize / columns_a_byte
-            } else {
-                0
-            }
-        };
-        let mut w = MoeWorkspace {
-            ids: add("ids", slots * 4),
-            weights: add("weights", slots * 4),
-            histogram: add("histogram", experts * 4),
-            offsets: add("offsets", (experts + 1) * 4),
-            place_of_slot: add("place_of_slot", slots * 4),
-            slot_of_place: add("slot_of_place", slots * 4),
-            tiles: add("tiles", most_tiles * size_of::<Tile>()),
-            tile_count: add("tile_count", 4),
-            counters: add(
-                "counters",
-                counters(most_tiles as i32, layer.hidden).count().max(Counters::with_done(layer.experts)) as usize * 4,
-            ),
-            block_histogram: add(
-                "block_histogram",
-                routing::block_histogram_bytes(tokens as u32, layer.experts as u32, top_k as u32),
-            ),
-            hidden: add("hidden", slots * layer.inner() as usize * element),
-            rows: add(
-                "rows",
-                (slots * layer.hidden as usize * element).max(only_e4m3(tokens as usize * e4m3_columns(layer.hidden))),
-            ),
-            x_codes: add("x_codes", fp8(tokens as usize, layer.hidden, 1)),
-            x_scales: add("x_scales", fp8(tokens as usize, layer.hidden, GROUP / 4)),
-            hidden_codes: add("hidden_codes", fp8(slots, layer.inner(), 1)),
-            hidden_scales: add("hidden_scales", fp8(slots, layer.inner(), GROUP / 4)),
-            hidden_e4m3: add("hidden_e4m3", only_e4m3(slots * e4m3_columns(layer.intermediate))),
-            row_scales: add("row_scales", only_e4m3(slots * 4)),
-            x_rounded: add(
-                "x_rounded",
-                match layer.format.activations() {
-                    Activations::Mxfp8 | Activations::Nvfp4 => tokens as usize * layer.hidden as usize * element,
-                    _ => 0,
-                },
-            ),
-            down_tiles: add("down_tiles", fp8(down_tiles, size_of::<Tile>() as i64, 1)),
-            down_tile_count: add("down_tile_count", fp8(1, 4, 1)),
-            bytes: 0,
-        };
-        w.bytes = layout.bytes;
-        w
-    }
-
-    /// Those that the layer's format has.
-    fn ranges(&self) -> impl Iterator<Item = &Range> {
-        let all = [
-            &self.ids,
-            &self.weights,
-            &self.histogram,
-            &self.offsets,
-            &self.place_of_slot,
-            &self.slot_of_place,
-            &self.tiles,
-            &self.tile_count,
-            &self.counters,
-            &self.block_histogram,
-            &self.hidden,
-            &self.rows,
-            &self.x_codes,
-            &self.x_scales,
-            &self.hidden_codes,
-            &self.hidden_scales,
-            &self.down_tiles,
-            &self.down_tile_count,
-            &self.hidden_e4m3,
-            &self.row_scales,
-            &self.x_rounded,
-        ];
-        let (fp8, e4m3, rounded) = (self.x_codes.bytes > 0, self.row_scales.bytes > 0, self.x_rounded.bytes > 0);
-        let has = move |i| match i {
-            0..12 => true,
-            12..18 => fp8,
-            18..20 => e4m3,
-            _ => rounded,
-        };
-        all.into_iter().enumerate().filter(move |&(i, _)| has(i)).map(|(_, range)| range)
-    }
 }
 
 /// Bytes of a row of e4m3, padded with zeros to whole blocks of packed weights.
@@ -253,6 +127,14 @@ pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
     Ok(())
 }
 
+impl From<&MoeDesc> for CallDesc {
+    fn from(desc: &MoeDesc) -> CallDesc {
+        let MoeDesc { layer, tokens, top_k, logits, routes_inside, plain_x } = *desc;
+        let source = Source::Routed(Routed { tokens, top_k, logits, routes_inside });
+        CallDesc { x: if plain_x { X::Plain } else { X::Codes }, ..CallDesc::new(layer, source) }
+    }
+}
+
 impl MoePlan {
     pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
         let layer = &desc.layer;
@@ -260,8 +142,14 @@ impl MoePlan {
         let slots = desc.tokens * desc.top_k;
         let rows = Rows::Gathered { tokens: desc.tokens, plain_x: desc.plain_x };
         let (set, gemms) = (set_of(device, layer), Gemms::new(layer, slots, rows, device));
-        let one_launch = if device.whole { (set.one_launch)(desc, &gemms) } else { None };
-        let experts = one_launch.unwrap_or_else(|| Experts::Gemms(GemmsPlan::new(set, &gemms)));
+        let MoeDesc { tokens, top_k, logits, routes_inside, .. } = *desc;
+        let routed = Routed { tokens, top_k, logits, routes_inside };
+        let one_launch = if device.whole { (set.one_launch)(&routed, &gemms) } else { None };
+        let experts = match one_launch.and_then(|step| Some((step.task, step.launch?))) {
+            Some((Task::RoutedLayer, launch)) => Experts::Routed(launch),
+            Some((_, launch)) => Experts::Fused(launch),
+            None => Experts::Gemms(GemmsPlan::new(set, &gemms)),
+        };
         let (tile_tokens, down_tile_tokens) = match &experts {
             Experts::Gemms(gemms) => (gemms.tile_tokens, gemms.down_tile_tokens),
             Experts::Fused(_) | Experts::Routed(_) => (sm90::LAYER_TOKENS, None),
@@ -273,8 +161,9 @@ impl MoePlan {
             routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
             down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
             experts,
-            combine: matches!(experts, Experts::Gemms(_)).then(|| combine(desc, element(layer.dtype))),
-            workspace: MoeWorkspace::new(layer, desc.tokens, desc.top_k),
+            combine: matches!(experts, Experts::Gemms(_))
+                .then(|| combine(desc.tokens, layer.hidden, element(layer.dtype))),
+            workspace: MoeWorkspace::of_slots(layer, desc.tokens, desc.top_k),
         })
     }
 
@@ -342,7 +231,7 @@ impl GemmDesc {
 
 /// Bytes of workspace for up to `tokens` tokens, on any device.
 pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
-    MoeWorkspace::new(layer, tokens, top_k)
+    MoeWorkspace::of_slots(layer, tokens, top_k)
 }
 
 /// A schedule from counts.
@@ -354,20 +243,20 @@ fn schedule() -> Launch {
 /// Columns that a thread of the combine takes. Few outputs: less code to fetch; many: fewer and larger loads. us on H200 with 2, 4 and 8:
 /// a layer of qwen3 at M = 16 195.1, 196.1, 197.6, at M = 256 303.5, 303.5, 307.6 (8 with spills); the combine alone at M = 4096 72, 51, 37.
 /// The borders between them are chosen, not measured.
-pub fn combine_columns(desc: &MoeDesc) -> u32 {
-    match desc.layer.hidden % 8 {
-        0 if desc.tokens * desc.layer.hidden <= 1 << 19 => 2,
-        0 if desc.tokens * desc.layer.hidden < 1 << 21 => 4,
+pub fn combine_columns(tokens: i64, hidden: i64) -> u32 {
+    match hidden % 8 {
+        0 if tokens * hidden <= 1 << 19 => 2,
+        0 if tokens * hidden < 1 << 21 => 4,
         0 => 8,
         _ => 1,
     }
 }
 
 /// Combine: a CTA takes a part of one token's row.
-fn combine(desc: &MoeDesc, element: Element) -> Launch {
+fn combine(tokens: i64, hidden: i64, element: Element) -> Launch {
     let variant = variants::routing::combine(element);
-    let parts = (desc.layer.hidden as u32).div_ceil(variant.threads() * combine_columns(desc));
-    Launch { variant, grid: parts * desc.tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    let parts = (hidden as u32).div_ceil(variant.threads() * combine_columns(tokens, hidden));
+    Launch { variant, grid: parts * tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Every kernel that some call of this layer can use on this device: loaded with the weights.
@@ -381,32 +270,39 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
 
 /// Bytes that must move and flops that must be done, as times on a device: (memory, compute) in microseconds. Each expert that is
 /// expected to be active under uniform routing is read once, x and the output once. e4m3 products take half the time of bf16's.
-pub fn floor(desc: &MoeDesc, device: &Device) -> (f64, f64) {
-    let layer = &desc.layer;
+pub fn floor(layer: &LayerDesc, routed: &Routed, device: &Device) -> (f64, f64) {
+    let Routed { tokens, top_k, .. } = *routed;
     let spec = layer.format.spec();
     let matrices = if layer.gated { 3.0 } else { 2.0 };
     let weights = matrices * (layer.hidden * layer.intermediate) as f64;
-    let (experts, slots) = (layer.experts as f64, (desc.tokens * desc.top_k) as f64);
-    let active = experts * (1.0 - (1.0 - desc.top_k as f64 / experts).max(0.0).powf(desc.tokens as f64));
-    let io = 2.0 * (desc.tokens * layer.hidden) as f64 * 2.0;
+    let (experts, slots) = (layer.experts as f64, (tokens * top_k) as f64);
+    let active = experts * (1.0 - (1.0 - top_k as f64 / experts).max(0.0).powf(tokens as f64));
+    let io = 2.0 * (tokens * layer.hidden) as f64 * 2.0;
     let memory = (active * weights * spec.bits_per_weight / 8.0 + io) / device.bandwidth;
     (memory * 1e6, slots * 2.0 * weights / (device.flops * spec.speed) * 1e6)
 }
 
-/// The plan as text. `device` None: the CPU backend.
-pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
-    let layer = &desc.layer;
+/// The program as text. `device` None: the CPU backend.
+pub fn explain(call: &CallDesc, device: Option<&Device>) -> Result<String> {
+    match call.source {
+        Source::Routed(routed) => explain_routed(call, &routed, device),
+        Source::InOrder(rows) => explain_in_order(call, &rows, device),
+    }
+}
+
+fn explain_routed(call: &CallDesc, routed: &Routed, device: Option<&Device>) -> Result<String> {
+    let layer = &call.layer;
     let mut text = String::new();
     let form = if layer.gated { "gated" } else { "plain" };
     let _ = writeln!(
         text,
         "MoE layer: {} experts, top-{}, hidden {}, intermediate {} ({form}), {}, {} tokens",
         layer.experts,
-        desc.top_k,
+        routed.top_k,
         layer.hidden,
         layer.intermediate,
         layer.format.spec().name,
-        desc.tokens
+        routed.tokens
     );
     if let Some(device) = device {
         if layer.format != Format::F32 {
@@ -420,18 +316,19 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
             device.multiprocessors,
             device.shared_bytes / 1024
         );
-        let (memory, compute) = floor(desc, device);
+        let (memory, compute) = floor(layer, routed, device);
         let _ = writeln!(text, "floor: {memory:.1} us of memory traffic, {compute:.1} us of arithmetic");
-        if desc.tokens > 0 && layer.dtype != Dtype::F32 {
-            let plan = MoePlan::new(desc, device)?;
+        if routed.tokens > 0 && layer.dtype != Dtype::F32 {
+            let program = program(call, Some(device))?;
+            let own = |own: &Schedule| format!("; of GEMM2: up to {}", own.tile_tokens);
             let _ = writeln!(
                 text,
                 "schedule: tiles of up to {} tokens, at most {} of them{}",
-                plan.tile_tokens,
-                plan.max_tiles,
-                plan.down_schedule.map_or(String::new(), |(_, tokens)| format!("; of GEMM2: up to {tokens}"))
+                program.schedule.tile_tokens,
+                program.max_tiles,
+                program.down_schedule.as_ref().map_or(String::new(), own)
             );
-            for (i, l) in plan.launches().iter().enumerate() {
+            for (i, l) in program.launches().enumerate() {
                 let cluster = if l.cluster > 1 { format!(" in clusters of {}", l.cluster) } else { String::new() };
                 let _ = writeln!(
                     text,
@@ -442,7 +339,7 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
                     l.shared_bytes
                 );
             }
-            if matches!(plan.experts, Experts::Gemms(GemmsPlan { overlap: Some(_), .. })) {
+            if program.overlap.is_some() {
                 let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
             }
             if let Some(rule) = portable::warps_rule(device, layer.format) {
@@ -455,10 +352,22 @@ pub fn explain(desc: &MoeDesc, device: Option<&Device>) -> Result<String> {
         let _ =
             writeln!(text, "on the CPU ({}), {} threads", crate::cpu::instruction_set(), crate::parallel::threads());
     }
-    let workspace = workspace(layer, desc.tokens, desc.top_k);
+    let workspace = Workspace::of(call);
     let _ = writeln!(text, "workspace: {} bytes", workspace.bytes);
     for range in workspace.ranges() {
         let _ = writeln!(text, "  {:>12} + {:<12} {}", range.offset, range.bytes, range.name);
+    }
+    Ok(text)
+}
+
+fn explain_in_order(call: &CallDesc, rows: &InOrder, device: Option<&Device>) -> Result<String> {
+    let LayerDesc { experts, hidden, intermediate, format, .. } = call.layer;
+    let (InOrder { rows, expected, .. }, format) = (rows, format.spec().name);
+    let mut text = format!(
+        "rows in expert order: {experts} experts, hidden {hidden}, intermediate {intermediate}, {format}, room for {rows} rows, {expected} expected an expert\n"
+    );
+    for (number, launch) in program(call, device)?.launches().enumerate() {
+        let _ = writeln!(text, "launch {number}: {launch}");
     }
     Ok(text)
 }

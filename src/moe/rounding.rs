@@ -3,7 +3,7 @@
 use crate::cpu;
 use crate::error::Result;
 use crate::kernel::{Launch, Stream};
-use crate::params::{ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, TileRowsParams};
+use crate::params::{ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params};
 use crate::quant::fp8_ops;
 
 /// One of them.
@@ -14,9 +14,6 @@ pub enum Rounding {
     Fp8Scales(ExpandScalesParams),
     E4m3(QuantizeRowsParams),
     Mxfp8(QuantizeRowsParams),
-    /// Of a schedule's rows.
-    E4m3Tiles(TileRowsParams),
-    Mxfp8Tiles(TileRowsParams),
     Nvfp4(RoundNvfp4Params),
 }
 
@@ -24,14 +21,13 @@ impl Rounding {
     /// Launches what is planned, one after the other; says whether anything is. Without a launch another kernel rounds.
     pub fn launch(&self, stream: &Stream<'_>, op: &str, planned: [Option<Launch>; 2]) -> Result<bool> {
         if let Rounding::Fp8Scales(p) = self {
-            stream.launch(op, &fp8_ops::expansion(p), p)?;
+            stream.launch(op, &fp8_ops::expansion(p.rows.into(), p.groups.into()), p)?;
             return Ok(true);
         }
         planned.iter().flatten().try_for_each(|launch| match self {
             Rounding::Fp8(p) => stream.launch(op, launch, p),
             Rounding::Fp8Scales(p) => stream.launch(op, launch, p),
             Rounding::E4m3(p) | Rounding::Mxfp8(p) => stream.launch(op, launch, p),
-            Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => stream.launch(op, launch, p),
             Rounding::Nvfp4(p) => stream.launch(op, launch, p),
         })?;
         Ok(planned.iter().any(Option::is_some))
@@ -45,8 +41,8 @@ impl Rounding {
             match self {
                 Rounding::Fp8(p) => cpu::quantize_fp8(p),
                 Rounding::Fp8Scales(p) => cpu::expand_scales(p),
-                Rounding::E4m3(p) | Rounding::E4m3Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_to_e4m3(p),
-                Rounding::Mxfp8(p) | Rounding::Mxfp8Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_mxfp8(p),
+                Rounding::E4m3(p) => cpu::round_rows_to_e4m3(p),
+                Rounding::Mxfp8(p) => cpu::round_rows_mxfp8(p),
                 Rounding::Nvfp4(p) => cpu::round_to_nvfp4(p),
             }
         }

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::params::{Dtype, W13Layout};
 use crate::tma::{self, TensorMap};
 use crate::variants::{fp8, Family, Variant};
+use std::fmt::Display;
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
 /// Empty where a portable kernel serves.
@@ -14,7 +15,7 @@ use crate::variants::{fp8, Family, Variant};
 pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
 
 impl WeightMaps {
-    pub fn get(&self, op: &str, row_tiles: u32, consumers: u32) -> Result<&TensorMap> {
+    pub fn get(&self, op: impl Display, row_tiles: u32, consumers: u32) -> Result<&TensorMap> {
         self.0.iter().find(|m| m.0 == (row_tiles, consumers)).map(|m| &m.1).ok_or_else(|| {
             Error::Cuda(format!(
                 "{op}: the plan wants tiles of {consumers} x {row_tiles} x 64 rows and no such tensor map was encoded"

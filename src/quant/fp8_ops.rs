@@ -7,7 +7,7 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error};
 use crate::kernel::{Launch, Stream};
-use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
+use crate::params::{Dtype, Fp8Scaling, QuantizeFp8Params};
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
 use crate::variants::{Family, Variant};
@@ -142,9 +142,9 @@ pub fn row_threads(columns: i32) -> i32 {
     ((columns / 32).max(1) as u32).next_power_of_two().min(256) as i32
 }
 
-/// The launch that brings a caller's scales into order.
-pub fn expansion(p: &ExpandScalesParams) -> Launch {
-    launch_of(Family::ExpandScales, i64::from(p.rows) * i64::from(p.groups))
+/// The launch that brings a caller's scales of so many rows and groups into order.
+pub fn expansion(rows: i64, groups: i64) -> Launch {
+    launch_of(Family::ExpandScales, rows * groups)
 }
 
 fn launch_of(family: Family, threads: i64) -> Launch {

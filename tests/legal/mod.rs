@@ -2,7 +2,7 @@
 
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
-use _oxmoe::moe::plan::MoeWorkspace;
+use _oxmoe::moe::plan::Workspace;
 use _oxmoe::variants;
 use _oxmoe::workspace::{Range, ALIGNMENT};
 
@@ -27,7 +27,7 @@ pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
 
 /// Every range of a workspace.
 #[allow(dead_code)] // of the tests that this is a module of, not all need it
-pub fn ranges(w: &MoeWorkspace) -> [Range; 21] {
+pub fn ranges(w: &Workspace) -> [Range; 21] {
     [
         w.ids,
         w.weights,
@@ -55,7 +55,7 @@ pub fn ranges(w: &MoeWorkspace) -> [Range; 21] {
 
 /// Ranges are aligned, overlap nothing, and end before the workspace does.
 #[allow(dead_code)] // as above
-pub fn assert_workspace(w: &MoeWorkspace, say: &dyn Fn() -> String) {
+pub fn assert_workspace(w: &Workspace, say: &dyn Fn() -> String) {
     let mut ranges = ranges(w);
     ranges.sort_unstable_by_key(|range| (range.offset, range.bytes));
     let mut end = 0;

@@ -16,7 +16,7 @@ use crate::moe::plan::{self, fp8_sm90, Counters, MoeDesc, MoeWorkspace};
 use crate::moe::rounding::Rounding;
 use crate::moe::weight_maps;
 use crate::params::{
-    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, ScheduleParams, W13Layout,
+    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, W13Layout,
 };
 use crate::quant::fp8::{EPS, GROUP};
 use crate::quant::{self, fp8_ops, Format};
@@ -237,47 +237,6 @@ impl Between {
         let x = self.x.map_or(up.x, |of_x| of_x.x);
         (GroupedGemmParams { x, k: up.k / 2, ..*up }, GroupedGemmParams { x: self.hidden.x, k: down.k / 2, ..*down })
     }
-}
-
-/// The roundings of rows in the experts' order, by the tiles of their schedule. Both GEMMs read what these write. `given`: x came in e4m3, with
-/// these scales.
-pub fn round_rows(
-    layer: &Layer,
-    workspace: (&MoeWorkspace, *mut u8),
-    schedule: &ScheduleParams,
-    given: Option<*const u8>,
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> ([Option<Rounding>; 2], Option<Between>) {
-    let (rows, [of_x, of_hidden]) = (i64::from(schedule.rows), outputs(workspace));
-    let inner = layer.desc.inner() as i32;
-    let both = [
-        (in_groups(up.x, rows, up.k, of_x), layer.up.x_scale, Counters::PEAK_X),
-        (in_groups(up.out, rows, inner, of_hidden), layer.down.x_scale, Counters::PEAK_HIDDEN),
-    ];
-    let [x, hidden] = both.map(|(params, fixed, peak)| QuantizeFp8Params {
-        scaling: scaling_of(layer.desc.format),
-        given: if fixed.is_null() { schedule.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() },
-        row_threads: fp8_ops::row_threads(params.columns),
-        tiles: schedule.tiles.cast_const(),
-        tile_count: schedule.tile_count.cast_const(),
-        tile_rows: schedule.tile_tokens,
-        ..if fp8_sm90::in_order(schedule.tile_tokens) { by_group(params, rows) } else { params }
-    });
-    let x_scales = (x.row_stride, x.group_stride);
-    let plain_x = given.is_none().then_some(x);
-    let orders = match given {
-        Some(scales) => {
-            up.x_scales = scales.cast();
-            orders(rows, (i64::from(up.k) / GROUP as i64, 1), &hidden)
-        }
-        None => {
-            (up.x, up.x_scales) = (x.codes, x.scales.cast());
-            orders(rows, x_scales, &hidden)
-        }
-    };
-    (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
-    let rounding = [plain_x.map(Rounding::Fp8), Some(Rounding::Fp8(hidden))];
-    (rounding, Some(Between { x: plain_x, hidden, orders }))
 }
 
 /// The roundings of a call whose GEMM1 gathers the rows of its slots. Both GEMMs read what these write. `given`: scales of an input that is

@@ -4,7 +4,7 @@ use crate::moe::layer::Layer;
 use crate::moe::plan::{e4m3_columns, MoeDesc, MoeWorkspace};
 use crate::moe::rounding::Rounding;
 use crate::parallel::*;
-use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
+use crate::params::{GroupedGemmParams, QuantizeRowsParams, RouteParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::packed_e4m3;
 use std::sync::Arc;
@@ -51,36 +51,6 @@ pub fn round_slots(
         }
     }
     [of_x, of_hidden].map(Rounding::E4m3)
-}
-
-/// The roundings of rows in the experts' order, by the tiles of their schedule. Packed weights take codes, rows of which are padded to whole
-/// blocks; others the numbers, which lie where GEMM2 writes once GEMM1 has read them. Both GEMMs read what these write.
-pub fn round_rows(
-    layer: &Layer,
-    (ws, base): (&MoeWorkspace, *mut u8),
-    (out, schedule): (*mut u8, &ScheduleParams),
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> [Rounding; 2] {
-    let packed = layer.up.packed.is_some();
-    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
-        let rows = QuantizeRowsParams {
-            x: gemm.x,
-            out: if packed { ws.hidden_e4m3.at(base) } else { numbers },
-            scales: ws.row_scales.at(base),
-            rows: schedule.rows,
-            columns: gemm.k,
-            out_columns: if packed { e4m3_columns(gemm.k.into()) as i32 } else { gemm.k },
-            tiles: schedule.tiles.cast_const(),
-            tile_count: schedule.tile_count.cast_const(),
-            x_is_older: false,
-        };
-        (gemm.x, gemm.row_scales) = (rows.out, rows.scales);
-        if packed {
-            // The kernel counts pairs of columns.
-            gemm.k = rows.out_columns / 2;
-        }
-        Rounding::E4m3Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
-    })
 }
 
 /// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host, of whose rows and columns the first are used.

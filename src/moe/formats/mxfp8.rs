@@ -11,7 +11,7 @@ use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operand
 use crate::moe::options::Options;
 use crate::moe::plan::{self, MoeWorkspace};
 use crate::moe::rounding::Rounding;
-use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams, ScheduleParams, TileRowsParams};
+use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp8::{BLOCK, BLOCKS};
 use crate::quant::Format;
@@ -123,28 +123,4 @@ pub fn round_slots(
     };
     up.x = x;
     [of_x, of_hidden].map(Rounding::Mxfp8)
-}
-
-/// The roundings of rows in the experts' order, by the tiles of their schedule: of x to where GEMM2 writes, once GEMM1 has read it, and of
-/// GEMM1's output in its place. Both GEMMs read what these write.
-pub fn round_rows(
-    (ws, base): (&MoeWorkspace, *mut u8),
-    (out, schedule): (*mut u8, &ScheduleParams),
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> [Rounding; 2] {
-    [(up, out), (down, ws.hidden.at(base))].map(|(gemm, numbers)| {
-        let rows = QuantizeRowsParams {
-            x: gemm.x,
-            out: numbers,
-            scales: std::ptr::null_mut(),
-            rows: schedule.rows,
-            columns: gemm.k,
-            out_columns: gemm.k,
-            tiles: schedule.tiles.cast_const(),
-            tile_count: schedule.tile_count.cast_const(),
-            x_is_older: false,
-        };
-        gemm.x = rows.out;
-        Rounding::Mxfp8Tiles(TileRowsParams { rows, tile_rows: schedule.tile_tokens })
-    })
 }

@@ -1,8 +1,9 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
 use super::kernels::{Gemms, KernelSet, Rows};
+use super::program::{Routed, Step, Task};
 use super::tiles;
-use super::{max_tiles, sm90, Experts, GemmDesc, MoeDesc, Overlap};
+use super::{max_tiles, sm90, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -37,10 +38,9 @@ pub const KERNELS: KernelSet = KernelSet {
         let inside = quantises_inside(&gemms.likely[0], tile_tokens, gemms.device);
         (inside && !apart).then(|| overlap(&gemms.up, tile_tokens, up))
     },
-    one_launch: |desc, gemms| {
-        let block = by_groups(desc.layer.format);
-        let launch = || layer(desc, &gemms.up, &gemms.down, gemms.device).map(Experts::Routed);
-        block.then(launch).flatten()
+    one_launch: |call, Gemms { up, down, device, .. }| {
+        let launch = by_groups(up.format).then(|| layer(call, up, down, device)).flatten();
+        launch.map(|launch| Step::launch(Task::RoutedLayer, launch))
     },
     variants,
 };
@@ -267,18 +267,18 @@ const LONG_TOKENS: i64 = 4;
 ///   E256 H2048 I512                   1: 15.6, 13.8, 13.8   2: 21.5, 21.0, 21.7   4: 34.4, 33.9, 35.6   8: 53.3, 52.6, 56.2
 ///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
 /// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their routing.
-fn layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let pairs = 2 * GROUP as i64;
     let row_blocks = [up, down].map(|gemm| gemm.rows as u32 / sm90::LAYER_ROWS);
     let tiles = max_tiles(up.slots, up.experts, sm90::LAYER_TOKENS) as u32;
     let long = up.k > LONG_HIDDEN;
     // Few long units of GEMM1 are over sooner with a multiprocessor each.
     let alone = long && 2 * tiles * row_blocks[0] <= device.multiprocessors;
-    let logits = desc.logits?;
+    let logits = call.logits?;
     let (experts, ctas) =
         fp8::LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
-    let fits = sm90::routes_inside(desc, up, i64::from(experts), up.gated)
-        && desc.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
+    let fits = sm90::routes_inside(call, up, i64::from(experts), up.gated)
+        && call.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN

@@ -1,6 +1,7 @@
 //! What a set of kernels is that runs the GEMMs of a layer, and what it is asked.
 
-use super::{Experts, GemmDesc, MoeDesc, Overlap};
+use super::program::{Routed, Step};
+use super::{GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
@@ -68,7 +69,7 @@ pub struct KernelSet {
     /// What a GEMM2 knows that begins where GEMM1, so launched, ends.
     pub overlap: fn(&Gemms<'_>, i32, Launch) -> Option<Overlap>,
     /// The layer in one launch, where that is the faster form.
-    pub one_launch: fn(&MoeDesc, &Gemms<'_>) -> Option<Experts>,
+    pub one_launch: fn(&Routed, &Gemms<'_>) -> Option<Step>,
     /// Every kernel with a GEMM in it that calls of a layer may take: they are loaded with the weights.
     pub variants: fn(&LayerDesc) -> Vec<Variant>,
 }

@@ -2,7 +2,8 @@
 //! layers, random routing). A format is a row of tiles.
 
 use super::kernels::{Gemms, KernelSet};
-use super::{sm90, tiles, Experts, GemmDesc, MoeDesc};
+use super::program::{Routed, Step, Task};
+use super::{sm90, tiles, GemmDesc};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -171,24 +172,25 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
 const LAYER_TOKENS: i64 = 2;
 const LEAST_STAGES: i64 = 3;
 
-fn layer(desc: &MoeDesc, gemms: &Gemms<'_>) -> Option<Experts> {
+fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     let Gemms { up, down, device, .. } = gemms;
     // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
-    let bytes = |gemm: &GemmDesc| desc.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
-    let fits = desc.layer.format == Format::Mxfp4
-        && sm90::routes_inside(desc, up, sm90::ROUTED_EXPERTS, false)
-        && desc.tokens <= LAYER_TOKENS
+    let bytes = |gemm: &GemmDesc| call.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
+    let fits = up.format == Format::Mxfp4
+        && sm90::routes_inside(call, up, sm90::ROUTED_EXPERTS, false)
+        && call.tokens <= LAYER_TOKENS
         && stages_beside(&MXFP4_LAYER_TILE, bytes(up), bytes(down)) >= LEAST_STAGES;
     let variant = MXFP4_LAYER_TILE.gated(up.gated);
     fits.then(|| {
-        Experts::Routed(Launch {
+        let launch = Launch {
             variant,
             // NOTE: one an SM, though two fit: the other place is the next launch's.
             grid: device.multiprocessors,
             block: variant.threads(),
             cluster: 1,
             shared_bytes: variant.shared_bytes().unwrap_or(0),
-        })
+        };
+        Step::launch(Task::RoutedLayer, launch)
     })
 }
 

@@ -1,8 +1,9 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
 use super::kernels::{Gemms, KernelSet};
+use super::program::{Routed, Step, Task};
 use super::routing::Logits;
-use super::{element, max_tiles, Experts, GemmDesc, MoeDesc, Overlap};
+use super::{element, max_tiles, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
@@ -24,9 +25,9 @@ pub const KERNELS: KernelSet = KernelSet {
         (up, Some(down))
     },
     overlap: |gemms, _, up| Some(overlap(&gemms.up, up)),
-    one_launch: |desc, Gemms { up, down, device, .. }| {
-        let routed = routed_layer(desc, up, down, device).map(Experts::Routed);
-        routed.or_else(|| layer(desc.tokens, up, down, device).map(Experts::Fused))
+    one_launch: |call, Gemms { up, down, device, .. }| {
+        let routed = routed_layer(call, up, down, device).map(|launch| Step::launch(Task::RoutedLayer, launch));
+        routed.or_else(|| Some(Step::launch(Task::Layer, layer(call.tokens, up, down, device)?)))
     },
     variants: |layer| variants(element(layer.dtype), layer.gated),
     ..KernelSet::NONE
@@ -163,9 +164,9 @@ pub const ROUTED_EXPERTS: i64 = 128;
 ///   qwen3 TP 4 (I192)                              1: 20.0, 14.9   4: 29.2, 27.0
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
-fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
-    let fits = routes_inside(desc, up, ROUTED_EXPERTS, false)
-        && desc.tokens <= i64::from(ROUTED_TILE.tokens)
+fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+    let fits = routes_inside(call, up, ROUTED_EXPERTS, false)
+        && call.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
         && down.k <= i64::from(INNER_COLUMNS);
     fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
@@ -173,12 +174,12 @@ fn routed_layer(desc: &MoeDesc, up: &GemmDesc, down: &GemmDesc, device: &Device)
 
 /// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh. `any`: its kernel
 /// knows bias and groups.
-pub fn routes_inside(desc: &MoeDesc, up: &GemmDesc, most_experts: i64, any: bool) -> bool {
+pub fn routes_inside(call: &Routed, up: &GemmDesc, most_experts: i64, any: bool) -> bool {
     let serves = |l: Logits| {
         let lanes = l.plain || any && l.per_lane().is_some_and(|own| i64::from(own) * 32 <= most_experts);
         lanes && i64::from(l.experts) <= most_experts && up.experts <= i64::from(l.experts)
     };
-    desc.routes_inside && desc.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
+    call.routes_inside && call.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
 }
 
 fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch {

@@ -1,0 +1,556 @@
+//! A call as a program: the list of its steps, with what their parameters are made from. It is a pure function of the call's shapes and the
+//! device, the same on every rank. The GPU runner, the CPU backend and `explain` walk the same list.
+
+use super::gemms::{set_of, GemmsPlan};
+use super::kernels::{Gemms, Rows};
+use super::rounds::{self, Round};
+use super::routing::{Logits, RoutingPlan};
+use super::workspace::{counters_of_rows, Workspace};
+use super::{counters, element, fp8_sm90, max_tiles, sm90, Counters, Overlap, CPU_TILE_TOKENS};
+use crate::counters::MOST_EXPERTS;
+use crate::desc::LayerDesc;
+use crate::device::Device;
+use crate::error::Result;
+use crate::kernel::Launch;
+use crate::params::Fp8Scaling;
+use crate::quant::Activations;
+use crate::workspace::Range;
+
+/// One call of a layer: everything that its program depends on, beside the device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CallDesc {
+    pub layer: LayerDesc,
+    pub source: Source,
+    pub x: X,
+    /// What becomes of activations: what the format says, and on CPUs NVFP4 where the layer has factors for them.
+    pub activations: Activations,
+    /// NVFP4: x has one factor, that of all experts.
+    pub one_x_factor: bool,
+}
+
+/// Where the rows of GEMM1 come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Source {
+    /// Tokens choose experts: routing before the GEMMs, the combine behind them.
+    Routed(Routed),
+    /// Rows lie expert by expert: a schedule of them before the GEMMs.
+    InOrder(InOrder),
+}
+
+/// Tokens that choose experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routed {
+    pub tokens: i64,
+    pub top_k: i64,
+    /// Experts with a router logit and their groups; None: ids and weights are given.
+    pub logits: Option<Logits>,
+    /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh): weights are made of the chosen logits alone
+    /// and multiply GEMM2's rows.
+    pub routes_inside: bool,
+}
+
+/// Rows that lie expert by expert.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct InOrder {
+    /// Rows there is room for, of all experts.
+    pub rows: i64,
+    /// Rows of an expert that are expected: they choose the tile, and no bit of the result.
+    pub expected: i64,
+    /// Whether an expert's rows begin at a multiple of a number, so that a launch can find its tiles itself.
+    pub finds_tiles: bool,
+}
+
+/// What x is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum X {
+    /// Numbers of the layer's dtype.
+    Plain,
+    /// Codes that the caller made, with scales as the launches read them.
+    Codes,
+    /// Codes with scales that are brought into that order first.
+    LooseCodes,
+}
+
+impl CallDesc {
+    /// A call on numbers of the layer's dtype, whose activations the format rounds.
+    pub fn new(layer: LayerDesc, source: Source) -> CallDesc {
+        CallDesc { layer, source, x: X::Plain, activations: layer.format.activations(), one_x_factor: false }
+    }
+
+    /// Rows of x.
+    pub fn rows(&self) -> i64 {
+        match self.source {
+            Source::Routed(Routed { tokens, .. }) => tokens,
+            Source::InOrder(InOrder { rows, .. }) => rows,
+        }
+    }
+
+    /// Rows of GEMM1's output that there is room for.
+    pub fn slots(&self) -> i64 {
+        match self.source {
+            Source::Routed(Routed { tokens, top_k, .. }) => tokens * top_k,
+            Source::InOrder(InOrder { rows, .. }) => rows,
+        }
+    }
+}
+
+/// Memory that a call is given or makes. Addresses of parameters are offsets into it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Buffer {
+    /// No memory: a null pointer.
+    None,
+    X,
+    /// Scales of codes that the caller made.
+    XScales,
+    Out,
+    /// Ids of the chosen experts, and their weights, where the caller gives them.
+    Ids,
+    SlotWeights,
+    /// Rows of each expert, of a call on rows in order.
+    RowCounts,
+    /// The layer's numbers for rounding x and GEMM1's output.
+    UpFactors,
+    DownFactors,
+    Workspace,
+}
+
+/// How many buffers there are.
+pub const BUFFERS: usize = Buffer::Workspace as usize + 1;
+
+/// A place in a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct At {
+    pub buffer: Buffer,
+    pub offset: usize,
+}
+
+impl At {
+    pub const NONE: At = At::start(Buffer::None);
+
+    /// Where a buffer begins.
+    pub const fn start(buffer: Buffer) -> At {
+        At { buffer, offset: 0 }
+    }
+
+    /// Where a range of the workspace begins.
+    pub const fn range(range: &Range) -> At {
+        At { buffer: Buffer::Workspace, offset: range.offset }
+    }
+
+    /// So many bytes further on.
+    pub const fn plus(self, bytes: usize) -> At {
+        At { offset: self.offset + bytes, ..self }
+    }
+}
+
+/// What a step does. Each has one kind of parameters, which `moe::parameters` makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Top-k alone; on GPUs the routing's kernels choose.
+    Select,
+    /// Sort by expert and schedule, on GPUs with the top-k.
+    Route,
+    /// The schedule of rows in order.
+    Schedule,
+    /// GEMM2's own schedule.
+    DownSchedule,
+    RoundX,
+    Gemm1,
+    RoundHidden,
+    Gemm2,
+    BothGemms,
+    /// Both GEMMs of rows in order, in a launch that finds the tiles itself.
+    BothGemmsOfRows,
+    /// Both GEMMs and the combine.
+    Layer,
+    /// The routing, both GEMMs and the combine.
+    RoutedLayer,
+    Combine,
+}
+
+impl Task {
+    /// What errors call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Task::Select | Task::Route => "routing",
+            Task::Schedule => "schedule",
+            Task::DownSchedule => "schedule of GEMM2",
+            Task::RoundX => "quantisation of x",
+            Task::Gemm1 => "GEMM1",
+            Task::RoundHidden => "quantisation of GEMM1's output",
+            Task::Gemm2 => "GEMM2",
+            Task::BothGemms | Task::BothGemmsOfRows => "GEMM1 and GEMM2",
+            Task::Layer => "GEMM1, GEMM2 and combine",
+            Task::RoutedLayer => "layer",
+            Task::Combine => "combine",
+        }
+    }
+}
+
+/// One step: on GPUs a launch of a kernel, on CPUs a function of `crate::cpu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub task: Task,
+    /// None on CPUs.
+    pub launch: Option<Launch>,
+}
+
+/// A list of tiles, and what cuts an expert's rows into them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Schedule {
+    /// The numbers of the experts' rows.
+    pub row_counts: At,
+    pub tile_tokens: i32,
+    /// In steps of what an expert's rows are cut into tiles.
+    pub tile_step: i32,
+    pub tiles: At,
+    pub tile_count: At,
+}
+
+/// What a GEMM of the layer reads and writes beside weights. On GPUs some kernels count K in pairs of columns.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Gemm {
+    pub x: At,
+    /// fp32 scales of groups of 128 columns of x, or of its rows.
+    pub x_scales: At,
+    pub row_scales: At,
+    /// A row of x is that of the place's slot, divided by `row_divisor`; else the place itself.
+    pub gathers: bool,
+    pub row_divisor: i32,
+    pub k: i32,
+    pub out: At,
+    /// Where the epilogue writes fp32 scales of e4m3.
+    pub out_scales: At,
+    /// Factors of NVFP4, to which the epilogue rounds.
+    pub out_factors: At,
+    pub schedule_is_older: bool,
+    /// The scales of x and of the output, of kernels for rows in order.
+    pub order: Order,
+}
+
+/// How scales lie, of kernels whose rows of x lie in the order of places.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Order {
+    /// Rows of x.
+    pub rows: i64,
+    /// Distances between the scales of neighbouring rows and groups of columns.
+    pub x_scales: (i64, i64),
+    pub out_scales: (i64, i64),
+}
+
+/// The most steps that a call has.
+const MOST_STEPS: usize = 10;
+
+/// A call: its steps, and what their parameters are made from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Program {
+    steps: [Option<Step>; MOST_STEPS],
+    /// GEMM1's schedule, and GEMM2's where it has its own.
+    pub schedule: Schedule,
+    pub down_schedule: Option<Schedule>,
+    /// Length of GEMM1's schedule.
+    pub max_tiles: i32,
+    /// Counters that routing or schedule set to 0.
+    pub counter_count: i32,
+    /// Ids and weights of the slots, of a routed call.
+    pub ids: At,
+    pub slot_weights: At,
+    pub gemms: [Gemm; 2],
+    /// What becomes of x, and of GEMM1's output where a step of its own rounds it.
+    pub rounds: [Option<Round>; 2],
+    /// Set where GEMM2 begins where GEMM1 ends.
+    pub overlap: Option<Overlap>,
+    pub workspace: Workspace,
+}
+
+/// What the device decides of a program.
+struct Choice {
+    tile_tokens: i32,
+    down_tile_tokens: Option<i32>,
+    overlap: Option<Overlap>,
+    counter_count: i32,
+    form: Form,
+}
+
+/// What of a layer is one launch.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    /// Steps on the CPU.
+    Cpu,
+    /// Each GEMM. `rounds_inside`: GEMM1 rounds its output.
+    Apart {
+        rounds_inside: bool,
+    },
+    BothGemms,
+    Layer,
+    RoutedLayer,
+}
+
+impl Choice {
+    fn new(tile_tokens: i32, counter_count: i32, form: Form) -> Choice {
+        Choice { tile_tokens, down_tile_tokens: None, overlap: None, counter_count, form }
+    }
+}
+
+/// The program of a call. `device` None: the CPU backend.
+pub fn program(call: &CallDesc, device: Option<&Device>) -> Result<Program> {
+    match device {
+        Some(device) => on_gpu(call, device),
+        None => Ok(on_cpu(call)),
+    }
+}
+
+fn on_cpu(call: &CallDesc) -> Program {
+    let counter_count = match call.source {
+        Source::Routed(_) => 0,
+        Source::InOrder(_) => counters_of_rows(&call.layer),
+    };
+    let mut program = Program::new(call, None, &Choice::new(CPU_TILE_TOKENS, counter_count, Form::Cpu));
+    let rounds = program.rounds.map(|round| round.is_some());
+    let (before, behind): (&[_], &[_]) = match call.source {
+        Source::Routed(Routed { logits: Some(_), .. }) => (&[Task::Select, Task::Route], &[Task::Combine]),
+        Source::Routed(_) => (&[Task::Route], &[Task::Combine]),
+        Source::InOrder(_) => (&[Task::Schedule], &[]),
+    };
+    let gemms = [(Task::RoundX, rounds[0]), (Task::Gemm1, true), (Task::RoundHidden, rounds[1]), (Task::Gemm2, true)];
+    let gemms = gemms.iter().filter(|(_, is_there)| *is_there).map(|(task, _)| task);
+    program.append(before.iter().chain(gemms).chain(behind).map(|&task| Step { task, launch: None }));
+    program
+}
+
+fn on_gpu(call: &CallDesc, device: &Device) -> Result<Program> {
+    let layer = &call.layer;
+    super::require(layer, device)?;
+    let rows = match call.source {
+        Source::Routed(Routed { tokens, .. }) => Rows::Gathered { tokens, plain_x: call.x == X::Plain },
+        Source::InOrder(InOrder { expected, .. }) => Rows::InOrder { expected, quantizes_x: call.x == X::Plain },
+    };
+    let (set, gemms) = (set_of(device, layer), Gemms::new(layer, call.slots(), rows, device));
+    if let Source::Routed(routed) = &call.source {
+        let one_launch = if device.whole { (set.one_launch)(routed, &gemms) } else { None };
+        let routing = super::routing(routed.tokens, routed.top_k, layer.experts, routed.logits, device)?;
+        return Ok(match one_launch {
+            Some(step) => in_one_launch(call, device, routing, step),
+            None => routed_program(call, routed, routing, &GemmsPlan::new(set, &gemms), device),
+        });
+    }
+    Ok(program_in_order(call, &GemmsPlan::new(set, &gemms), device))
+}
+
+/// A routed call whose layer is one launch.
+fn in_one_launch(call: &CallDesc, device: &Device, routing: RoutingPlan, step: Step) -> Program {
+    let (tile_tokens, layer) = (sm90::LAYER_TOKENS, &call.layer);
+    let max_tiles = max_tiles(call.slots(), layer.experts, tile_tokens);
+    let (counter_count, form) = match step.task {
+        Task::RoutedLayer => (0, Form::RoutedLayer),
+        _ => (counters(max_tiles, layer.hidden).count(), Form::Layer),
+    };
+    let mut program = Program::new(call, Some(device), &Choice::new(tile_tokens, counter_count, form));
+    if form == Form::Layer {
+        program.append(routing.launches().map(|launch| Step::launch(Task::Route, launch)));
+    }
+    program.append([step]);
+    program
+}
+
+/// A routed call: routing, the GEMMs, combine.
+fn routed_program(
+    call: &CallDesc,
+    routed: &Routed,
+    routing: RoutingPlan,
+    gemms: &GemmsPlan,
+    device: &Device,
+) -> Program {
+    let layer = &call.layer;
+    let counter_count = match layer.format.activations() {
+        Activations::Fp8(Fp8Scaling::Peak) => Counters::PEAK_HIDDEN as i32 + 1,
+        _ if gemms.overlap.is_some() => Counters::with_done(layer.experts),
+        _ => Counters::TILES_DONE as i32,
+    };
+    let mut program = Program::new(call, Some(device), &gemms.choice(counter_count));
+    let down_schedule = gemms.down_tile_tokens.map(|_| Step::launch(Task::DownSchedule, super::schedule()));
+    program.append(routing.launches().map(|launch| Step::launch(Task::Route, launch)));
+    program.append(down_schedule);
+    program.append_gemms(call, gemms);
+    program.append([Step::launch(Task::Combine, super::combine(routed.tokens, layer.hidden, element(layer.dtype)))]);
+    program
+}
+
+/// A call on rows in the experts' order: a schedule of them, the GEMMs.
+fn program_in_order(call: &CallDesc, gemms: &GemmsPlan, device: &Device) -> Program {
+    let layer = &call.layer;
+    let mut program = Program::new(call, Some(device), &gemms.choice(counters_of_rows(layer)));
+    let finds_tiles = matches!(call.source, Source::InOrder(InOrder { finds_tiles: true, .. }));
+    // What rounds rows needs a schedule, too.
+    let alone = gemms.down.is_none() && gemms.quantize.iter().flatten().all(Option::is_none);
+    if finds_tiles && alone && layer.experts <= MOST_EXPERTS {
+        program.append([Step::launch(Task::BothGemmsOfRows, gemms.up)]);
+    } else {
+        program.append([Step::launch(Task::Schedule, super::schedule())]);
+        program.append_gemms(call, gemms);
+    }
+    program
+}
+
+impl GemmsPlan {
+    fn choice(&self, counter_count: i32) -> Choice {
+        let form = match self.down {
+            Some(_) => Form::Apart { rounds_inside: self.quantize[1] == [None; 2] },
+            None => Form::BothGemms,
+        };
+        let GemmsPlan { tile_tokens, down_tile_tokens, overlap, .. } = *self;
+        Choice { tile_tokens, down_tile_tokens, overlap, counter_count, form }
+    }
+}
+
+impl Step {
+    pub fn launch(task: Task, launch: Launch) -> Step {
+        Step { task, launch: Some(launch) }
+    }
+}
+
+impl Program {
+    /// A program without steps.
+    fn new(call: &CallDesc, device: Option<&Device>, choice: &Choice) -> Program {
+        let (ws, layer) = (Workspace::of(call), &call.layer);
+        let routed = matches!(call.source, Source::Routed(_));
+        let row_counts = if routed { At::range(&ws.histogram) } else { At::start(Buffer::RowCounts) };
+        let schedule = |tile_tokens, (tiles, tile_count): (&Range, &Range)| Schedule {
+            row_counts,
+            tile_tokens,
+            tile_step: tile_step(call, tile_tokens),
+            tiles: At::range(tiles),
+            tile_count: At::range(tile_count),
+        };
+        let (ids, slot_weights) = match call.source {
+            Source::Routed(Routed { logits: Some(_), .. }) => (At::range(&ws.ids), At::range(&ws.weights)),
+            Source::Routed(_) => (At::start(Buffer::Ids), At::start(Buffer::SlotWeights)),
+            Source::InOrder(_) => (At::NONE, At::NONE),
+        };
+        let mut program = Program {
+            steps: [None; MOST_STEPS],
+            schedule: schedule(choice.tile_tokens, (&ws.tiles, &ws.tile_count)),
+            down_schedule: choice.down_tile_tokens.map(|own| schedule(own, (&ws.down_tiles, &ws.down_tile_count))),
+            max_tiles: max_tiles(call.slots(), layer.experts, choice.tile_tokens),
+            counter_count: choice.counter_count,
+            ids,
+            slot_weights,
+            gemms: gemms(call, &ws, device),
+            rounds: [None; 2],
+            overlap: choice.overlap,
+            workspace: ws,
+        };
+        program.rounds = rounds::of(
+            call,
+            &mut program.gemms,
+            &rounds::On {
+                ws: &ws,
+                tile_tokens: choice.tile_tokens,
+                gpu: device.is_some(),
+                both_gemms: choice.form == Form::BothGemms,
+            },
+        );
+        program.finish_gemms(call, choice.form);
+        program
+    }
+
+    /// What the launches' form changes of the GEMMs.
+    fn finish_gemms(&mut self, call: &CallDesc, form: Form) {
+        if form == Form::Cpu || !matches!(call.activations, Activations::Fp8(_)) {
+            return;
+        }
+        let [up, down] = &mut self.gemms;
+        match form {
+            // Such a launch rounds what it reads.
+            Form::RoutedLayer => (up.x, down.x) = (At::start(Buffer::X), up.out),
+            Form::Apart { rounds_inside: true } => (up.out, up.out_scales) = (down.x, down.x_scales),
+            _ => {}
+        }
+        // Kernels of e4m3 count pairs of columns.
+        (up.k, down.k) = (up.k / 2, down.k / 2);
+    }
+
+    fn append(&mut self, steps: impl IntoIterator<Item = Step>) {
+        let first = self.steps().count();
+        for (place, step) in self.steps[first..].iter_mut().zip(steps) {
+            *place = Some(step);
+        }
+    }
+
+    /// The steps of the GEMMs' launches.
+    fn append_gemms(&mut self, call: &CallDesc, gemms: &GemmsPlan) {
+        let [x, hidden] = gemms.quantize;
+        let x = rounds::launches_of_x(call, x);
+        // A launch here stands between the schedule and GEMM1, which then need not wait for the schedule.
+        self.gemms[0].schedule_is_older = x.iter().any(Option::is_some);
+        self.append(x.into_iter().flatten().map(|launch| Step::launch(Task::RoundX, launch)));
+        let Some(down) = gemms.down else {
+            return self.append([Step::launch(Task::BothGemms, gemms.up)]);
+        };
+        self.append([Step::launch(Task::Gemm1, gemms.up)]);
+        self.append(hidden.into_iter().flatten().map(|launch| Step::launch(Task::RoundHidden, launch)));
+        self.append([Step::launch(Task::Gemm2, down)]);
+    }
+
+    /// The steps, in their order.
+    pub fn steps(&self) -> impl Iterator<Item = &Step> {
+        self.steps.iter().flatten()
+    }
+
+    /// The launches, in their order. A program for the CPU has none.
+    pub fn launches(&self) -> impl Iterator<Item = Launch> + '_ {
+        self.steps().filter_map(|step| step.launch)
+    }
+
+    /// The launches of the steps that do this.
+    pub fn launches_of(&self, task: Task) -> impl Iterator<Item = Launch> + '_ {
+        self.steps().filter(move |step| step.task == task).filter_map(|step| step.launch)
+    }
+}
+
+/// In steps of what an expert's rows are cut into tiles.
+fn tile_step(call: &CallDesc, tile_tokens: i32) -> i32 {
+    match call.source {
+        Source::Routed(_) if call.layer.format.is_fp8() => {
+            fp8_sm90::tile_step(call.slots(), call.layer.experts, tile_tokens)
+        }
+        Source::Routed(_) => tile_tokens.min(16),
+        Source::InOrder(_) if call.layer.format.is_fp8() && fp8_sm90::in_order(tile_tokens) => tile_tokens / 3,
+        Source::InOrder(_) => 16,
+    }
+}
+
+/// Both GEMMs of a call whose activations stay as they are.
+fn gemms(call: &CallDesc, ws: &Workspace, device: Option<&Device>) -> [Gemm; 2] {
+    let layer = &call.layer;
+    let (gathers, row_divisor, out) = match call.source {
+        Source::Routed(Routed { top_k, .. }) => (true, top_k as i32, At::range(&ws.rows)),
+        Source::InOrder(_) => (false, 1, At::start(Buffer::Out)),
+    };
+    let up = Gemm {
+        x: At::start(Buffer::X),
+        x_scales: At::NONE,
+        row_scales: At::NONE,
+        gathers,
+        row_divisor,
+        k: layer.hidden as i32,
+        out: At::range(&ws.hidden),
+        out_scales: At::NONE,
+        out_factors: At::NONE,
+        schedule_is_older: false,
+        order: Order::default(),
+    };
+    // Where kernels count whole blocks of w13's rows they count whole blocks of w2's columns, too.
+    let whole_blocks = device.is_some_and(|device| fp8_sm90::serves(device, layer));
+    let down = Gemm {
+        x: up.out,
+        gathers: false,
+        row_divisor: 1,
+        k: if whole_blocks { layer.inner() } else { layer.intermediate } as i32,
+        out,
+        // GEMM1 lets its successor start only after its own wait, so the schedule is complete by then.
+        schedule_is_older: true,
+        ..up
+    };
+    [up, down]
+}

@@ -1,0 +1,168 @@
+//! The steps that round activations: x before GEMM1, and GEMM1's output before GEMM2. Kernels and the CPU take the same parameters.
+
+use super::parameters::{Operands, Parameters};
+use super::plan::program::At;
+use super::plan::rounds::{Fp8, Numbers, Nvfp4, Round, Which};
+use crate::cpu;
+use crate::error::Result;
+use crate::kernel::{Launch, Stream};
+use crate::params::{
+    Dtype, ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, Tile, TileRowsParams,
+};
+use crate::quant::fp8::{EPS, GROUP};
+use crate::quant::fp8_ops;
+use std::fmt::Display;
+use std::ptr::{null, null_mut};
+
+/// The parameters of a step.
+enum Rounding {
+    Fp8(QuantizeFp8Params),
+    Fp8Scales(ExpandScalesParams),
+    E4m3(QuantizeRowsParams),
+    E4m3Tiles(TileRowsParams),
+    Mxfp8(QuantizeRowsParams),
+    Mxfp8Tiles(TileRowsParams),
+    Nvfp4(RoundNvfp4Params),
+}
+
+/// Launches a step.
+pub fn launch(
+    stream: &Stream<'_>,
+    op: impl Display,
+    launch: &Launch,
+    parameters: &Parameters<'_>,
+    round: &Round,
+) -> Result<()> {
+    match of(parameters, round) {
+        Rounding::Fp8(p) => stream.launch(op, launch, &p),
+        Rounding::Fp8Scales(p) => stream.launch(op, launch, &p),
+        Rounding::E4m3(p) | Rounding::Mxfp8(p) => stream.launch(op, launch, &p),
+        Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => stream.launch(op, launch, &p),
+        Rounding::Nvfp4(p) => stream.launch(op, launch, &p),
+    }
+}
+
+/// Does a step on the CPU.
+///
+/// # Safety
+/// The places that the program names must be valid for the call's shapes, and the schedule must have been written.
+pub unsafe fn on_cpu(parameters: &Parameters<'_>, round: &Round) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        match &of(parameters, round) {
+            Rounding::Fp8(p) => cpu::quantize_fp8(p),
+            Rounding::Fp8Scales(p) => cpu::expand_scales(p),
+            Rounding::E4m3(p) | Rounding::E4m3Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_to_e4m3(p),
+            Rounding::Mxfp8(p) | Rounding::Mxfp8Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_mxfp8(p),
+            Rounding::Nvfp4(p) => cpu::round_to_nvfp4(p),
+        }
+    }
+}
+
+fn of(parameters: &Parameters<'_>, round: &Round) -> Rounding {
+    let in_tiles = |rows| TileRowsParams { rows, tile_rows: parameters.program.schedule.tile_tokens };
+    match (round.to, round.which) {
+        (Numbers::Fp8(own), _) => Rounding::Fp8(fp8(parameters, round, &own)),
+        (Numbers::Fp8Scales, _) => Rounding::Fp8Scales(fp8_scales(parameters, round)),
+        (Numbers::Nvfp4(own), _) => Rounding::Nvfp4(nvfp4(parameters, round, &own)),
+        (Numbers::E4m3, Which::OfTiles) => Rounding::E4m3Tiles(in_tiles(rows(parameters, round))),
+        (Numbers::E4m3, _) => Rounding::E4m3(rows(parameters, round)),
+        (Numbers::Mxfp8, Which::OfTiles) => Rounding::Mxfp8Tiles(in_tiles(rows(parameters, round))),
+        (Numbers::Mxfp8, _) => Rounding::Mxfp8(rows(parameters, round)),
+    }
+}
+
+/// The tiles of the schedule and their number; null where a step takes all rows.
+fn tiles(parameters: &Parameters<'_>, which: Which) -> (*const Tile, *const i32) {
+    let schedule = &parameters.program.schedule;
+    match which {
+        Which::All => (null(), null()),
+        Which::Placed | Which::OfTiles => (parameters.at(schedule.tiles), parameters.at(schedule.tile_count)),
+    }
+}
+
+fn fp8(parameters: &Parameters<'_>, round: &Round, own: &Fp8) -> QuantizeFp8Params {
+    let (call, program) = (parameters.call, parameters.program);
+    let in_tiles = round.which == Which::OfTiles;
+    let (tiles, tile_count) = if in_tiles { tiles(parameters, round.which) } else { (null(), null()) };
+    // The number of placed slots stands behind the experts' first places.
+    let placed = At::range(&program.workspace.offsets).plus(call.layer.experts as usize * size_of::<i32>());
+    let (place_of_slot, top_k): (*mut i32, i64) = if own.to_places {
+        (parameters.at(At::range(&program.workspace.place_of_slot)), call.slots() / round.rows)
+    } else {
+        (null_mut(), 0)
+    };
+    QuantizeFp8Params {
+        x: parameters.at(round.from),
+        dtype: Dtype::Bf16,
+        codes: parameters.at(round.out),
+        scales: parameters.at(round.scales),
+        rows: round.rows,
+        row_count: if round.which == Which::Placed { parameters.at(placed) } else { null_mut() },
+        columns: round.columns,
+        group: GROUP as i32,
+        row_stride: own.strides.0,
+        group_stride: own.strides.1,
+        eps: EPS,
+        powers: false,
+        tiles,
+        tile_count,
+        tile_rows: if in_tiles { program.schedule.tile_tokens } else { 0 },
+        scaling: own.scaling,
+        given: parameters.at(own.of_all),
+        row_threads: fp8_ops::row_threads(round.columns),
+        place_of_slot,
+        top_k: top_k as i32,
+        x_is_older: round.x_is_older,
+    }
+}
+
+fn fp8_scales(parameters: &Parameters<'_>, round: &Round) -> ExpandScalesParams {
+    let Operands { scales_are_powers: powers, scale_strides: (row_stride, group_stride), .. } = *parameters.operands;
+    ExpandScalesParams {
+        scales: parameters.at(round.from),
+        powers,
+        row_stride,
+        group_stride,
+        table: parameters.at(round.scales),
+        rows: round.rows as i32,
+        groups: round.columns / GROUP as i32,
+        scales_are_older: round.x_is_older,
+    }
+}
+
+/// Rows of MXFP8, or of e4m3 with one scale a row.
+fn rows(parameters: &Parameters<'_>, round: &Round) -> QuantizeRowsParams {
+    let (tiles, tile_count) = tiles(parameters, round.which);
+    QuantizeRowsParams {
+        x: parameters.at(round.from),
+        out: parameters.at(round.out),
+        scales: parameters.at(round.scales),
+        rows: round.rows as i32,
+        columns: round.columns,
+        out_columns: round.out_columns,
+        tiles,
+        tile_count,
+        x_is_older: round.x_is_older,
+    }
+}
+
+fn nvfp4(parameters: &Parameters<'_>, round: &Round, own: &Nvfp4) -> RoundNvfp4Params {
+    let (schedule, ws) = (&parameters.program.schedule, &parameters.program.workspace);
+    RoundNvfp4Params {
+        x: parameters.at(round.from),
+        scales: parameters.at(own.codes_scales),
+        out: parameters.at(round.out),
+        dtype: parameters.layer.desc.dtype,
+        columns: round.columns,
+        rows: round.rows as i32,
+        tiles: tiles(parameters, round.which).0,
+        tile_count: parameters.at(schedule.tile_count),
+        tile_rows: schedule.tile_tokens,
+        slot_of_place: if own.gathers { parameters.at(At::range(&ws.slot_of_place)) } else { null_mut() },
+        row_divisor: own.row_divisor,
+        by_place: own.by_place,
+        global_scales: parameters.at(own.factors),
+        x_is_older: round.x_is_older,
+    }
+}

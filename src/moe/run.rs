@@ -1,0 +1,158 @@
+//! Runs a program: each step is a launch on a GPU's stream, or a function of the CPU backend.
+
+use super::parameters::{Parameters, Side};
+use super::plan::program::{Step, Task};
+use super::plan::sm90;
+use super::rounds;
+use crate::counters::{self, Counts};
+use crate::cpu;
+use crate::error::{Error, Result};
+use crate::kernel::{Launch, Stream};
+use crate::tma::{self, TensorMap};
+use crate::variants::Family;
+use std::fmt;
+
+/// What errors call a step: the call and the step.
+#[derive(Clone, Copy)]
+struct Name<'a>(&'a str, Task);
+
+impl fmt::Display for Name<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.0, self.1.name())
+    }
+}
+
+/// A program that has a step which its device does not run.
+fn misplaced(op: &str, task: Task) -> Error {
+    Error::Cuda(format!("oxmoe: internal error, please report it: {op}: {task:?} on the wrong device"))
+}
+
+/// Launches all steps. `call`: what errors call it; `workspace`: where that starts, by which the counters of some launches are known.
+pub fn on_gpu(stream: &Stream<'_>, call: &str, parameters: &Parameters<'_>, workspace: *mut u8) -> Result<()> {
+    // Before anything is launched: an error where it is known that the stream cannot hold a launch whose CTAs wait for each other.
+    let waits = |step: &Step| matches!(step.task, Task::Layer | Task::RoutedLayer);
+    let too_large = |step: &Step| waits(step) && step.launch.is_some_and(|launch| !stream.holds(&launch));
+    if parameters.program.steps().any(too_large) {
+        return Err(Error::TooLarge(format!(
+            "{call}: this stream has too few multiprocessors for all CTAs of a launch at once"
+        )));
+    }
+    let runner = Runner { stream, call, parameters, workspace };
+    parameters.program.steps().try_for_each(|step| runner.launch(step))
+}
+
+struct Runner<'a> {
+    stream: &'a Stream<'a>,
+    call: &'a str,
+    parameters: &'a Parameters<'a>,
+    workspace: *mut u8,
+}
+
+impl Runner<'_> {
+    fn launch(&self, &Step { task, launch }: &Step) -> Result<()> {
+        let (p, program, name) = (self.parameters, self.parameters.program, Name(self.call, task));
+        let Some(launch) = &launch else { return Err(misplaced(self.call, task)) };
+        let rounds = |side: Side| match &program.rounds[side as usize] {
+            Some(round) => rounds::launch(self.stream, name, launch, p, round),
+            None => Err(misplaced(self.call, task)),
+        };
+        match task {
+            Task::Select => Err(misplaced(self.call, task)),
+            Task::Route => match (launch.variant.family, p.select()) {
+                (Family::Select | Family::Route, Some(select)) => {
+                    self.stream.launch(name, launch, (&select, &p.route()))
+                }
+                _ => self.stream.launch(name, launch, &p.route()),
+            },
+            Task::Schedule => self.stream.launch(name, launch, &p.schedule()),
+            Task::DownSchedule => match &program.down_schedule {
+                Some(own) => self.stream.launch(name, launch, &p.down_schedule(own)),
+                None => Err(misplaced(self.call, task)),
+            },
+            Task::RoundX => rounds(Side::Up),
+            Task::RoundHidden => rounds(Side::Down),
+            Task::Gemm1 => self.launch_gemm(name, launch, Side::Up),
+            Task::Gemm2 => self.launch_gemm(name, launch, Side::Down),
+            Task::BothGemms => self.stream.launch(name, launch, &p.gemm_pair()),
+            Task::BothGemmsOfRows => {
+                let counters = self.own_counters(name, Counts::Pair { experts: p.layer.desc.experts })?;
+                self.stream.launch(name, launch, &p.gemm_pair_of_rows(counters))
+            }
+            Task::Layer => {
+                let (up, down) = self.layer_maps(name)?;
+                self.stream.launch(name, launch, (up, down, &p.layer()))
+            }
+            Task::RoutedLayer => {
+                let Some(select) = p.select() else { return Err(misplaced(self.call, task)) };
+                let params = p.routed_layer(select, self.own_counters(name, Counts::Layer)?);
+                if launch.variant.family == Family::RoutedLayerMxfp4Sm90 {
+                    return self.stream.launch(name, launch, &params);
+                }
+                let (up, down) = self.layer_maps(name)?;
+                self.stream.launch(name, launch, (up, down, &params))
+            }
+            Task::Combine => self.stream.launch(name, launch, &p.combine()),
+        }
+    }
+
+    /// Counters of a launch before which no other launch makes them zero.
+    fn own_counters(&self, name: Name<'_>, counts: Counts) -> Result<*mut i32> {
+        counters::of_launch(self.stream, name, counts, self.workspace, self.parameters.counters())
+    }
+
+    fn launch_gemm(&self, name: Name<'_>, launch: &Launch, side: Side) -> Result<()> {
+        let (p, layer) = (self.parameters, self.parameters.layer);
+        let maps = if side == Side::Up { &layer.up_maps } else { &layer.down_maps };
+        let map = || {
+            let (row_tiles, consumers) = launch.variant.map_shape();
+            maps.get(name, row_tiles, consumers)
+        };
+        match launch.variant.family {
+            Family::GroupedGemmFp8OrderedSm90 => {
+                let ordered = p.ordered_gemm(side);
+                let (rows, columns) = (p.program.gemms[side as usize].order.rows, 2 * ordered.gemm.k);
+                // NOTE: here and not at load: x lies elsewhere in every call.
+                let tokens = tma::encode_rows_e4m3(ordered.gemm.x, rows as u64, columns as u64)?;
+                self.stream.launch(name, launch, (map()?, &tokens, &ordered))
+            }
+            _ if launch.variant.reads_through_a_map() => self.stream.launch(name, launch, (map()?, &p.gemm(side))),
+            _ => self.stream.launch(name, launch, &p.gemm(side)),
+        }
+    }
+
+    /// The maps of both weights for a layer in one launch.
+    fn layer_maps(&self, name: Name<'_>) -> Result<(&TensorMap, &TensorMap)> {
+        let ((row_tiles, consumers), layer) = (sm90::LAYER_SHAPE, self.parameters.layer);
+        Ok((layer.up_maps.get(name, row_tiles, consumers)?, layer.down_maps.get(name, row_tiles, consumers)?))
+    }
+}
+
+/// Does all steps on the CPU.
+///
+/// # Safety
+/// Every place that the program names is valid for the call's shapes.
+pub unsafe fn on_cpu(call: &str, parameters: &Parameters<'_>) -> Result<()> {
+    // SAFETY: the caller's contract, for each step.
+    parameters.program.steps().try_for_each(|step| unsafe { step_on_cpu(call, parameters, step.task) })
+}
+
+/// # Safety
+/// As for `on_cpu`, and the steps before this one are done.
+unsafe fn step_on_cpu(call: &str, p: &Parameters<'_>, task: Task) -> Result<()> {
+    let (layer, dtype) = (p.layer, p.layer.desc.dtype);
+    // SAFETY: the caller's contract.
+    unsafe {
+        match (task, p.select(), p.program.rounds) {
+            (Task::Select, Some(select), _) => cpu::select(&select),
+            (Task::Route, ..) => cpu::route(&p.route()),
+            (Task::Schedule, ..) => cpu::schedule(&p.schedule()),
+            (Task::RoundX, _, [Some(x), _]) => rounds::on_cpu(p, &x),
+            (Task::RoundHidden, _, [_, Some(hidden)]) => rounds::on_cpu(p, &hidden),
+            (Task::Gemm1, ..) => cpu::grouped_gemm(&p.gemm(Side::Up), dtype, layer.up.blocks),
+            (Task::Gemm2, ..) => cpu::grouped_gemm(&p.gemm(Side::Down), dtype, layer.down.blocks),
+            (Task::Combine, ..) => cpu::combine(&p.combine(), dtype),
+            _ => return Err(misplaced(call, task)),
+        }
+    }
+    Ok(())
+}
