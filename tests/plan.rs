@@ -6,9 +6,7 @@ use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{
-    self, CallDesc, Experts, GemmsPlan, InOrder, MoeDesc, MoePlan, Program, Source, Task, Workspace, X,
-};
+use _oxmoe::moe::plan::{self, CallDesc, InOrder, Program, Routed, Source, Task, Workspace, X};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::{Format, Weights};
 use _oxmoe::variants::{self, Family, Variant};
@@ -90,27 +88,39 @@ fn devices() -> impl Iterator<Item = Device> {
     ARCHS.into_iter().map(|arch| Device::typical(Arch(arch))).chain([portable])
 }
 
+/// A routed call on numbers.
+fn routed(layer: LayerDesc, tokens: i64, top_k: i64) -> Routed {
+    assert!(top_k <= layer.experts);
+    Routed { tokens, top_k, logits: None, routes_inside: false }
+}
+
 /// Every layer that a device serves, with every number of tokens, with logits and with given ids.
-fn descs(device: &Device) -> impl Iterator<Item = MoeDesc> + '_ {
+fn routed_calls(device: &Device) -> impl Iterator<Item = (CallDesc, Routed)> + '_ {
     layers_on(device).flat_map(|(layer, top_k)| {
         TOKENS.into_iter().flat_map(move |tokens| {
             let logits = |plain| Some(Logits { experts: layer.experts as u32, groups: 1, plain });
-            [(logits(true), true), (logits(true), false), (logits(false), true), (None, false)]
-                .map(|(logits, routes_inside)| MoeDesc { layer, tokens, top_k, logits, routes_inside, plain_x: true })
+            [(logits(true), true), (logits(true), false), (logits(false), true), (None, false)].map(
+                |(logits, routes_inside)| {
+                    let routed = Routed { logits, routes_inside, ..routed(layer, tokens, top_k) };
+                    (CallDesc::new(layer, Source::Routed(routed)), routed)
+                },
+            )
         })
     })
 }
 
-fn plan_of(desc: &MoeDesc, device: &Device) -> MoePlan {
-    MoePlan::new(desc, device).unwrap_or_else(|e| panic!("{desc:?} on {device:?}: {e}"))
+fn program_of(call: &CallDesc, device: &Device) -> Program {
+    plan::program(call, Some(device)).unwrap_or_else(|e| panic!("{call:?} on {device:?}: {e}"))
+}
+
+fn has(program: &Program, task: Task) -> bool {
+    program.steps().any(|step| step.task == task)
 }
 
 /// The launches with GEMMs in them.
-fn gemms(plan: &MoePlan) -> Vec<Launch> {
-    match plan.experts {
-        Experts::Gemms(gemms) => [Some(gemms.up), gemms.down].into_iter().flatten().collect(),
-        Experts::Fused(launch) | Experts::Routed(launch) => vec![launch],
-    }
+fn gemms(program: &Program) -> Vec<Launch> {
+    let tasks = [Task::Gemm1, Task::Gemm2, Task::BothGemms, Task::BothGemmsOfRows, Task::Layer, Task::RoutedLayer];
+    program.steps().filter(|step| tasks.contains(&step.task)).filter_map(|step| step.launch).collect()
 }
 
 /// A call on rows in order.
@@ -128,14 +138,6 @@ fn calls_in_order(device: &Device) -> impl Iterator<Item = (CallDesc, InOrder)> 
             })
         })
     })
-}
-
-fn program_of(call: &CallDesc, device: &Device) -> Program {
-    plan::program(call, Some(device)).unwrap_or_else(|e| panic!("{call:?} on {device:?}: {e}"))
-}
-
-fn has(program: &Program, task: Task) -> bool {
-    program.steps().any(|step| step.task == task)
 }
 
 #[test]
@@ -218,9 +220,9 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     assert_eq!(table.len(), variants::all().len(), "a row is there twice");
     let mut chosen = HashSet::new();
     for device in devices() {
-        for desc in descs(&device) {
-            chosen.extend(plan_of(&desc, &device).launches().into_iter().map(|l| l.variant));
-            let alone = desc.logits.and_then(|logits| routing::select_alone(desc.tokens as u32, logits));
+        for (call, routed) in routed_calls(&device) {
+            chosen.extend(program_of(&call, &device).launches().map(|l| l.variant));
+            let alone = routed.logits.and_then(|logits| routing::select_alone(routed.tokens as u32, logits));
             chosen.extend(alone.map(|l| l.variant));
         }
         for (call, _) in calls_in_order(&device) {
@@ -275,9 +277,10 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
     for device in devices() {
         for (layer, top_k) in layers_on(&device) {
             let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
-            for desc in descs(&device).filter(|d| d.layer == layer && d.top_k == top_k) {
-                for l in plan_of(&desc, &device).launches() {
-                    let say = || format!("{desc:?} on {device:?}: {l:?}");
+            let of_layer = |(call, routed): &(CallDesc, Routed)| call.layer == layer && routed.top_k == top_k;
+            for (call, _) in routed_calls(&device).filter(of_layer) {
+                for l in program_of(&call, &device).launches() {
+                    let say = || format!("{call:?} on {device:?}: {l:?}");
                     assert!(loaded.contains(&l.variant), "{}", say());
                     legal::assert_launch(&l, &device, &say);
                 }
@@ -291,16 +294,12 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
     let hopper = |l: &Launch| l.variant.row().hopper;
     for device in devices() {
         for (layer, top_k) in layers_on(&device) {
-            let families: HashSet<bool> = TOKENS
-                .iter()
-                .map(|&tokens| {
-                    plan_of(
-                        &MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false, plain_x: true },
-                        &device,
-                    )
-                })
-                .flat_map(|plan| gemms(&plan).iter().map(hopper).collect::<Vec<_>>())
-                .collect();
+            let programs = TOKENS.iter().map(|&tokens| {
+                let call = CallDesc::new(layer, Source::Routed(routed(layer, tokens, top_k)));
+                program_of(&call, &device)
+            });
+            let families: HashSet<bool> =
+                programs.flat_map(|program| gemms(&program).iter().map(hopper).collect::<Vec<_>>()).collect();
             assert_eq!(families.len(), 1, "{layer:?} on {device:?}");
         }
     }
@@ -310,12 +309,10 @@ fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
 fn e4m3_on_other_gpus_is_portable() {
     for device in devices().filter(|device| !device.is_hopper()) {
         for (layer, top_k) in layers().filter(|(layer, _)| layer.format.is_fp8() || layer.format == Format::Mxfp8) {
-            let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false, plain_x: true };
-            let plan = plan_of(&desc, &device);
-            assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{plan:?}");
+            let program = program_of(&CallDesc::new(layer, Source::Routed(routed(layer, 64, top_k))), &device);
+            assert!(gemms(&program).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{program:?}");
             // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
-            let Experts::Gemms(GemmsPlan { quantize: [x, hidden], .. }) = plan.experts else { panic!("{plan:?}") };
-            assert!(x[1].is_some() && hidden[1].is_some(), "{plan:?}");
+            assert!(has(&program, Task::RoundX) && has(&program, Task::RoundHidden), "{program:?}");
             let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
             assert_eq!(plan::require(&odd, &device).is_err(), layer.format.is_fp8());
         }
@@ -326,12 +323,10 @@ fn e4m3_on_other_gpus_is_portable() {
 fn nvfp4_on_other_gpus_is_portable() {
     for device in devices().filter(|device| !device.is_hopper()) {
         for (layer, top_k) in layers().filter(|(layer, _)| layer.format.weights() == Weights::Nvfp4) {
-            let desc = MoeDesc { layer, tokens: 64, top_k, logits: None, routes_inside: false, plain_x: true };
-            let plan = plan_of(&desc, &device);
-            assert!(gemms(&plan).iter().all(|l| l.variant.symbol().contains("nvfp4_portable_")), "{plan:?}");
+            let program = program_of(&CallDesc::new(layer, Source::Routed(routed(layer, 64, top_k))), &device);
+            assert!(gemms(&program).iter().all(|l| l.variant.symbol().contains("nvfp4_portable_")), "{program:?}");
             let rounds = [layer.format == Format::Nvfp4A4; 2];
-            let Experts::Gemms(GemmsPlan { quantize, .. }) = plan.experts else { panic!("{plan:?}") };
-            assert_eq!(quantize.map(|side| side[1].is_some()), rounds, "{plan:?}");
+            assert_eq!([Task::RoundX, Task::RoundHidden].map(|task| has(&program, task)), rounds, "{program:?}");
         }
     }
 }
@@ -340,11 +335,12 @@ fn nvfp4_on_other_gpus_is_portable() {
 fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
     let mut alone = HashSet::new();
     for device in devices() {
-        for desc in descs(&device) {
-            let plan = plan_of(&desc, &device);
-            let Experts::Gemms(gemms) = plan.experts else { continue };
-            let both = gemms.up.variant.has_both_gemms();
-            assert_eq!((gemms.down.is_none(), both && gemms.quantize[1] != [None; 2]), (both, false), "{plan:?}");
+        for (call, _) in routed_calls(&device) {
+            let program = program_of(&call, &device);
+            let both = has(&program, Task::BothGemms);
+            let rounds_between = both && has(&program, Task::RoundHidden);
+            let has_both = program.launches().any(|l| l.variant.has_both_gemms());
+            assert_eq!((both, rounds_between), (has_both, false), "{program:?}");
         }
         for (call, in_order) in calls_in_order(&device) {
             let program = program_of(&call, &device);
@@ -367,15 +363,13 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
 #[test]
 fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
-        for desc in descs(&device) {
-            let plan = plan_of(&desc, &device);
-            let (Experts::Fused(launch) | Experts::Routed(launch)) = plan.experts else {
-                assert!(plan.combine.is_some(), "{desc:?} on {device:?}");
-                continue;
-            };
+        for (call, _) in routed_calls(&device) {
+            let program = program_of(&call, &device);
+            let together = program.steps().find(|step| matches!(step.task, Task::Layer | Task::RoutedLayer));
+            assert_eq!(has(&program, Task::Combine), together.is_none(), "{call:?} on {device:?}");
+            let Some(launch) = together.and_then(|step| step.launch) else { continue };
             let most = device.multiprocessors * launch.variant.ctas_per_multiprocessor();
-            assert!(launch.grid <= most, "{desc:?} on {device:?}: {launch}");
-            assert!(plan.combine.is_none(), "{desc:?} on {device:?}");
+            assert!(launch.grid <= most, "{call:?} on {device:?}: {launch}");
         }
     }
 }
@@ -408,28 +402,21 @@ fn max_tiles_is_the_worst_case() {
 #[test]
 fn schedule_fits_its_range() {
     for device in devices() {
-        for desc in descs(&device) {
-            let plan = plan_of(&desc, &device);
-            let slots = desc.tokens * desc.top_k;
-            assert_eq!(plan.max_tiles, plan::max_tiles(slots, desc.layer.experts, plan.tile_tokens), "{desc:?}");
-            assert!(
-                plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes,
-                "{desc:?} on {device:?}"
-            );
+        for (call, routed) in routed_calls(&device) {
+            let (program, layer) = (program_of(&call, &device), call.layer);
+            let (w, tile_tokens) = (program.workspace, program.schedule.tile_tokens);
+            assert_eq!(program.max_tiles, plan::max_tiles(call.slots(), layer.experts, tile_tokens), "{call:?}");
+            assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{call:?} on {device:?}");
             // The schedule cuts experts in steps of 16 places, and a kernel takes tiles of up to its own width.
             let width = |l: &Launch| {
                 assert!(l.variant.tokens > 0, "{} is no GEMM", l.variant.symbol());
                 l.variant.tokens
             };
-            assert!(plan.tile_tokens == 8 || plan.tile_tokens % 16 == 0, "{desc:?} on {device:?}");
-            assert!(gemms(&plan).iter().all(|l| width(l) >= plan.tile_tokens as u32), "{desc:?} on {device:?}");
-            assert!(plan.counter_count() as usize * 4 <= plan.workspace.counters.bytes, "{desc:?} on {device:?}");
-            assert!(plan.workspace.counters.bytes >= 8, "LayerCounters");
-            assert_eq!(
-                plan.workspace,
-                Workspace::of_slots(&desc.layer, desc.tokens, desc.top_k),
-                "not the same on every GPU"
-            );
+            assert!(tile_tokens == 8 || tile_tokens % 16 == 0, "{call:?} on {device:?}");
+            assert!(gemms(&program).iter().all(|l| width(l) >= tile_tokens as u32), "{call:?} on {device:?}");
+            assert!(program.counter_count as usize * 4 <= w.counters.bytes, "{call:?} on {device:?}");
+            assert!(w.counters.bytes >= 8, "LayerCounters");
+            assert_eq!(w, Workspace::of_slots(&layer, routed.tokens, routed.top_k), "not the same on every GPU");
         }
     }
     let cpu = LayerDesc { experts: 7, hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32, format: Format::F32 };
@@ -523,10 +510,7 @@ fn floor_of_known_layers() {
     let check = |format: Format, gated, (tokens, top_k), (memory, compute): (f64, f64)| {
         let dtype = format.spec().compute;
         let layer = LayerDesc { experts: 8, hidden: 1000, intermediate: 500, gated, dtype, format };
-        let desc = MoeDesc { layer, tokens, top_k, logits: None, routes_inside: false, plain_x: true };
-        let source = CallDesc::from(&desc).source;
-        let Source::Routed(routed) = source else { panic!("{source:?}") };
-        let got = plan::floor(&layer, &routed, &device);
+        let got = plan::floor(&layer, &routed(layer, tokens, top_k), &device);
         let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b.abs();
         assert!(near(got.0, memory) && near(got.1, compute), "{format:?}, {tokens} tokens: {got:?}");
     };

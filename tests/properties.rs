@@ -10,7 +10,7 @@ use _oxmoe::dense::plan::MmPlan;
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::moe::plan::routing::Logits;
-use _oxmoe::moe::plan::{self, CallDesc, InOrder, MoeDesc, MoePlan, Source, Workspace, X};
+use _oxmoe::moe::plan::{self, CallDesc, InOrder, Routed, Source, Workspace, X};
 use _oxmoe::params::{PackMxfp4Params, Tile, W13Layout};
 use _oxmoe::quant::layouts::{cutlass, hopper, Conversion, Layout, Matrices};
 use _oxmoe::quant::nvfp4::ScaleLayout;
@@ -96,33 +96,37 @@ fn layers() -> impl Strategy<Value = LayerDesc> {
     )
 }
 
-fn descs() -> impl Strategy<Value = MoeDesc> {
-    (layers(), size(17), size(5), any::<(bool, bool, bool, bool)>()).prop_map(
-        |(layer, tokens, top_k, (given, plain, routes_inside, plain_x))| {
+fn routed_calls() -> impl Strategy<Value = (CallDesc, Routed)> {
+    let x = prop::sample::select(&[X::Plain, X::Codes, X::LooseCodes][..]);
+    (layers(), size(17), size(5), any::<(bool, bool, bool)>(), x).prop_map(
+        |(layer, tokens, top_k, (given, plain, routes_inside), x)| {
             let logits = (!given).then_some(Logits { experts: layer.experts as u32, groups: 1, plain });
-            MoeDesc { layer, tokens, top_k: top_k.min(layer.experts), logits, routes_inside, plain_x }
+            // A launch that routes rounds numbers.
+            let routes_inside = routes_inside && x == X::Plain;
+            let routed = Routed { tokens, top_k: top_k.min(layer.experts), logits, routes_inside };
+            (CallDesc { x, ..CallDesc::new(layer, Source::Routed(routed)) }, routed)
         },
     )
 }
 
 #[test]
-fn every_plan_fits_its_device() {
-    check((descs(), devices()), |(desc, device)| {
-        let say = || format!("{desc:?} on {device:?}");
-        if plan::require(&desc.layer, &device).is_err() {
+fn every_routed_program_fits_its_device() {
+    check((routed_calls(), devices()), |((call, routed), device)| {
+        let say = || format!("{call:?} on {device:?}");
+        if plan::require(&call.layer, &device).is_err() {
             return;
         }
-        let plan = MoePlan::new(&desc, &device).unwrap_or_else(|e| panic!("{}: {e}", say()));
-        let loaded: HashSet<_> = plan::reachable(&device, &desc.layer).into_iter().collect();
-        for l in plan.launches() {
+        let program = plan::program(&call, Some(&device)).unwrap_or_else(|e| panic!("{}: {e}", say()));
+        let loaded: HashSet<_> = plan::reachable(&device, &call.layer).into_iter().collect();
+        for l in program.launches() {
             assert!(loaded.contains(&l.variant), "{l:?} {}", say());
             legal::assert_launch(&l, &device, &|| format!("{l:?} {}", say()));
         }
-        assert_eq!(plan.workspace, Workspace::of_slots(&desc.layer, desc.tokens, desc.top_k), "{}", say());
-        assert!(plan.max_tiles as usize * size_of::<Tile>() <= plan.workspace.tiles.bytes, "{}", say());
-        assert!(plan.counter_count() as usize * 4 <= plan.workspace.counters.bytes, "{}", say());
-        let again = MoePlan::new(&desc, &device).expect("as before");
-        assert_eq!(again.launches(), plan.launches(), "{}", say());
+        let w = program.workspace;
+        assert_eq!(w, Workspace::of_slots(&call.layer, routed.tokens, routed.top_k), "{}", say());
+        assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{}", say());
+        assert!(program.counter_count as usize * 4 <= w.counters.bytes, "{}", say());
+        assert_eq!(plan::program(&call, Some(&device)).expect("as before"), program, "{}", say());
     });
 }
 

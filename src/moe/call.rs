@@ -1,12 +1,13 @@
 //! A call of a layer on borrowed tensors, whatever its steps: the contract of its output and workspace, then its program.
 
+use super::elem;
+use super::formats::nvfp4;
 use super::layer::Layer;
 use super::parameters::{Memory, Operands, Parameters};
-use super::plan::program::{Buffer, CallDesc, InOrder, Routed, Source, X};
-use super::plan::{self, Program, Workspace};
+use super::plan::steps::Buffer;
+use super::plan::{self, CallDesc, InOrder, Program, Routed, Source, Workspace, X};
 use super::run;
 use super::scratch::Scratch;
-use super::{elem, nvfp4};
 use crate::contract;
 use crate::desc::LayerDesc;
 use crate::device::{gpu, Device};

@@ -1,7 +1,7 @@
 //! What can be asked about a layer without running it: its workspace and its plan.
 
 use super::call::require_countable;
-use super::plan::{self, routing::Logits, CallDesc, MoeDesc, Routed, Source, Workspace};
+use super::plan::{self, routing::Logits, CallDesc, Routed, Source, Workspace};
 use super::weights::ExpertWeights;
 use super::MAX_TOP_K;
 use crate::contract;
@@ -106,14 +106,9 @@ pub fn explain(
         if top_k > num_experts {
             contract!("top_k: expected 1 to {num_experts}, got {top_k}");
         }
-        let desc = MoeDesc {
-            layer,
-            tokens: num_tokens,
-            top_k,
-            logits: Some(Logits { experts: num_experts as u32, groups: 1, plain: true }),
-            routes_inside: true,
-            plain_x: true,
-        };
+        let logits = Some(Logits { experts: num_experts as u32, groups: 1, plain: true });
+        let routed = Routed { tokens: num_tokens, top_k, logits, routes_inside: true };
+        let call = CallDesc::new(layer, Source::Routed(routed));
         let device = match arch {
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
@@ -122,6 +117,6 @@ pub fn explain(
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };
-        plan::explain(&CallDesc::from(&desc), device.as_ref())
+        plan::explain(&call, device.as_ref())
     })
 }

@@ -1,5 +1,5 @@
-//! What a format is to a layer. Each has its own file here: the constructor, the checks of its tensors, the packing for GPUs, and what rounds
-//! activations. What its numbers are is in its file in `quant`.
+//! What a format is to a layer. Each has its own file here: the constructor, the checks of its tensors, and the packing for GPUs. What its numbers
+//! are is in its file in `quant`.
 
 pub mod fp8;
 pub mod fp8_tensor;
@@ -11,16 +11,11 @@ pub mod nvfp4;
 mod nvfp4_gpu;
 pub mod plain;
 
-use super::given_scales::GivenScales;
 use super::layer::Layer;
 use super::operands::{Operands, PackedTensors};
 use super::options::Options;
-use super::plan::{MoeDesc, MoeWorkspace};
-use super::rounding::Rounding;
 use crate::contract;
 use crate::error::Result;
-use crate::params::{GroupedGemmParams, RouteParams};
-use crate::quant::Activations;
 use crate::tensor::Contract;
 use pyo3::prelude::*;
 
@@ -68,34 +63,4 @@ pub fn layer(operands: &Operands<'_>, source: &dyn Source, options: &Options<'_,
         layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
     }
     Ok(layer)
-}
-
-/// The roundings of x and of GEMM1's output; with fp8 weights also what lies between the GEMMs.
-type Roundings = ([Option<Rounding>; 2], Option<fp8::Between>);
-
-/// The roundings of a call whose GEMM1 gathers the rows of its slots: both GEMMs then read what these write. `x_scales`: x came in codes with
-/// these. `in_one_launch`: both GEMMs are.
-pub fn round_slots(
-    layer: &Layer,
-    desc: &MoeDesc,
-    (ws, base): (&MoeWorkspace, *mut u8),
-    (route, in_one_launch): (&RouteParams, bool),
-    x_scales: Option<GivenScales>,
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> Roundings {
-    match layer.desc.format.activations() {
-        Activations::Fp8(_) => fp8::round_slots((ws, base), desc, x_scales, (layer, route), (up, down)),
-        Activations::E4m3Rows => {
-            let packed = layer.up.packed.is_some();
-            (mxfp4_a8::round_slots(packed, desc, (ws, base), route, (up, down)).map(Some), None)
-        }
-        Activations::Mxfp8 => (mxfp8::round_slots(desc.tokens, ws.x_rounded.at(base), route, up, down).map(Some), None),
-        // On CPUs a layer itself says whether activations become NVFP4.
-        Activations::Kept | Activations::Nvfp4 => {
-            let scales = x_scales.map_or(std::ptr::null(), |scales| scales.data);
-            let room = nvfp4::Room { tokens: ws.x_rounded.at(base), slots: ws.rows.at(base) };
-            let room = (room, route.tile_tokens, in_one_launch);
-            (nvfp4::rounding(layer, (scales, Some(route.tokens)), room, (up, down)), None)
-        }
-    }
 }

@@ -2,12 +2,13 @@
 //! are rows of x, of GEMM1's output and of the output, so nothing is gathered or scattered.
 
 use super::call::{describe, require_countable, Call};
+use super::elem;
+use super::formats::nvfp4;
 use super::layer::Layer;
 use super::parameters::Operands;
-use super::plan::program::{Buffer, InOrder, Source, X};
-use super::plan::Workspace;
+use super::plan::steps::Buffer;
+use super::plan::{InOrder, Source, Workspace, X};
 use super::weights::ExpertWeights;
-use super::{elem, nvfp4};
 use crate::contract;
 use crate::error::{guard, Error, Result};
 use crate::quant::fp8::GROUP;

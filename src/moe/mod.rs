@@ -3,9 +3,7 @@
 mod call;
 pub mod explain;
 mod formats;
-mod gemms;
 mod given_scales;
-pub mod grouped_gemm;
 mod ids;
 mod layer;
 pub mod masked;
@@ -17,9 +15,7 @@ mod packing;
 mod parameters;
 mod per_expert;
 pub mod plan;
-mod rounding;
 mod rounds;
-mod routed;
 pub mod routing;
 mod run;
 mod scale_bytes;
@@ -30,27 +26,25 @@ mod weight_maps;
 pub mod weights;
 
 use crate::contract;
-use crate::cpu;
-use crate::device::gpu;
-use crate::error::{guard, Error, Result};
-use crate::kernel::Stream;
-use crate::params::{CombineParams, RouteParams, ScheduleParams, SelectParams};
+use crate::error::{guard, Result};
+use crate::params::SelectParams;
 use crate::quant::{self, Format};
 use crate::stats;
-use crate::tensor::{Contract, Dim, Elem, Place, View};
+use crate::tensor::{Contract, Dim, Elem, View};
+use call::{describe, Call};
 pub use formats::add_constructors;
-use formats::{fp8_tensor, mxfp4, nvfp4};
-use gemms::Gemms;
+use formats::{fp8_tensor, mxfp4};
 use layer::Layer;
 use numbers::Numbers;
 use operands::{Arguments, Operands};
 use options::Options;
+use parameters::Operands as CallOperands;
 use per_expert::{Given, Scalar};
-use plan::{Experts, MoeDesc, MoePlan, MoeWorkspace};
+use plan::steps::Buffer;
+use plan::{Routed, Source};
 use pyo3::prelude::*;
-use routing::Tiling;
-use scratch::Scratch;
-use tokens::{elem, GivenScales, Tokens};
+use std::ptr::null;
+use tokens::{elem, Tokens};
 use topk::Selection;
 use weights::ExpertWeights;
 
@@ -80,219 +74,59 @@ enum Routing<'a> {
     Logits(SelectParams),
 }
 
-/// The parameter structs of the stages; device and CPU run the same ones.
-struct Stages {
-    select: Option<SelectParams>,
-    route: RouteParams,
-    down_schedule: Option<ScheduleParams>,
-    gemms: Gemms,
-    combine: CombineParams,
-}
-
-const NAMES: gemms::Names = gemms::Names {
-    x: "moe: quantisation of x",
-    up: "moe: GEMM1",
-    hidden: "moe: quantisation of GEMM1's output",
-    down: "moe: GEMM2",
-    both: "moe: GEMM1 and GEMM2",
-};
-
-impl Stages {
-    fn new(
-        layer: &Layer,
-        desc: &MoeDesc,
-        options: &CallOptions,
-        routing: &Routing<'_>,
-        (x, x_scales, out): (*const u8, Option<GivenScales>, *mut u8),
-        (ws, base): (&MoeWorkspace, *mut u8),
-        tiling: Tiling,
-    ) -> Stages {
-        let Tiling { tile_tokens, max_tiles, counter_count, in_one_launch, .. } = tiling;
-        let (tokens, top_k) = (desc.tokens as i32, desc.top_k as i32);
-        let select = match routing {
-            Routing::Logits(s) => Some(SelectParams { ids: ws.ids.at(base), weights: ws.weights.at(base), ..*s }),
-            Routing::Given { .. } => None,
-        };
-        let (ids, ids_are_i64, weights) = match routing {
-            Routing::Given { weights, ids } => {
-                (ids.data.cast_const(), ids.elem == Elem::I64, weights.data.cast::<f32>().cast_const())
-            }
-            Routing::Logits(_) => (ws.ids.at::<u8>(base).cast_const(), false, ws.weights.at::<f32>(base).cast_const()),
-        };
-        let route = RouteParams {
-            ids,
-            ids_are_i64,
-            tokens,
-            top_k,
-            experts: layer.desc.experts as i32,
-            first_expert: options.first_expert as i32,
-            tile_tokens,
-            tile_step: plan::tile_step(desc, tile_tokens),
-            max_tiles,
-            histogram: ws.histogram.at(base),
-            offsets: ws.offsets.at(base),
-            place_of_slot: ws.place_of_slot.at(base),
-            slot_of_place: ws.slot_of_place.at(base),
-            tiles: ws.tiles.at(base),
-            tile_count: ws.tile_count.at(base),
-            counters: ws.counters.at(base),
-            counter_count,
-            block_histogram: ws.block_histogram.at(base),
-        };
-        let [mut up, mut down] = grouped_gemm::params(
-            layer,
-            &grouped_gemm::Rows {
-                x,
-                slot_of_place: route.slot_of_place,
-                row_divisor: top_k,
-                slot_weights: if options.apply_router_weight_on_input { weights } else { std::ptr::null() },
-                tiles: route.tiles,
-                tile_count: route.tile_count,
-                counters: route.counters,
-                hidden: ws.hidden.at(base),
-                out: ws.rows.at(base),
-            },
-        );
-        let down_schedule = tiling.down_tile_tokens.map(|tile| routing::down_schedule(desc, &route, (ws, base), tile));
-        if let Some(own) = &down_schedule {
-            (down.tiles, down.tile_count) = (own.tiles, own.tile_count);
-        }
-        let weighted = !options.apply_router_weight_on_input && (!options.no_combine || options.keep_router_weight);
-        let combine = CombineParams {
-            y: down.out,
-            place_of_slot: route.place_of_slot,
-            weights: if weighted { weights } else { std::ptr::null() },
-            out,
-            tokens,
-            top_k,
-            hidden: layer.desc.hidden as i32,
-            scale: options.routed_scaling_factor,
-            keep_slots: options.no_combine,
-            columns: plan::combine_columns(desc.tokens, layer.desc.hidden) as i32,
-        };
-        let (rounding, fp8) =
-            formats::round_slots(layer, desc, (ws, base), (&route, in_one_launch), x_scales, (&mut up, &mut down));
-        Stages { select, route, down_schedule, gemms: Gemms { up, down, rounding, fp8 }, combine }
-    }
-
-    fn run_cuda(&self, stream: &Stream<'_>, plan: &MoePlan, layer: &Layer, workspace: *mut u8) -> Result<()> {
-        routed::require(stream, &plan.experts)?;
-        let Gemms { up, down, fp8, .. } = self.gemms;
-        if let (Experts::Routed(launch), Some(select)) = (&plan.experts, self.select) {
-            let (up, down) = fp8.map_or((up, down), |fp8| fp8.in_one_launch(&up, &down));
-            let stages = (up, down, self.combine);
-            return routed::launch(stream, launch, layer, &select, &self.route, stages, workspace);
-        }
-        routing::launch(stream, "moe: routing", &plan.routing, self.select.as_ref(), &self.route)?;
-        if let (Some((launch, _)), Some(schedule)) = (&plan.down_schedule, &self.down_schedule) {
-            stream.launch("moe: schedule of GEMM2", launch, schedule)?;
-        }
-        match &plan.experts {
-            Experts::Gemms(plan) => self.gemms.run_cuda(stream, &NAMES, plan, layer, self.route.counters)?,
-            Experts::Fused(launch) => {
-                routed::launch_given(stream, launch, layer, &self.route, (up, down, self.combine), plan.max_tiles)?;
-            }
-            Experts::Routed(_) => return Err(Error::Unsupported("moe: routing inside without router logits".into())),
-        }
-        match &plan.combine {
-            Some(launch) => stream.launch("moe: combine", launch, &self.combine),
-            None => Ok(()),
-        }
-    }
-
-    fn run_cpu(&self, layer: &Layer) {
-        // SAFETY: every pointer is into a tensor that the contract checked or into the workspace, whose ranges come from the plan.
-        unsafe {
-            if let Some(select) = &self.select {
-                cpu::select(select);
-            }
-            cpu::route(&self.route);
-            self.gemms.run_cpu(layer);
-            cpu::combine(&self.combine, layer.desc.dtype);
-        }
-    }
-}
-
 const MAX_TOP_K: i64 = 32;
 
-/// The layer on borrowed tensors.
-struct Call<'a, 'py> {
-    layer: &'a Layer,
+/// Runs a routed call, once its tokens and what routes them are checked.
+fn run<'py>(
+    contract: Contract<'_>,
+    layer: &Layer,
     tokens: Tokens<'py>,
-    routing: Routing<'a>,
-    desc: MoeDesc,
+    (routed, routing): (Routed, Routing<'_>),
     options: CallOptions,
-    out: Option<&'a Bound<'py, PyAny>>,
-    workspace: Option<&'a Bound<'py, PyAny>>,
-}
-
-impl<'py> Call<'_, 'py> {
-    /// Contract of out and workspace, then the launches. Returns out.
-    fn run(self, mut contract: Contract<'_>) -> Result<Bound<'py, PyAny>> {
-        let (x, layer, desc) = (&self.tokens.x, self.layer, &self.desc);
-        let py = x.object().py();
-        call::require_countable("x", &layer.desc, plan::CallDesc::from(desc).source)?;
-        let out_elem = elem(layer.desc.dtype);
-        let out = match self.out {
-            // GEMM1 has read x before anything is written to out.
-            Some(object) => contract.output_over("out", object, &["x"])?,
-            None => {
-                let three = [desc.tokens, desc.top_k, layer.desc.hidden];
-                let two = [desc.tokens, layer.desc.hidden];
-                contract.new_output("out", x, if self.options.no_combine { &three } else { &two }, out_elem)?
-            }
-        };
-        let out_dims: &[Dim] = if self.options.no_combine {
-            &[Dim::Named("tokens"), Dim::Is("top_k", desc.top_k), Dim::Named("hidden")]
-        } else {
-            &[Dim::Named("tokens"), Dim::Named("hidden")]
-        };
-        contract.check("out", &out, out_dims, &[out_elem])?;
-        if x.place != Place::Cpu && layer.desc.hidden % 8 == 0 {
-            for (name, t) in [("x", x), ("out", &out)] {
-                if !(t.data as usize).is_multiple_of(16) {
-                    contract!(
-                        "{name}: must start at a multiple of 16 bytes, got address {:p}; pass {name}.clone()",
-                        t.data
-                    );
-                }
-            }
+    (out, workspace): (Option<&Bound<'py, PyAny>>, Option<&Bound<'py, PyAny>>),
+) -> Result<Bound<'py, PyAny>> {
+    let on_input = options.apply_router_weight_on_input;
+    let mut operands = CallOperands {
+        first_expert: options.first_expert as i32,
+        weights_on_input: on_input,
+        weights_on_output: !on_input && (!options.no_combine || options.keep_router_weight),
+        keep_slots: options.no_combine,
+        scale: options.routed_scaling_factor,
+        ..CallOperands::NONE
+    };
+    let (ids, weights) = match routing {
+        Routing::Given { weights, ids } => {
+            operands.ids_are_i64 = ids.elem == Elem::I64;
+            (ids.data.cast_const(), weights.data.cast_const())
         }
-        if desc.tokens == 0 && self.workspace.is_none() {
-            contract.finish()?;
-            return Ok(out.into_object());
+        Routing::Logits(select) => {
+            operands.select = Some(select);
+            (null(), null())
         }
-        let ws = plan::workspace(&layer.desc, desc.tokens, desc.top_k);
-        let scratch = Scratch::new(x, self.workspace, &mut contract, ws.bytes)?;
-        let checked = contract.finish()?;
-        if desc.tokens == 0 {
-            return Ok(out.into_object());
-        }
-        let stages = |tiling| {
-            let data = (x.data.cast_const(), self.tokens.scale, out.data);
-            Stages::new(layer, desc, &self.options, &self.routing, data, (&ws, scratch.base), tiling)
-        };
-        match x.place {
-            Place::Cpu => {
-                let explained = || plan::explain(&desc.into(), None).unwrap_or_else(|e| e.to_string());
-                stats::log_plan(|| format!("{desc:?} on the CPU"), explained);
-                let stages = stages(Tiling::on_cpu(desc));
-                checked.on_cpu(py, || stages.run_cpu(layer));
-            }
-            Place::Cuda(ordinal) => {
-                let gpu = gpu(ordinal)?;
-                let stream = Stream::new(gpu, x.current_stream(py)?, &checked)?;
-                routed::whole_or_part(&stream, |device| {
-                    let plan = MoePlan::new(desc, device)?;
-                    let explained = || plan::explain(&desc.into(), Some(device)).unwrap_or_else(|e| e.to_string());
-                    stats::log_plan(|| format!("{desc:?} on {ordinal}, {}", device.whole), explained);
-                    stages(Tiling::of(&plan)).run_cuda(&stream, &plan, layer, scratch.base)
-                })?;
-            }
-        }
-        stats::count(stats::Call::Moe, desc.tokens);
-        Ok(out.into_object())
+    };
+    if let Some(scale) = &tokens.scale {
+        operands.scales_are_powers = scale.powers;
+        operands.scale_strides = (scale.row_stride, scale.group_stride);
     }
+    let Routed { tokens: count, top_k, .. } = routed;
+    let lead = [(Dim::Named("tokens"), count), (Dim::Is("top_k", top_k), top_k)];
+    let call = Call {
+        name: "moe",
+        counted_as: stats::Call::Moe,
+        layer,
+        desc: describe(layer, Source::Routed(routed), tokens.form(&layer.desc)),
+        operands,
+        inputs: [
+            (Buffer::XScales, tokens.scale.map_or(null(), |scale| scale.data)),
+            (Buffer::Ids, ids),
+            (Buffer::SlotWeights, weights),
+        ],
+        x: tokens.x,
+        lead: if options.no_combine { &lead } else { &lead[..1] },
+        out,
+        workspace,
+    };
+    call.run(contract)
 }
 
 #[doc = crate::help!("moe")]
@@ -362,10 +196,9 @@ pub fn moe<'py>(
             let routes_inside =
                 tokens_of_x.scale.is_none() && topk::routes_inside(&select, apply_router_weight_on_input);
             let (tokens, logits) = (tokens_of_x.x.shape()[0], Some(selection.logits(&select)));
-            let plain_x = tokens_of_x.scale.is_none();
-            let desc = MoeDesc { layer: layer.desc, tokens, top_k, logits, routes_inside, plain_x };
-            let routing = Routing::Logits(select);
-            return Call { layer, tokens: tokens_of_x, routing, desc, options, out, workspace }.run(contract);
+            let routed = Routed { tokens, top_k, logits, routes_inside };
+            let routing = (routed, Routing::Logits(select));
+            return run(contract, layer, tokens_of_x, routing, options, (out, workspace));
         }
         let (Some(topk_weights), Some(topk_ids)) = (topk_weights, topk_ids) else {
             contract!("topk_weights and topk_ids: both are needed, or router_logits with top_k");
@@ -408,16 +241,9 @@ fn forward<'py>(
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
     ids::check(topk_ids.py(), &contract, &ids, layer.desc.experts * options.ep_size)?;
-    let desc = MoeDesc {
-        layer: layer.desc,
-        tokens: tokens.x.shape()[0],
-        top_k,
-        logits: None,
-        routes_inside: false,
-        plain_x: tokens.scale.is_none(),
-    };
+    let routed = Routed { tokens: tokens.x.shape()[0], top_k, logits: None, routes_inside: false };
     let routing = Routing::Given { weights: &weights, ids: &ids };
-    Call { layer, tokens, routing, desc, options, out, workspace }.run(contract)
+    run(contract, layer, tokens, (routed, routing), options, (out, workspace))
 }
 
 #[doc = crate::help!("moe_tensors")]

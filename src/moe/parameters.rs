@@ -2,8 +2,8 @@
 //! has the weights, and the call brings the rest.
 
 use super::layer::Layer;
-use super::plan::program::{At, Buffer, CallDesc, Gemm, InOrder, Program, Routed, Schedule, Source, BUFFERS};
-use super::plan::{self, Counters, Overlap};
+use super::plan::steps::{At, Buffer, Gemm, Schedule, BUFFERS};
+use super::plan::{self, CallDesc, Counters, InOrder, Overlap, Program, Routed, Source};
 use crate::params::{
     Activation, ActivationKind, CombineParams, GemmPairParams, GroupedGemmParams, LayerParams, OrderedGemmParams,
     RouteParams, RoutedLayerParams, ScheduleParams, SelectParams,

@@ -1,6 +1,7 @@
-//! `MoePlan`: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device.
-//! No tuner, no file, no environment: the same on every rank, and printable without a GPU (`oxmoe.explain`).
+//! Plans: every kernel, tile, grid, shared-memory and workspace size of a layer call, as a pure function of shape and device. There is no tuner,
+//! no file and no environment: a plan is the same on every rank, and `oxmoe.explain` prints it without a GPU. `program` puts the parts together.
 
+pub mod call;
 mod counters;
 pub mod fp8_sm90;
 mod gemms;
@@ -12,6 +13,7 @@ mod rounding;
 pub mod rounds;
 pub mod routing;
 pub mod sm90;
+pub mod steps;
 mod tiles;
 pub mod workspace;
 
@@ -19,34 +21,18 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::params::{Dtype, Fp8Scaling};
+use crate::params::Dtype;
 use crate::quant::{Activations, Format};
 use crate::variants::{self, Element, Family, Variant};
+pub use call::{CallDesc, InOrder, Routed, Source, X};
 pub use counters::{counters, Counters};
 use gemms::set_of;
-pub use gemms::GemmsPlan;
-use kernels::{Gemms, Rows};
-use program::Schedule;
-pub use program::{program, CallDesc, InOrder, Program, Routed, Source, Step, Task, X};
+pub use program::{program, Program};
 use routing::{RoutingDesc, RoutingPlan};
 use std::fmt::Write as _;
+use steps::Schedule;
+pub use steps::{Step, Task};
 pub use workspace::Workspace;
-pub use workspace::Workspace as MoeWorkspace;
-
-/// One call of a layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct MoeDesc {
-    pub layer: LayerDesc,
-    pub tokens: i64,
-    pub top_k: i64,
-    /// Experts with a router logit and their groups; None: ids and weights are given.
-    pub logits: Option<routing::Logits>,
-    /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh): weights are made of the chosen logits alone
-    /// and multiply GEMM2's rows.
-    pub routes_inside: bool,
-    /// x is of the layer's dtype, not quantised by the caller.
-    pub plain_x: bool,
-}
 
 /// Bytes of a row of e4m3, padded with zeros to whole blocks of packed weights.
 pub fn e4m3_columns(columns: i64) -> usize {
@@ -65,46 +51,12 @@ pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
-/// In steps of what an expert's slots are cut into tiles.
-pub fn tile_step(desc: &MoeDesc, tile_tokens: i32) -> i32 {
-    match desc.layer.format {
-        format if format.is_fp8() => fp8_sm90::tile_step(desc.tokens * desc.top_k, desc.layer.experts, tile_tokens),
-        _ => tile_tokens.min(16),
-    }
-}
-
-/// The launches between routing and combine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(clippy::large_enum_variant)] // a plan is made on the stack for one call
-pub enum Experts {
-    /// Both GEMMs and what rounds their rows.
-    Gemms(GemmsPlan),
-    /// Both GEMMs and the combine in one launch.
-    Fused(Launch),
-    /// The routing, both GEMMs and the combine in one launch.
-    Routed(Launch),
-}
-
 /// What a GEMM2 that begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh) knows of that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
     pub ctas: u32,
     /// For a tile.
     pub units: u32,
-}
-
-/// A layer call on a GPU.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MoePlan {
-    pub desc: MoeDesc,
-    pub tile_tokens: i32,
-    pub max_tiles: i32,
-    pub routing: RoutingPlan,
-    /// GEMM2's own schedule behind the routing, and its tiles' tokens, where they are not GEMM1's.
-    pub down_schedule: Option<(Launch, i32)>,
-    pub experts: Experts,
-    pub combine: Option<Launch>,
-    pub workspace: MoeWorkspace,
 }
 
 fn element(dtype: Dtype) -> Element {
@@ -125,71 +77,6 @@ pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
         packed_sm90::require_e4m3(device, layer)?;
     }
     Ok(())
-}
-
-impl From<&MoeDesc> for CallDesc {
-    fn from(desc: &MoeDesc) -> CallDesc {
-        let MoeDesc { layer, tokens, top_k, logits, routes_inside, plain_x } = *desc;
-        let source = Source::Routed(Routed { tokens, top_k, logits, routes_inside });
-        CallDesc { x: if plain_x { X::Plain } else { X::Codes }, ..CallDesc::new(layer, source) }
-    }
-}
-
-impl MoePlan {
-    pub fn new(desc: &MoeDesc, device: &Device) -> Result<MoePlan> {
-        let layer = &desc.layer;
-        require(layer, device)?;
-        let slots = desc.tokens * desc.top_k;
-        let rows = Rows::Gathered { tokens: desc.tokens, plain_x: desc.plain_x };
-        let (set, gemms) = (set_of(device, layer), Gemms::new(layer, slots, rows, device));
-        let MoeDesc { tokens, top_k, logits, routes_inside, .. } = *desc;
-        let routed = Routed { tokens, top_k, logits, routes_inside };
-        let one_launch = if device.whole { (set.one_launch)(&routed, &gemms) } else { None };
-        let experts = match one_launch.and_then(|step| Some((step.task, step.launch?))) {
-            Some((Task::RoutedLayer, launch)) => Experts::Routed(launch),
-            Some((_, launch)) => Experts::Fused(launch),
-            None => Experts::Gemms(GemmsPlan::new(set, &gemms)),
-        };
-        let (tile_tokens, down_tile_tokens) = match &experts {
-            Experts::Gemms(gemms) => (gemms.tile_tokens, gemms.down_tile_tokens),
-            Experts::Fused(_) | Experts::Routed(_) => (sm90::LAYER_TOKENS, None),
-        };
-        Ok(MoePlan {
-            desc: *desc,
-            tile_tokens,
-            max_tiles: max_tiles(slots, layer.experts, tile_tokens),
-            routing: routing(desc.tokens, desc.top_k, layer.experts, desc.logits, device)?,
-            down_schedule: down_tile_tokens.map(|tokens| (schedule(), tokens)),
-            experts,
-            combine: matches!(experts, Experts::Gemms(_))
-                .then(|| combine(desc.tokens, layer.hidden, element(layer.dtype))),
-            workspace: MoeWorkspace::of_slots(layer, desc.tokens, desc.top_k),
-        })
-    }
-
-    /// All launches in their order.
-    pub fn launches(&self) -> Vec<Launch> {
-        let experts = match self.experts {
-            Experts::Gemms(gemms) => gemms.launches().collect(),
-            Experts::Fused(launch) => vec![launch],
-            Experts::Routed(launch) => return vec![launch],
-        };
-        let schedule = self.down_schedule.map(|(launch, _)| launch);
-        self.routing.launches().chain(schedule).chain(experts).chain(self.combine).collect()
-    }
-
-    /// Counters that routing must set to 0.
-    pub fn counter_count(&self) -> i32 {
-        match self.experts {
-            Experts::Gemms(_) if self.desc.layer.format.activations() == Activations::Fp8(Fp8Scaling::Peak) => {
-                Counters::PEAK_HIDDEN as i32 + 1
-            }
-            Experts::Gemms(gemms) if gemms.overlap.is_some() => Counters::with_done(self.desc.layer.experts),
-            Experts::Gemms(_) => Counters::TILES_DONE as i32,
-            Experts::Fused(_) => counters(self.max_tiles, self.desc.layer.hidden).count(),
-            Experts::Routed(_) => 0,
-        }
-    }
 }
 
 /// The routing launches of `tokens` tokens.
@@ -227,11 +114,6 @@ impl GemmDesc {
     pub fn outputs(&self) -> i64 {
         self.rows / if self.gated { 2 } else { 1 }
     }
-}
-
-/// Bytes of workspace for up to `tokens` tokens, on any device.
-pub fn workspace(layer: &LayerDesc, tokens: i64, top_k: i64) -> MoeWorkspace {
-    MoeWorkspace::of_slots(layer, tokens, top_k)
 }
 
 /// A schedule from counts.

@@ -1,8 +1,8 @@
 //! The steps that round activations: x before GEMM1, and GEMM1's output before GEMM2. Kernels and the CPU take the same parameters.
 
 use super::parameters::{Operands, Parameters};
-use super::plan::program::At;
 use super::plan::rounds::{Fp8, Numbers, Nvfp4, Round, Which};
+use super::plan::steps::At;
 use crate::cpu;
 use crate::error::Result;
 use crate::kernel::{Launch, Stream};

@@ -1,8 +1,7 @@
 //! Runs a program: each step is a launch on a GPU's stream, or a function of the CPU backend.
 
 use super::parameters::{Parameters, Side};
-use super::plan::program::{Step, Task};
-use super::plan::sm90;
+use super::plan::{sm90, Step, Task};
 use super::rounds;
 use crate::counters::{self, Counts};
 use crate::cpu;

@@ -3,7 +3,9 @@
 use super::formats::nvfp4;
 pub use super::given_scales::GivenScales;
 use super::layer::Layer;
+use super::plan::X;
 use crate::contract;
+use crate::desc::LayerDesc;
 use crate::error::{Error, Result};
 use crate::params::Dtype;
 use crate::quant::fp8::GROUP;
@@ -56,6 +58,19 @@ impl<'py> Tokens<'py> {
     }
 }
 
+impl Tokens<'_> {
+    /// What x is made of, as the call's program sees it.
+    pub fn form(&self, layer: &LayerDesc) -> X {
+        let is_table = |scale: &GivenScales| scale.is_table(self.x.shape()[0], layer.hidden / GROUP as i64);
+        match &self.scale {
+            None => X::Plain,
+            Some(scale) if layer.format.is_fp8() && !is_table(scale) => X::LooseCodes,
+            Some(_) => X::Codes,
+        }
+    }
+}
+
+/// Scales of e4m3 rows in any of the forms that callers have.
 fn form(x: &View, scale: &View) -> Result<GivenScales> {
     let (tokens, hidden) = (x.shape()[0], x.shape()[1]);
     let (groups, words) = (hidden / GROUP as i64, (hidden + 511) / 512);

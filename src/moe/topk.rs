@@ -363,7 +363,7 @@ fn sort<'py>(
             let gpu = gpu(ordinal)?;
             let plan = plan::routing(tokens, top_k, num_experts, None, &gpu.device)?;
             let stream = Stream::new(gpu, ids.current_stream(py)?, &checked)?;
-            routing::launch(&stream, "sort_by_expert", &plan, None, &route)?;
+            routing::launch(&stream, "sort_by_expert", &plan, &route)?;
         }
         Place::Cuda(_) => {
             sorted.histogram.object().call_method0("zero_")?;

@@ -1,4 +1,4 @@
-//! Experts in e4m3 with fp32 scales: their contract, and the activations that are quantised on their way.
+//! Experts in e4m3 with fp32 scales: their contract.
 //!
 //! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
 
@@ -7,19 +7,14 @@ use crate::contract;
 use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
-use crate::moe::given_scales::GivenScales;
-use crate::moe::grouped_gemm::Order;
 use crate::moe::layer::{Layer, Matrix};
 use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
 use crate::moe::options::Options;
-use crate::moe::plan::{self, fp8_sm90, Counters, MoeDesc, MoeWorkspace};
-use crate::moe::rounding::Rounding;
+use crate::moe::plan::{self, fp8_sm90};
 use crate::moe::weight_maps;
-use crate::params::{
-    Dtype, ExpandScalesParams, Fp8Scaling, GroupedGemmParams, QuantizeFp8Params, RouteParams, W13Layout,
-};
-use crate::quant::fp8::{EPS, GROUP};
-use crate::quant::{self, fp8_ops, Format};
+use crate::params::{Dtype, W13Layout};
+use crate::quant::fp8::GROUP;
+use crate::quant::Format;
 use crate::tensor::{Contract, Dim, Elem, Place};
 
 /// Where the scales of an fp8 layer's activations come from.
@@ -165,143 +160,4 @@ impl Source for Scaling {
         }
         Ok(layer)
     }
-}
-
-/// Codes and scales of x and of GEMM1's output.
-fn outputs((ws, base): (&MoeWorkspace, *mut u8)) -> [(*mut u8, *mut u8); 2] {
-    [(ws.x_codes.at(base), ws.x_scales.at(base)), (ws.hidden_codes.at(base), ws.hidden_scales.at(base))]
-}
-
-fn in_groups(x: *const u8, rows: i64, columns: i32, (codes, scales): (*mut u8, *mut u8)) -> QuantizeFp8Params {
-    QuantizeFp8Params {
-        x,
-        dtype: Dtype::Bf16,
-        codes,
-        scales,
-        rows,
-        row_count: std::ptr::null(),
-        columns,
-        group: GROUP as i32,
-        row_stride: i64::from(columns) / GROUP as i64,
-        group_stride: 1,
-        eps: EPS,
-        powers: false,
-        tiles: std::ptr::null(),
-        tile_count: std::ptr::null(),
-        tile_rows: 0,
-        scaling: Fp8Scaling::Groups,
-        given: std::ptr::null_mut(),
-        row_threads: 0,
-        place_of_slot: std::ptr::null(),
-        top_k: 0,
-        x_is_older: false,
-    }
-}
-
-/// Where the scales of a format's activations come from.
-fn scaling_of(format: Format) -> Fp8Scaling {
-    match format.activations() {
-        quant::Activations::Fp8(scaling) => scaling,
-        _ => Fp8Scaling::Groups,
-    }
-}
-
-/// The scales of neighbouring rows beside each other, as the kernel for rows in order reads them best.
-fn by_group(p: QuantizeFp8Params, rows: i64) -> QuantizeFp8Params {
-    QuantizeFp8Params { row_stride: 1, group_stride: rows, ..p }
-}
-
-/// Where both GEMMs find and leave scales, those of x being in order.
-fn orders(rows: i64, x_scales: (i64, i64), hidden: &QuantizeFp8Params) -> [Order; 2] {
-    let hidden = (hidden.row_stride, hidden.group_stride);
-    [Order { rows, x_scales, out_scales: hidden }, Order { rows, x_scales: hidden, out_scales: (0, 0) }]
-}
-
-/// What lies between the GEMMs of a call with e4m3 weights.
-#[derive(Clone, Copy)]
-pub struct Between {
-    /// The quantisation of x, unless it came quantised.
-    x: Option<QuantizeFp8Params>,
-    /// The quantisation of GEMM1's output, which GEMM1 may do itself.
-    pub hidden: QuantizeFp8Params,
-    pub orders: [Order; 2],
-}
-
-impl Between {
-    /// Both GEMMs of a layer in one launch, which quantises what it reads and counts pairs of elements.
-    pub fn in_one_launch(
-        &self,
-        up: &GroupedGemmParams,
-        down: &GroupedGemmParams,
-    ) -> (GroupedGemmParams, GroupedGemmParams) {
-        let x = self.x.map_or(up.x, |of_x| of_x.x);
-        (GroupedGemmParams { x, k: up.k / 2, ..*up }, GroupedGemmParams { x: self.hidden.x, k: down.k / 2, ..*down })
-    }
-}
-
-/// The roundings of a call whose GEMM1 gathers the rows of its slots. Both GEMMs read what these write. `given`: scales of an input that is
-/// e4m3.
-pub fn round_slots(
-    (ws, base): (&MoeWorkspace, *mut u8),
-    desc: &MoeDesc,
-    given: Option<GivenScales>,
-    (layer, route): (&Layer, &RouteParams),
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> ([Option<Rounding>; 2], Option<Between>) {
-    let scaling = scaling_of(layer.desc.format);
-    let params = |x: *const u8, (rows, row_count), columns, outputs, (peak, fixed): (usize, *const f32)| {
-        let given = if fixed.is_null() { route.counters.wrapping_add(peak).cast() } else { fixed.cast_mut() };
-        let row_threads = fp8_ops::row_threads(columns);
-        QuantizeFp8Params { row_count, scaling, given, row_threads, ..in_groups(x, rows, columns, outputs) }
-    };
-    let outputs = outputs((ws, base));
-    let placed = route.offsets.wrapping_add(layer.desc.experts as usize).cast_const();
-    let slots = desc.tokens * desc.top_k;
-    let of_x = (Counters::PEAK_X, layer.up.x_scale);
-    let of_hidden = (Counters::PEAK_HIDDEN, layer.down.x_scale);
-    let mut x = params(up.x, (desc.tokens, std::ptr::null()), up.k, outputs[0], of_x);
-    let mut hidden = params(up.out, (slots, placed), layer.desc.inner() as i32, outputs[1], of_hidden);
-    if fp8_sm90::in_order(route.tile_tokens) {
-        // A row of x for each slot and then its scales, where GEMM2 writes once GEMM1 has read them.
-        let (codes, bytes) = (ws.rows.at::<u8>(base), slots * layer.desc.hidden);
-        let (place_of_slot, top_k) = (route.place_of_slot.cast_const(), desc.top_k as i32);
-        let scales = codes.wrapping_add(bytes as usize);
-        x = QuantizeFp8Params { codes, scales, place_of_slot, top_k, ..by_group(x, slots) };
-        hidden = by_group(hidden, slots);
-    } else {
-        // Where one scale serves all rows, routing makes it 0 first.
-        x.x_is_older = scaling != Fp8Scaling::Peak;
-    }
-    (down.x, down.x_scales) = (hidden.codes, hidden.scales.cast());
-    let orders = orders(slots, (x.row_stride, x.group_stride), &hidden);
-    let groups = up.k / GROUP as i32;
-    let mut plain_x = None;
-    let of_x = match given {
-        None => {
-            plain_x = Some(x);
-            (up.x, up.x_scales) = (x.codes, x.scales.cast());
-            Some(Rounding::Fp8(x))
-        }
-        // The caller's scales are as GEMM1 reads them,
-        Some(given) if given.is_table(desc.tokens, groups.into()) => {
-            up.x_scales = given.data.cast();
-            None
-        }
-        // or are brought into that order.
-        Some(GivenScales { data, powers, row_stride, group_stride }) => {
-            up.x_scales = x.scales.cast();
-            let (table, rows) = (x.scales.cast(), desc.tokens as i32);
-            Some(Rounding::Fp8Scales(ExpandScalesParams {
-                scales: data,
-                powers,
-                row_stride,
-                group_stride,
-                table,
-                rows,
-                groups,
-                scales_are_older: true,
-            }))
-        }
-    };
-    ([of_x, Some(Rounding::Fp8(hidden))], Some(Between { x: plain_x, hidden, orders }))
 }

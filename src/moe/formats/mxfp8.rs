@@ -1,4 +1,4 @@
-//! MXFP8 experts: their contract, and the activations that are rounded to MXFP8 on their way.
+//! MXFP8 experts: their contract.
 
 use super::mxfp4::{self, BIASES, SCALES};
 use super::Source;
@@ -9,9 +9,8 @@ use crate::error::Result;
 use crate::moe::layer::{Layer, Matrix};
 use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
 use crate::moe::options::Options;
-use crate::moe::plan::{self, MoeWorkspace};
-use crate::moe::rounding::Rounding;
-use crate::params::{Dtype, GroupedGemmParams, QuantizeRowsParams, RouteParams};
+use crate::moe::plan;
+use crate::params::Dtype;
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp8::{BLOCK, BLOCKS};
 use crate::quant::Format;
@@ -88,39 +87,4 @@ impl Source for Spec {
     ) -> Result<[PackedTensors<'py>; 2]> {
         mxfp4::pack(layer, contract, operands, self.in_place)
     }
-}
-
-/// The roundings of x and, in its place, of GEMM1's output; Hopper's kernels do the second in GEMM1's epilogue. GEMM1 reads rounded rows,
-/// which are written to `x`.
-pub fn round_slots(
-    tokens: i64,
-    x: *mut u8,
-    route: &RouteParams,
-    up: &mut GroupedGemmParams,
-    down: &GroupedGemmParams,
-) -> [Rounding; 2] {
-    let of_x = QuantizeRowsParams {
-        x: up.x,
-        out: x,
-        scales: std::ptr::null_mut(),
-        rows: tokens as i32,
-        columns: up.k,
-        out_columns: up.k,
-        tiles: std::ptr::null(),
-        tile_count: std::ptr::null(),
-        x_is_older: true,
-    };
-    let of_hidden = QuantizeRowsParams {
-        x: down.x,
-        out: up.out,
-        rows: route.tokens * route.top_k,
-        columns: down.k,
-        out_columns: down.k,
-        tiles: route.tiles,
-        tile_count: route.tile_count,
-        x_is_older: false,
-        ..of_x
-    };
-    up.x = x;
-    [of_x, of_hidden].map(Rounding::Mxfp8)
 }

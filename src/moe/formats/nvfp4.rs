@@ -9,9 +9,8 @@ use crate::moe::layer::{Layer, Matrix};
 use crate::moe::numbers_of::numbers_of;
 use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
 use crate::moe::options::{compute_type, Common, Options};
-use crate::moe::rounding::Rounding;
 use crate::moe::weights::ExpertWeights;
-use crate::params::{Dtype, GroupedGemmParams, RoundNvfp4Params, W13Layout};
+use crate::params::{Dtype, W13Layout};
 use crate::quant::arguments::w13_layout;
 use crate::quant::blocks::Blocks;
 use crate::quant::nvfp4::{ScaleLayout, BLOCK, BLOCKS};
@@ -152,69 +151,6 @@ impl Source for Spec {
 /// Whether rows of x and of GEMM1's output are rounded to NVFP4.
 pub fn rounds(layer: &Layer) -> bool {
     layer.desc.format.weights() == Weights::Nvfp4 && !layer.up.x_scale.is_null()
-}
-
-/// Where rounded rows of x go.
-pub struct Room {
-    /// [tokens, hidden], on GPUs: where a token has one.
-    pub tokens: *mut u8,
-    /// [slots, hidden].
-    pub slots: *mut u8,
-}
-
-/// The roundings of x, and of GEMM1's output, in its place; the GEMMs then read what these write. `x_scales`: x has codes. `all`: x has so
-/// many rows, all of which may be read. `in_one_launch`: of both GEMMs, which rounds GEMM1's output itself. There GEMM2 writes to the room of
-/// slots while GEMM1 still reads, so rows of x lie in it by place: GEMM2 writes a row once GEMM1 has read it.
-pub fn rounding(
-    layer: &Layer,
-    (x_scales, all): (*const u8, Option<i32>),
-    (room, tile_rows, in_one_launch): (Room, i32, bool),
-    (up, down): (&mut GroupedGemmParams, &mut GroupedGemmParams),
-) -> [Option<Rounding>; 2] {
-    if !rounds(layer) {
-        return [None; 2];
-    }
-    let by_place = in_one_launch && !up.slot_of_place.is_null();
-    let mut x = RoundNvfp4Params {
-        x: up.x,
-        scales: x_scales,
-        out: room.slots,
-        dtype: layer.desc.dtype,
-        columns: up.k,
-        rows: 0,
-        tiles: up.tiles,
-        tile_count: up.tile_count,
-        tile_rows,
-        slot_of_place: up.slot_of_place,
-        row_divisor: up.row_divisor,
-        by_place,
-        global_scales: layer.up.x_scale,
-        x_is_older: false,
-    };
-    let hidden = RoundNvfp4Params {
-        x: down.x,
-        scales: std::ptr::null(),
-        out: up.out,
-        columns: down.k,
-        slot_of_place: std::ptr::null(),
-        row_divisor: 1,
-        by_place: false,
-        global_scales: layer.down.x_scale,
-        ..x
-    };
-    match all {
-        // The numbers of a row are the same for each of its slots.
-        Some(rows) if layer.place != Place::Cpu && (layer.up.one_x_scale || !x_scales.is_null()) => {
-            (x.rows, x.tiles, x.out, x.by_place) = (rows, std::ptr::null(), room.tokens, false);
-            x.x_is_older = true;
-        }
-        _ => up.row_divisor = i32::from(!by_place),
-    }
-    up.x = x.out;
-    if in_one_launch {
-        up.out_global_scales = hidden.global_scales;
-    }
-    [x, hidden].map(|p| Some(Rounding::Nvfp4(p)))
 }
 
 /// Brings scales of `rows` rows of `blocks` blocks into memory as `ScaleLayout` has it; a view [32, 4, row tiles, 4, column tiles, E] is turned back.

@@ -1,7 +1,8 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
+use super::call::Routed;
 use super::kernels::{Gemms, KernelSet, Rows};
-use super::program::{Routed, Step, Task};
+use super::steps::{Step, Task};
 use super::tiles;
 use super::{max_tiles, sm90, GemmDesc, Overlap};
 use crate::desc::LayerDesc;

@@ -44,10 +44,4 @@ impl GemmsPlan {
             overlap: (set.overlap)(gemms, tile_tokens, up),
         }
     }
-
-    /// All launches in their order.
-    pub fn launches(&self) -> impl Iterator<Item = Launch> {
-        let [x, hidden] = self.quantize;
-        x.into_iter().chain([Some(self.up)]).chain(hidden).chain([self.down]).flatten()
-    }
 }

@@ -1,6 +1,7 @@
 //! What a set of kernels is that runs the GEMMs of a layer, and what it is asked.
 
-use super::program::{Routed, Step};
+use super::call::Routed;
+use super::steps::Step;
 use super::{GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;

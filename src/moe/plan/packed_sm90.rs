@@ -1,8 +1,9 @@
 //! Packed weights on Hopper: which layers the kernels serve, and the choice of their tiles, from measurements on H200 (both GEMMs of cold
 //! layers, random routing). A format is a row of tiles.
 
+use super::call::Routed;
 use super::kernels::{Gemms, KernelSet};
-use super::program::{Routed, Step, Task};
+use super::steps::{Step, Task};
 use super::{sm90, tiles, GemmDesc};
 use crate::desc::LayerDesc;
 use crate::device::Device;
@@ -210,7 +211,7 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::super::routing::Logits;
-    use super::super::{Experts, MoePlan};
+    use super::super::{program, CallDesc, Source};
     use super::*;
     use crate::device::Arch;
     use crate::params::Dtype;
@@ -259,10 +260,13 @@ mod tests {
             let dtype = Dtype::Bf16;
             let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype, format: Format::Mxfp4 };
             let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
-            let desc = MoeDesc { layer, tokens, top_k: 4, logits, routes_inside: true, plain_x: true };
-            let plan = |desc| matches!(MoePlan::new(&desc, &device).unwrap().experts, Experts::Routed(_));
-            assert!(!plan(MoeDesc { routes_inside: false, ..desc }) && !plan(MoeDesc { logits: None, ..desc }));
-            plan(desc)
+            let call = Routed { tokens, top_k: 4, logits, routes_inside: true };
+            let inside = |call| {
+                let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(&device)).unwrap();
+                program.steps().any(|step| step.task == Task::RoutedLayer)
+            };
+            assert!(!inside(Routed { routes_inside: false, ..call }) && !inside(Routed { logits: None, ..call }));
+            inside(call)
         };
         assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [true, true, false, false]);
         assert_eq!([128, 129].map(|experts| one(1, experts, 2880, 2880)), [true, false]);

@@ -1,242 +1,21 @@
 //! A call as a program: the list of its steps, with what their parameters are made from. It is a pure function of the call's shapes and the
 //! device, the same on every rank. The GPU runner, the CPU backend and `explain` walk the same list.
 
+use super::call::{CallDesc, InOrder, Routed, Source, X};
 use super::gemms::{set_of, GemmsPlan};
 use super::kernels::{Gemms, Rows};
 use super::rounds::{self, Round};
-use super::routing::{Logits, RoutingPlan};
+use super::routing::RoutingPlan;
+use super::steps::{At, Buffer, Gemm, Order, Schedule, Step, Task};
 use super::workspace::{counters_of_rows, Workspace};
 use super::{counters, element, fp8_sm90, max_tiles, sm90, Counters, Overlap, CPU_TILE_TOKENS};
 use crate::counters::MOST_EXPERTS;
-use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Launch;
 use crate::params::Fp8Scaling;
 use crate::quant::Activations;
 use crate::workspace::Range;
-
-/// One call of a layer: everything that its program depends on, beside the device.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CallDesc {
-    pub layer: LayerDesc,
-    pub source: Source,
-    pub x: X,
-    /// What becomes of activations: what the format says, and on CPUs NVFP4 where the layer has factors for them.
-    pub activations: Activations,
-    /// NVFP4: x has one factor, that of all experts.
-    pub one_x_factor: bool,
-}
-
-/// Where the rows of GEMM1 come from.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Source {
-    /// Tokens choose experts: routing before the GEMMs, the combine behind them.
-    Routed(Routed),
-    /// Rows lie expert by expert: a schedule of them before the GEMMs.
-    InOrder(InOrder),
-}
-
-/// Tokens that choose experts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Routed {
-    pub tokens: i64,
-    pub top_k: i64,
-    /// Experts with a router logit and their groups; None: ids and weights are given.
-    pub logits: Option<Logits>,
-    /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh): weights are made of the chosen logits alone
-    /// and multiply GEMM2's rows.
-    pub routes_inside: bool,
-}
-
-/// Rows that lie expert by expert.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct InOrder {
-    /// Rows there is room for, of all experts.
-    pub rows: i64,
-    /// Rows of an expert that are expected: they choose the tile, and no bit of the result.
-    pub expected: i64,
-    /// Whether an expert's rows begin at a multiple of a number, so that a launch can find its tiles itself.
-    pub finds_tiles: bool,
-}
-
-/// What x is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum X {
-    /// Numbers of the layer's dtype.
-    Plain,
-    /// Codes that the caller made, with scales as the launches read them.
-    Codes,
-    /// Codes with scales that are brought into that order first.
-    LooseCodes,
-}
-
-impl CallDesc {
-    /// A call on numbers of the layer's dtype, whose activations the format rounds.
-    pub fn new(layer: LayerDesc, source: Source) -> CallDesc {
-        CallDesc { layer, source, x: X::Plain, activations: layer.format.activations(), one_x_factor: false }
-    }
-
-    /// Rows of x.
-    pub fn rows(&self) -> i64 {
-        match self.source {
-            Source::Routed(Routed { tokens, .. }) => tokens,
-            Source::InOrder(InOrder { rows, .. }) => rows,
-        }
-    }
-
-    /// Rows of GEMM1's output that there is room for.
-    pub fn slots(&self) -> i64 {
-        match self.source {
-            Source::Routed(Routed { tokens, top_k, .. }) => tokens * top_k,
-            Source::InOrder(InOrder { rows, .. }) => rows,
-        }
-    }
-}
-
-/// Memory that a call is given or makes. Addresses of parameters are offsets into it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Buffer {
-    /// No memory: a null pointer.
-    None,
-    X,
-    /// Scales of codes that the caller made.
-    XScales,
-    Out,
-    /// Ids of the chosen experts, and their weights, where the caller gives them.
-    Ids,
-    SlotWeights,
-    /// Rows of each expert, of a call on rows in order.
-    RowCounts,
-    /// The layer's numbers for rounding x and GEMM1's output.
-    UpFactors,
-    DownFactors,
-    Workspace,
-}
-
-/// How many buffers there are.
-pub const BUFFERS: usize = Buffer::Workspace as usize + 1;
-
-/// A place in a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct At {
-    pub buffer: Buffer,
-    pub offset: usize,
-}
-
-impl At {
-    pub const NONE: At = At::start(Buffer::None);
-
-    /// Where a buffer begins.
-    pub const fn start(buffer: Buffer) -> At {
-        At { buffer, offset: 0 }
-    }
-
-    /// Where a range of the workspace begins.
-    pub const fn range(range: &Range) -> At {
-        At { buffer: Buffer::Workspace, offset: range.offset }
-    }
-
-    /// So many bytes further on.
-    pub const fn plus(self, bytes: usize) -> At {
-        At { offset: self.offset + bytes, ..self }
-    }
-}
-
-/// What a step does. Each has one kind of parameters, which `moe::parameters` makes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Task {
-    /// Top-k alone; on GPUs the routing's kernels choose.
-    Select,
-    /// Sort by expert and schedule, on GPUs with the top-k.
-    Route,
-    /// The schedule of rows in order.
-    Schedule,
-    /// GEMM2's own schedule.
-    DownSchedule,
-    RoundX,
-    Gemm1,
-    RoundHidden,
-    Gemm2,
-    BothGemms,
-    /// Both GEMMs of rows in order, in a launch that finds the tiles itself.
-    BothGemmsOfRows,
-    /// Both GEMMs and the combine.
-    Layer,
-    /// The routing, both GEMMs and the combine.
-    RoutedLayer,
-    Combine,
-}
-
-impl Task {
-    /// What errors call it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Task::Select | Task::Route => "routing",
-            Task::Schedule => "schedule",
-            Task::DownSchedule => "schedule of GEMM2",
-            Task::RoundX => "quantisation of x",
-            Task::Gemm1 => "GEMM1",
-            Task::RoundHidden => "quantisation of GEMM1's output",
-            Task::Gemm2 => "GEMM2",
-            Task::BothGemms | Task::BothGemmsOfRows => "GEMM1 and GEMM2",
-            Task::Layer => "GEMM1, GEMM2 and combine",
-            Task::RoutedLayer => "layer",
-            Task::Combine => "combine",
-        }
-    }
-}
-
-/// One step: on GPUs a launch of a kernel, on CPUs a function of `crate::cpu`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
-    pub task: Task,
-    /// None on CPUs.
-    pub launch: Option<Launch>,
-}
-
-/// A list of tiles, and what cuts an expert's rows into them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Schedule {
-    /// The numbers of the experts' rows.
-    pub row_counts: At,
-    pub tile_tokens: i32,
-    /// In steps of what an expert's rows are cut into tiles.
-    pub tile_step: i32,
-    pub tiles: At,
-    pub tile_count: At,
-}
-
-/// What a GEMM of the layer reads and writes beside weights. On GPUs some kernels count K in pairs of columns.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Gemm {
-    pub x: At,
-    /// fp32 scales of groups of 128 columns of x, or of its rows.
-    pub x_scales: At,
-    pub row_scales: At,
-    /// A row of x is that of the place's slot, divided by `row_divisor`; else the place itself.
-    pub gathers: bool,
-    pub row_divisor: i32,
-    pub k: i32,
-    pub out: At,
-    /// Where the epilogue writes fp32 scales of e4m3.
-    pub out_scales: At,
-    /// Factors of NVFP4, to which the epilogue rounds.
-    pub out_factors: At,
-    pub schedule_is_older: bool,
-    /// The scales of x and of the output, of kernels for rows in order.
-    pub order: Order,
-}
-
-/// How scales lie, of kernels whose rows of x lie in the order of places.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Order {
-    /// Rows of x.
-    pub rows: i64,
-    /// Distances between the scales of neighbouring rows and groups of columns.
-    pub x_scales: (i64, i64),
-    pub out_scales: (i64, i64),
-}
 
 /// The most steps that a call has.
 const MOST_STEPS: usize = 10;
@@ -400,12 +179,6 @@ impl GemmsPlan {
         };
         let GemmsPlan { tile_tokens, down_tile_tokens, overlap, .. } = *self;
         Choice { tile_tokens, down_tile_tokens, overlap, counter_count, form }
-    }
-}
-
-impl Step {
-    pub fn launch(task: Task, launch: Launch) -> Step {
-        Step { task, launch: Some(launch) }
     }
 }
 

@@ -1,7 +1,8 @@
 //! What becomes of activations on their way: x before GEMM1, and GEMM1's output before GEMM2. Which launches do it is `rounding.rs`'s choice;
 //! on CPUs a function of `crate::cpu` does the same.
 
-use super::program::{At, Buffer, CallDesc, Gemm, Order, Source, X};
+use super::call::{CallDesc, Source, X};
+use super::steps::{At, Buffer, Gemm, Order};
 use super::workspace::Workspace;
 use super::{e4m3_columns, fp8_sm90, Counters};
 use crate::desc::LayerDesc;

@@ -1,8 +1,9 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
+use super::call::Routed;
 use super::kernels::{Gemms, KernelSet};
-use super::program::{Routed, Step, Task};
 use super::routing::Logits;
+use super::steps::{Step, Task};
 use super::{element, max_tiles, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;

@@ -1,6 +1,6 @@
 //! Where everything of a call lies in its workspace: ranges of one buffer, the same on every device.
 
-use super::program::{CallDesc, InOrder, Routed, Source};
+use super::call::{CallDesc, InOrder, Routed, Source};
 use super::{e4m3_columns, fp8_sm90, max_tiles, routing, Counters, MIN_TILE_TOKENS};
 use crate::counters::{Counts, MOST_EXPERTS};
 use crate::desc::LayerDesc;
