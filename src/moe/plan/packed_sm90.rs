@@ -263,7 +263,8 @@ mod tests {
             let call = Routed { tokens, top_k: 4, logits, routes_inside: true };
             let inside = |call| {
                 let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(&device)).unwrap();
-                program.steps().any(|step| step.task == Task::RoutedLayer)
+                let mut layers = program.launches_of(Task::RoutedLayer);
+                layers.next().is_some()
             };
             assert!(!inside(Routed { routes_inside: false, ..call }) && !inside(Routed { logits: None, ..call }));
             inside(call)
