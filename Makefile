@@ -93,8 +93,8 @@ python-names: install
 
 sglangs: $(OLD_FOLDERS:=/.made) # the older SGLang releases
 
-# Two jobs at a time. First lints beside what is installed: the wheel is compiled on one core for most of its time. Then stubs and Rust
-# tests beside the Python tests. Those of pytest are seen as they run; the others' output follows in one piece, which a failure of theirs ends.
+# Two jobs at a time. First lints beside what is built and installed. Then stubs and Rust tests beside the Python tests. pytest's output is
+# seen as it runs; that of the others follows in one piece, which a failure of theirs ends.
 test: ## lints, stubs, Rust tests, Python tests that need no GPU
 	+$(MAKE) --no-print-directory -j 2 install sglangs lint-kept
 	+$(MAKE) --no-print-directory -k stubs rust-test INSTALLED=1 > target/others.log 2>&1 & others=$$!; \
