@@ -15,13 +15,6 @@ RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 
-# uv reads UV_DEFAULT_INDEX and uv.toml, none of pip's settings but this one.
-UV_VERSION := 0.13.9
-UV := $(BIN)/uv pip install --quiet
-ifdef PIP_INDEX_URL
-export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
-endif
-
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
@@ -49,21 +42,17 @@ CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/pytho
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-# uv installs what is in an environment: pip takes minutes of a core to unpack torch and its CUDA packages, uv links them from its cache.
-$(BIN)/uv:
+$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(PEERS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-
-$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(PEERS) | $(BIN)/uv
-	$(UV) --python $(BIN)/python -r tests/requirements.txt
-	$(UV) --python $(BIN)/python --no-deps -r tests/requirements-sglang.txt
+	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
 	rm -rf $(VENV)/peers
-	$(UV) --python $(BIN)/python --no-deps --target $(VENV)/peers -r $(PEERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers -r $(PEERS)
 	touch $@
 
 $(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.made
 	rm -rf $(@D)
-	$(UV) --python $(BIN)/python --no-deps --target $(@D) -r $<
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
 	touch $@
 
 # `make test` installs once, for all that it starts then.
@@ -77,7 +66,7 @@ built: # the wheel, which needs no environment but pip's own: it is built while 
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) .
 
 install: venv built ## build and install the package there
-	$(UV) --python $(BIN)/python --no-deps --reinstall $(WHEELS)/*.whl
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
 endif
 
 demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .venv-demo
