@@ -35,6 +35,19 @@ from oxmoe.peers.flashinfer_trtllm import (
     trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_routed_moe,
 )
+from oxmoe.peers.flashinfer_trtllm_formats import (
+    prepare_trtllm_bf16_moe,
+    prepare_trtllm_fp8_per_tensor_scale_moe,
+    trtllm_bf16_moe,
+    trtllm_bf16_routed_moe,
+    trtllm_fp8_per_tensor_scale_moe,
+    trtllm_fp8_per_tensor_scale_routed_moe,
+)
+from oxmoe.peers.flashinfer_trtllm_fp4 import (
+    prepare_trtllm_fp4_block_scale_moe,
+    trtllm_fp4_block_scale_moe,
+    trtllm_fp4_block_scale_routed_moe,
+)
 from oxmoe.peers.packed_topk import pack_topk, unpack_topk
 from oxmoe.peers.sglang import fused_experts
 from oxmoe.peers.triton_kernels import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
@@ -112,7 +125,10 @@ __all__ = [
     "pack_topk",
     "prepare_cutlass_fused_moe",
     "prepare_triton_kernel_experts",
+    "prepare_trtllm_bf16_moe",
+    "prepare_trtllm_fp4_block_scale_moe",
     "prepare_trtllm_fp8_block_scale_moe",
+    "prepare_trtllm_fp8_per_tensor_scale_moe",
     "quantize",
     "routing",
     "sort_by_expert",
@@ -120,10 +136,16 @@ __all__ = [
     "topk",
     "triton_kernel_fused_experts_with_bias",
     "trtllm_allreduce_fusion",
+    "trtllm_bf16_moe",
+    "trtllm_bf16_routed_moe",
     "trtllm_create_ipc_workspace_for_all_reduce_fusion",
     "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_fp4_block_scale_moe",
+    "trtllm_fp4_block_scale_routed_moe",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_tensor_scale_moe",
+    "trtllm_fp8_per_tensor_scale_routed_moe",
     "trtllm_moe_allreduce_fusion",
     "trtllm_moe_finalize_allreduce_fusion",
     "unpack_topk",

@@ -14,40 +14,11 @@ from mxfp4_cases import call
 from mxfp8_cases import Mxfp8, check, make_mxfp8
 from oxmoe.peers import flashinfer_trtllm, flashinfer_trtllm_layouts
 from oxmoe.testing import same_bits
+from trtllm_layouts import blocked, interleave, shuffle
 
 # I and H in whole tiles of scales, 128 rows by 4 blocks of 32, as flashinfer's shuffle needs them.
 SHAPE = Shape("trtllm-mxfp8", 8, 3, 256, 128, bias=True).with_options(layout="up_gate")
 MX = 2  # Fp8QuantizationType.MxFp8
-
-# Where row r of 32 goes in shuffle_matrix_a with epilogue_tile_m 128.
-PLACES = [0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27, 4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15]
-PLACES += [23, 31]
-
-
-def shuffle(weights: Tensor, gated: bool) -> Tensor:
-    """[E, R, ...], row by row: gated, rows of the two halves in turn; then PLACES."""
-    rows, result = weights.shape[1], torch.empty_like(weights)
-    for place in range(rows):
-        row = place // 2 + (place % 2) * (rows // 2) if gated else place
-        result[:, place // 32 * 32 + PLACES[place % 32]] = weights[:, row]
-    return result
-
-
-def interleave(scales: Tensor) -> Tensor:
-    """block_scale_interleave of each expert: byte by byte into tiles of 128 x 4, zeros beyond the last block."""
-    experts, rows, blocks = scales.shape
-    tiles = (blocks + 3) // 4
-    result = torch.zeros((experts, rows // 128 * tiles * 512), dtype=torch.uint8)
-    for row in range(rows):
-        for block in range(blocks):
-            tile = row // 128 * tiles + block // 4
-            result[:, tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = scales[:, row, block]
-    return result
-
-
-def blocked(weights: Tensor) -> Tensor:
-    """[E, R, K] as [E, K / 128, R, 128]."""
-    return torch.stack(weights.split(128, dim=2), dim=1)
 
 
 def as_trtllm(layer: Mxfp8, *, shuffled: bool = True, weight_layout: int = 0) -> dict[str, Tensor]:

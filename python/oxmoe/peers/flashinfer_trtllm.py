@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.functions import dequantize_mxfp8, moe, topk
+from oxmoe.functions import dequantize_mxfp8, moe
 from oxmoe.operands import check_tensor
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
     DEEPSEEK_ROWS,
     MAJOR_K,
-    MXFP8_ROWS,
+    SHUFFLED_ROWS,
     major_k,
     plain_biases,
     plain_mxfp8,
     unshuffled,
 )
+from oxmoe.peers.flashinfer_trtllm_routing import (
+    by_ids,
+    by_logits,
+    check_experts,
+    local_experts,
+    routing_options,
+)
 from oxmoe.peers.kept import Cache, number
-from oxmoe.peers.packed_topk import unpack_topk
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -28,70 +34,8 @@ if TYPE_CHECKING:
 # flashinfer's enumerations, as far as both versions number them alike.
 DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
 SWIGLU = 3  # ActivationType
-# NOTE: 9 is TopKSigmoid in 0.7.2 and Unspecified, which it refuses, in 0.6.11.
-_METHODS = (
-    "Default",
-    "Renormalize",
-    "DeepSeekV3",
-    "Llama4",
-    "RenormalizeNaive",
-    "TopK",
-    "SigmoidRenorm",
-    "MiniMax2",
-    "Sigmoid",
-    "TopKSigmoid",
-)
 _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
 cache = Cache()
-
-
-def routing_options(
-    routing_method_type: Any,
-    *,
-    top_k: int,
-    routing_bias: Tensor | None = None,
-    n_group: int | None = None,
-    topk_group: int | None = None,
-    routed_scaling_factor: float | None = None,
-    norm_topk_prob: bool = True,
-) -> dict[str, Any]:
-    """flashinfer's RoutingMethodType and what belongs to it as options of `oxmoe.moe` with router_logits.
-
-    Default: softmax, top-k. Renormalize, RenormalizeNaive: softmax of the chosen logits. DeepSeekV3: sigmoid, top-k of
-    score + bias in the best groups, renormalised, times routed_scaling_factor. MiniMax2: the same without groups.
-    Llama4: the best one, its sigmoid. TopK: the logits themselves. SigmoidRenorm: sigmoid, top-k, with norm_topk_prob
-    renormalised. Sigmoid, TopKSigmoid: sigmoid, top-k. routing_bias, groups and factor count where they are named.
-    """
-    name = getattr(routing_method_type, "name", None)
-    if name is None and isinstance(routing_method_type, int) and 0 <= routing_method_type < len(_METHODS):
-        name = _METHODS[routing_method_type]
-    if name == "Default":
-        return {"top_k": top_k, "scoring_func": "softmax", "renormalize": False}
-    if name in ("Renormalize", "RenormalizeNaive"):
-        return {"top_k": top_k, "scoring_func": "softmax_topk", "renormalize": False}
-    if name == "TopK":
-        return {"top_k": top_k, "scoring_func": "identity", "renormalize": False}
-    options: dict[str, Any] = {"top_k": top_k, "scoring_func": "sigmoid", "renormalize": False}
-    if name in ("Sigmoid", "TopKSigmoid"):
-        return options
-    if name == "SigmoidRenorm":
-        return {**options, "renormalize": norm_topk_prob}
-    if name == "Llama4":
-        if top_k != 1:
-            raise ValueError(f"top_k: routing method Llama4 has 1, got {top_k}")
-        return options
-    if name not in ("DeepSeekV3", "MiniMax2"):
-        raise NotImplementedError(
-            f"routing_method_type: no kernel for {routing_method_type!r}; served are {', '.join(_METHODS)}"
-        )
-    options["renormalize"] = True
-    if routed_scaling_factor is not None:
-        options["routed_scaling_factor"] = routed_scaling_factor
-    if routing_bias is not None:
-        options["correction_bias"] = routing_bias.float()
-    if name == "DeepSeekV3" and (n_group or 0) > 1:
-        options.update(num_expert_group=n_group, topk_group=topk_group or 0)
-    return options
 
 
 def prepare_trtllm_fp8_block_scale_moe(
@@ -134,7 +78,7 @@ def prepare_trtllm_fp8_block_scale_moe(
     elif layout == BLOCK_MAJOR_K:
         w13, w2 = (major_k(w, layout) for w in (w13, w2))
     if use_shuffled_weight or layout == BLOCK_MAJOR_K:
-        of_shuffle = (MXFP8_ROWS if mxfp8 else DEEPSEEK_ROWS) if use_shuffled_weight else None
+        of_shuffle = (SHUFFLED_ROWS if mxfp8 else DEEPSEEK_ROWS) if use_shuffled_weight else None
         b13, b2 = plain_biases(b13, of_shuffle, gated=mxfp8), plain_biases(b2, of_shuffle)
         if not (use_shuffled_weight and mxfp8):
             w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
@@ -220,34 +164,19 @@ def _run(
             **unserved,
         },
     )
-    if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
-        raise ValueError(
-            f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "
-            f"(local_num_experts {local_num_experts}) are not among num_experts {num_experts}"
-        )
-    if num_experts % local_num_experts or local_expert_offset % local_num_experts:
-        raise NotImplementedError(
-            f"{function}: no kernel for local_expert_offset {local_expert_offset} and local_num_experts "
-            f"{local_num_experts} of {num_experts}; served are equal parts of the experts"
-        )
-    routing["ep_size"], routing["ep_rank"] = num_experts // local_num_experts, local_expert_offset // local_num_experts
+    routing |= local_experts(function, num_experts, local_expert_offset, local_num_experts)
     if weights is not None:
-        _check_experts("weights", weights.num_experts, local_num_experts)
+        check_experts("weights", weights.num_experts, local_num_experts)
         x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
         return moe(x, weights, **routing, x_scale=x_scale, out=output)
     for name, gemm in zip(_GEMMS, gemms, strict=True):
         check_tensor(name, gemm)
     if gemms[0].ndim:
-        _check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
+        check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
     of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
     form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
     call = _traced_layer if tracing() else layer
     return call(hidden_states, hidden_states_scale, *gemms, **form, **of_experts, **routing, out=output)
-
-
-def _check_experts(operand: str, held: int, expected: int) -> None:
-    if held != expected:
-        raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
 
 
 def layer(
@@ -374,19 +303,7 @@ def trtllm_fp8_block_scale_moe(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    if routing_replay_out is None:
-        routing["router_logits"] = routing_logits
-    else:
-        scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
-        chosen, ids = topk(routing_logits, routing.pop("top_k"), **routing)
-        check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
-        if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
-            raise ValueError(
-                f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
-                f"{tuple(routing_replay_out.shape)}"
-            )
-        routing_replay_out[: ids.shape[0]].copy_(ids)
-        routing = {"topk_weights": chosen, "topk_ids": ids, **scale}
+    routing = by_logits(routing_logits, routing_replay_out, routing)
     return _run(
         "trtllm_fp8_block_scale_moe",
         routing,
@@ -452,20 +369,9 @@ def trtllm_fp8_block_scale_routed_moe(
     global ids, -1 for none. The weights count as they are: routing_bias, n_group, topk_group, routed_scaling_factor and
     routing_method_type have no meaning. The rest is as for `trtllm_fp8_block_scale_moe`.
     """
-    if isinstance(topk_ids, (tuple, list)):
-        if len(topk_ids) != 2:
-            raise ValueError(f"topk_ids: expected ids and weights, got {len(topk_ids)} tensors")
-        ids, chosen = topk_ids
-        check_tensor("topk_ids[0]", ids)
-        check_tensor("topk_ids[1]", chosen)
-        chosen = chosen.float()
-    else:
-        chosen, ids = unpack_topk(topk_ids)
-    if ids.dim() != 2 or ids.shape[1] != top_k:
-        raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
     return _run(
         "trtllm_fp8_block_scale_routed_moe",
-        {"topk_weights": chosen, "topk_ids": ids},
+        by_ids(topk_ids, top_k),
         hidden_states,
         hidden_states_scale,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),

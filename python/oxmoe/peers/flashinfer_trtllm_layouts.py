@@ -8,23 +8,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAJOR_K, BLOCK_MAJOR_K = 0, 2  # flashinfer's WeightLayout
-BLOCK_K = 128  # columns of a block of BlockMajorK
-# Rows that a shuffle stays in, by shuffle_matrix_a's epilogue_tile_m: 64 of DeepSeek's fp8, 128 of MXFP8.
-DEEPSEEK_ROWS, MXFP8_ROWS = 16, 32
+BLOCK_BYTES = 128  # of a row in a block of BlockMajorK
+# Rows that a shuffle stays in, by shuffle_matrix_a's epilogue_tile_m: 64 of DeepSeek's fp8, 128 of the other formats.
+DEEPSEEK_ROWS, SHUFFLED_ROWS = 16, 32
 _LANES = 8
 
 
 def major_k(weights: Tensor, weight_layout: int) -> Tensor:
-    """w [E, R, K] of w in this layout: itself, or of BlockMajorK's [E, K / 128, R, 128] a copy."""
+    """w [E, R, K] of w in this layout: itself, or of BlockMajorK's [E, K / B, R, B] a copy, B numbers in 128 bytes."""
     if weight_layout != BLOCK_MAJOR_K:
         return weights
-    if weights.dim() != 4 or weights.shape[3] != BLOCK_K:
+    block = BLOCK_BYTES // weights.element_size()
+    if weights.dim() != 4 or weights.shape[3] != block:
         raise ValueError(
-            f"weights: expected shape [E, K / {BLOCK_K}, rows, {BLOCK_K}] with weight_layout BlockMajorK, "
+            f"weights: expected shape [E, K / {block}, rows, {block}] with weight_layout BlockMajorK, "
             f"got {list(weights.shape)}"
         )
     experts, blocks, rows, _ = weights.shape
-    return weights.transpose(1, 2).reshape(experts, rows, blocks * BLOCK_K)
+    return weights.transpose(1, 2).reshape(experts, rows, blocks * block)
 
 
 def unshuffled(weights: Tensor, of_shuffle: int) -> Tensor:
@@ -45,16 +46,20 @@ def halves(weights: Tensor) -> Tensor:
 
 
 def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: int) -> tuple[Tensor, Tensor]:
-    """Copies of weights [E, R, K] and scales [E, R, K / 32] of what the MXFP8 kernels of trtllm-gen take: rows of both
-    shuffled, those of w13 (gated) alternating before that, and scales of each expert in tiles of 128 rows by 4
-    (block_scale_interleave; shape [E, R, K / 32], or any with as many bytes an expert)."""
-    from oxmoe.formats.nvfp4 import unswizzle_blockscale
-
+    """Copies of weights [E, R, K] and scales [E, R, K / 32] of what the MXFP8 kernels of trtllm-gen take."""
     weights = major_k(weights, weight_layout)
     if weights.dim() != 3:
         raise ValueError(f"weights: expected 3 dimensions [E, rows, K], got shape {list(weights.shape)}")
-    experts, rows, columns = weights.shape
-    blocks = columns // 32
+    return plain_blocks(weights, scales, weights.shape[2] // 32, gated=gated)
+
+
+def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -> tuple[Tensor, Tensor]:
+    """Copies of weights [E, R, ...] and scales [E, R, blocks] of what trtllm-gen's kernels of formats with block scales
+    take: rows of both shuffled, those of w13 (gated) alternating before that, and scales of each expert in tiles of
+    128 rows by 4 (block_scale_interleave; shape [E, R, blocks], or any with as many bytes an expert)."""
+    from oxmoe.formats.nvfp4 import unswizzle_blockscale
+
+    experts, rows = weights.shape[:2]
     padded = -(-rows // 128) * 128, -(-blocks // 4) * 4
     if scales.numel() != experts * padded[0] * padded[1]:
         raise ValueError(
@@ -62,7 +67,7 @@ def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: 
             f"{padded[0]} x {padded[1]} each, got shape {list(scales.shape)}"
         )
     scales = unswizzle_blockscale(scales.reshape(experts, *padded), rows, blocks)
-    weights, scales = (unshuffled(part, MXFP8_ROWS) for part in (weights, scales))
+    weights, scales = (unshuffled(part, SHUFFLED_ROWS) for part in (weights, scales))
     return (halves(weights), halves(scales)) if gated else (weights, scales)
 
 

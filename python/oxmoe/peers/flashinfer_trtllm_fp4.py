@@ -1,0 +1,326 @@
+"""flashinfer's `trtllm_fp4_block_scale_moe` and its pre-routed form, served by `moe`: MXFP4 weights with bf16 tokens,
+and NVFP4 weights with NVFP4 tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe._oxmoe import ExpertWeights
+from oxmoe.operands import check_tensor
+from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
+from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, not_finalized, three_dimensions
+from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, plain_biases, plain_blocks
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids
+from oxmoe.peers.kept import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LINEAR = 2  # flashinfer's SfLayout.layout_linear
+_BLOCKS = {32: "mxfp4", 16: "nvfp4"}
+
+
+def _block(weights: Tensor, scale: Tensor) -> int:
+    """Numbers that share a scale: 32 of MXFP4, 16 of NVFP4."""
+    three_dimensions(gemm1_weights=weights)
+    check_tensor("gemm1_weights_scale", scale)
+    numbers = weights.numel() * 2
+    block = numbers // scale.numel() if scale.numel() else 0
+    if block not in _BLOCKS or scale.numel() * block != numbers:
+        raise ValueError(
+            f"gemm1_weights_scale: expected a scale for 32 (MXFP4) or 16 (NVFP4) of gemm1_weights' {numbers} numbers, "
+            f"got {scale.numel()} scales"
+        )
+    return block
+
+
+def prepare_trtllm_fp4_block_scale_moe(
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    *,
+    gemm1_bias: Tensor | None = None,
+    gemm1_alpha: Tensor | None = None,
+    gemm1_beta: Tensor | None = None,
+    gemm1_clamp_limit: Tensor | None = None,
+    gemm2_bias: Tensor | None = None,
+    output1_scale_scalar: Tensor | None = None,
+    output1_scale_gate_scalar: Tensor | None = None,
+    output2_scale_scalar: Tensor | None = None,
+    activation_type: Any = SWIGLU,
+) -> ExpertWeights:
+    """ExpertWeights of what `trtllm_fp4_block_scale_moe` takes: made once, at load.
+
+    gemm1 uint8 [El, 2I, H / 2] ([El, I, H / 2] without a gate) and gemm2 [El, H, I / 2], two e2m1 codes a byte, in
+    flashinfer's form: rows of a gated w13, [up; gate], alternate; rows of both then went through shuffle_matrix_a with
+    epilogue_tile_m 128, and their scales through the same and block_scale_interleave. Biases are fp32 [El, 2I] and
+    [El, H] in the same order. One scale byte for 32 numbers is MXFP4, one for 16 NVFP4.
+
+    NVFP4 (W4A4): output1_scale_gate_scalar and output2_scale_scalar, fp32 [El], dequantise the sums of the GEMMs;
+    output1_scale_scalar is the first times the number that quantises GEMM1's output (without a gate that number
+    alone), the smallest of the experts'. Biases, alpha, beta and limit are refused there. MXFP4 takes no such scalars
+    but ones.
+    """
+    import torch
+
+    block = _block(gemm1_weights, gemm1_weights_scale)
+    three_dimensions(gemm2_weights=gemm2_weights)
+    check_tensor("gemm2_weights_scale", gemm2_weights_scale)
+    numbers = {"alpha": gemm1_alpha, "beta": gemm1_beta, "limit": gemm1_clamp_limit}
+    options = activation(activation_type, numbers)
+    gated = options["gated"]
+    (w13, w13_scale), (w2, w2_scale) = (
+        plain_blocks(
+            weights.view(torch.uint8), scale.view(torch.uint8), weights.shape[2] * 2 // block, gated=shuffled_halves
+        )
+        for weights, scale, shuffled_halves in (
+            (gemm1_weights, gemm1_weights_scale, gated),
+            (gemm2_weights, gemm2_weights_scale, False),
+        )
+    )
+    scalars = {
+        "output1_scale_scalar": output1_scale_scalar,
+        "output1_scale_gate_scalar": output1_scale_gate_scalar,
+        "output2_scale_scalar": output2_scale_scalar,
+    }
+    if block == 32:
+        for name, scalar in scalars.items():
+            if scalar is not None and number(scalar.float().reshape(-1)) != 1:
+                raise NotImplementedError(f"{name}: no kernel for MXFP4 weights with other numbers than 1")
+        b13, b2 = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
+        return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
+    given = {
+        "gemm1_bias": gemm1_bias,
+        "gemm1_alpha": gemm1_alpha,
+        "gemm1_beta": gemm1_beta,
+        "gemm1_clamp_limit": gemm1_clamp_limit,
+        "gemm2_bias": gemm2_bias,
+    }
+    if any(value is not None for value in given.values()):
+        names = ", ".join(name for name, value in given.items() if value is not None)
+        raise NotImplementedError(f"trtllm_fp4_block_scale_moe: no kernel for NVFP4 weights with {names}")
+    of_experts = []
+    for name, scalar in scalars.items():
+        if scalar is None:
+            raise ValueError(f"{name}: needed with NVFP4 weights")
+        if scalar.numel() != w13.shape[0]:
+            raise ValueError(f"{name}: expected {w13.shape[0]} numbers (local experts), got {scalar.numel()}")
+        of_experts.append(scalar.float().reshape(-1))
+    quantises, of_sums, of_outputs = of_experts
+    if gated:
+        quantises = quantises / of_sums
+    smallest = quantises.amin()
+    return ExpertWeights.nvfp4(
+        w13,
+        w2,
+        w13_scale,
+        w2_scale,
+        of_sums.clone(),
+        of_outputs * quantises / smallest,
+        input_global_scale=1.0,
+        a2_global_scale=smallest.item(),
+        scale_layout="plain",
+        **options,
+    )
+
+
+def trtllm_fp4_block_scale_moe(
+    routing_logits: Tensor,
+    routing_bias: Tensor | None,
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm1_bias: Tensor | None,
+    gemm1_alpha: Tensor | None,
+    gemm1_beta: Tensor | None,
+    gemm1_clamp_limit: Tensor | None,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    gemm2_bias: Tensor | None,
+    output1_scale_scalar: Tensor | None,
+    output1_scale_gate_scalar: Tensor | None,
+    output2_scale_scalar: Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: Any = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: Any = SWIGLU,
+    per_token_scale: Tensor | None = None,
+    output: Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    norm_topk_prob: bool = True,
+    routing_replay_out: Tensor | None = None,
+    num_fused_shared_experts: int | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    hidden_states_scale_layout: Any = None,
+    *,
+    weights: ExpertWeights | None = None,
+) -> list[Tensor]:
+    """flashinfer's call: [bf16 [T, H]].
+
+    hidden_states: bf16 [T, H] of MXFP4 weights; of NVFP4 weights uint8 [T, H / 2] with hidden_states_scale e4m3
+    [T, H / 16], row by row. MXFP8 tokens are refused. Weights are those of `prepare_trtllm_fp4_block_scale_moe`: they
+    are made plain at the first call, and the copy is kept while the tensors live
+    (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made, which torch.compile needs.
+    routing and the rest are as for `trtllm_bf16_moe`.
+    """
+    routing = by_method(
+        routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
+        routing_method_type, norm_topk_prob,
+    )  # fmt: skip
+    gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
+    options = {
+        "gemm1_bias": gemm1_bias,
+        "gemm1_alpha": gemm1_alpha,
+        "gemm1_beta": gemm1_beta,
+        "gemm1_clamp_limit": gemm1_clamp_limit,
+        "gemm2_bias": gemm2_bias,
+        "output1_scale_scalar": output1_scale_scalar,
+        "output1_scale_gate_scalar": output1_scale_gate_scalar,
+        "output2_scale_scalar": output2_scale_scalar,
+        "activation_type": activation_of(activation_type),
+    }
+    refused = {
+        **not_finalized(do_finalize),
+        "per_token_scale": per_token_scale is not None,
+        "num_fused_shared_experts": bool(num_fused_shared_experts),
+    }
+    return _fp4(
+        "trtllm_fp4_block_scale_moe", routing, hidden_states, hidden_states_scale, gemms, options,
+        (num_experts, local_expert_offset, local_num_experts), refused, (valid_hidden_size, valid_intermediate_size),
+        intermediate_size, hidden_states_scale_layout, output, weights,
+    )  # fmt: skip
+
+
+def trtllm_fp4_block_scale_routed_moe(
+    topk_ids: Tensor | tuple[Tensor, Tensor],
+    routing_bias: Tensor | None,
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemm1_weights: Tensor,
+    gemm1_weights_scale: Tensor,
+    gemm1_bias: Tensor | None,
+    gemm1_alpha: Tensor | None,
+    gemm1_beta: Tensor | None,
+    gemm1_clamp_limit: Tensor | None,
+    gemm2_weights: Tensor,
+    gemm2_weights_scale: Tensor,
+    gemm2_bias: Tensor | None,
+    output1_scale_scalar: Tensor | None,
+    output1_scale_gate_scalar: Tensor | None,
+    output2_scale_scalar: Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: Any = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: Any = SWIGLU,
+    per_token_scale: Tensor | None = None,
+    output: Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    gemm1_lora_delta: Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    num_fused_shared_experts: int | None = None,
+    hidden_states_scale_layout: Any = None,
+    *,
+    weights: ExpertWeights | None = None,
+) -> list[Tensor]:
+    """flashinfer's call with experts that were chosen before: [bf16 [T, H]].
+
+    topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
+    are. The rest is as for `trtllm_fp4_block_scale_moe`.
+    """
+    gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
+    options = {
+        "gemm1_bias": gemm1_bias,
+        "gemm1_alpha": gemm1_alpha,
+        "gemm1_beta": gemm1_beta,
+        "gemm1_clamp_limit": gemm1_clamp_limit,
+        "gemm2_bias": gemm2_bias,
+        "output1_scale_scalar": output1_scale_scalar,
+        "output1_scale_gate_scalar": output1_scale_gate_scalar,
+        "output2_scale_scalar": output2_scale_scalar,
+        "activation_type": activation_of(activation_type),
+    }
+    refused = {
+        **not_finalized(do_finalize),
+        "per_token_scale": per_token_scale is not None,
+        "gemm1_lora_delta": gemm1_lora_delta is not None,
+        "num_fused_shared_experts": bool(num_fused_shared_experts),
+    }
+    return _fp4(
+        "trtllm_fp4_block_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states, hidden_states_scale, gemms,
+        options, (num_experts, local_expert_offset, local_num_experts), refused,
+        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output, weights,
+    )  # fmt: skip
+
+
+def _fp4(
+    function: str,
+    routing: dict[str, Any],
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    gemms: tuple[Tensor, Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    experts: tuple[int, int, int],
+    refused: dict[str, bool],
+    valid_sizes: tuple[int | None, int | None],
+    intermediate_size: int,
+    scale_layout: Any,
+    output: Tensor | None,
+    weights: ExpertWeights | None,
+) -> list[Tensor]:
+    check_tensor("hidden_states", hidden_states, "T", "H")
+    if weights is not None and not isinstance(weights, ExpertWeights):
+        raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
+    format = _BLOCKS[_block(gemms[0], gemms[1])] if weights is None else weights.format
+    tokens = name_of(hidden_states.dtype)
+    served = {"mxfp4": "bfloat16", "nvfp4": "uint8"}
+    if format not in served:
+        raise ValueError(f"weights: expected mxfp4 or nvfp4 experts, got {format}")
+    if tokens != served[format]:
+        raise NotImplementedError(
+            f"{function}: no kernel for hidden_states of {tokens} with {format} weights; served are bfloat16 with "
+            "mxfp4 and uint8 (NVFP4) with nvfp4"
+        )
+    hidden = hidden_states.shape[1] * (2 if format == "nvfp4" else 1)
+    sizes = zip(valid_sizes, (hidden, intermediate_size), strict=True)
+    refused = {
+        **refused,
+        "valid_hidden_size, valid_intermediate_size": any(valid not in (None, size) for valid, size in sizes),
+        f"hidden_states_scale_layout {scale_layout!r}": scale_layout is not None and int(scale_layout) != LINEAR,
+    }
+    scale = None
+    if format == "nvfp4":
+        import torch
+
+        rows, groups = hidden_states.shape[0], hidden // 16
+        if hidden_states_scale is None or hidden_states_scale.numel() != rows * groups:
+            got = "None" if hidden_states_scale is None else str(list(hidden_states_scale.shape))
+            raise ValueError(f"hidden_states_scale: expected e4m3 of shape [{rows}, {groups}], got {got}")
+        scale = hidden_states_scale.view(torch.uint8).view(torch.float8_e4m3fn).reshape(rows, groups)
+    elif hidden_states_scale is not None:
+        raise ValueError("hidden_states_scale: hidden_states of bfloat16 have none")
+    return [
+        layer(
+            function, routing, hidden_states, scale, weights, prepare_trtllm_fp4_block_scale_moe, gemms, options,
+            experts=experts, refused=refused, output=output,
+        )
+    ]  # fmt: skip

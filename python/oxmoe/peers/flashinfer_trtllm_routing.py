@@ -1,0 +1,127 @@
+"""Routing of flashinfer's trtllm-gen calls: its methods, given experts, and the experts of a rank, for `moe`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe.functions import topk
+from oxmoe.operands import check_tensor
+from oxmoe.peers.packed_topk import unpack_topk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# NOTE: 9 is TopKSigmoid in 0.7.2 and Unspecified, which it refuses, in 0.6.11.
+_METHODS = (
+    "Default",
+    "Renormalize",
+    "DeepSeekV3",
+    "Llama4",
+    "RenormalizeNaive",
+    "TopK",
+    "SigmoidRenorm",
+    "MiniMax2",
+    "Sigmoid",
+    "TopKSigmoid",
+)
+
+
+def routing_options(
+    routing_method_type: Any,
+    *,
+    top_k: int,
+    routing_bias: Tensor | None = None,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    routed_scaling_factor: float | None = None,
+    norm_topk_prob: bool = True,
+) -> dict[str, Any]:
+    """flashinfer's RoutingMethodType and what belongs to it as options of `oxmoe.moe` with router_logits.
+
+    Default: softmax, top-k. Renormalize, RenormalizeNaive: softmax of the chosen logits. DeepSeekV3: sigmoid, top-k of
+    score + bias in the best groups, renormalised, times routed_scaling_factor. MiniMax2: the same without groups.
+    Llama4: the best one, its sigmoid. TopK: the logits themselves. SigmoidRenorm: sigmoid, top-k, with norm_topk_prob
+    renormalised. Sigmoid, TopKSigmoid: sigmoid, top-k. routing_bias, groups and factor count where they are named.
+    """
+    name = getattr(routing_method_type, "name", None)
+    if name is None and isinstance(routing_method_type, int) and 0 <= routing_method_type < len(_METHODS):
+        name = _METHODS[routing_method_type]
+    if name == "Default":
+        return {"top_k": top_k, "scoring_func": "softmax", "renormalize": False}
+    if name in ("Renormalize", "RenormalizeNaive"):
+        return {"top_k": top_k, "scoring_func": "softmax_topk", "renormalize": False}
+    if name == "TopK":
+        return {"top_k": top_k, "scoring_func": "identity", "renormalize": False}
+    options: dict[str, Any] = {"top_k": top_k, "scoring_func": "sigmoid", "renormalize": False}
+    if name in ("Sigmoid", "TopKSigmoid"):
+        return options
+    if name == "SigmoidRenorm":
+        return {**options, "renormalize": norm_topk_prob}
+    if name == "Llama4":
+        if top_k != 1:
+            raise ValueError(f"top_k: routing method Llama4 has 1, got {top_k}")
+        return options
+    if name not in ("DeepSeekV3", "MiniMax2"):
+        raise NotImplementedError(
+            f"routing_method_type: no kernel for {routing_method_type!r}; served are {', '.join(_METHODS)}"
+        )
+    options["renormalize"] = True
+    if routed_scaling_factor is not None:
+        options["routed_scaling_factor"] = routed_scaling_factor
+    if routing_bias is not None:
+        options["correction_bias"] = routing_bias.float()
+    if name == "DeepSeekV3" and (n_group or 0) > 1:
+        options.update(num_expert_group=n_group, topk_group=topk_group or 0)
+    return options
+
+
+def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any]) -> dict[str, Any]:
+    """Options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids."""
+    if routing_replay_out is None:
+        return {**routing, "router_logits": routing_logits}
+    scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
+    chosen, ids = topk(routing_logits, routing.pop("top_k"), **routing)
+    check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
+    if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
+        raise ValueError(
+            f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
+            f"{tuple(routing_replay_out.shape)}"
+        )
+    routing_replay_out[: ids.shape[0]].copy_(ids)
+    return {"topk_weights": chosen, "topk_ids": ids, **scale}
+
+
+def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, Any]:
+    """Options of `moe` for experts that were chosen before: packed as `oxmoe.pack_topk` does, or (ids, weights)."""
+    if isinstance(topk_ids, (tuple, list)):
+        if len(topk_ids) != 2:
+            raise ValueError(f"topk_ids: expected ids and weights, got {len(topk_ids)} tensors")
+        ids, chosen = topk_ids
+        check_tensor("topk_ids[0]", ids)
+        check_tensor("topk_ids[1]", chosen)
+        chosen = chosen.float()
+    else:
+        chosen, ids = unpack_topk(topk_ids)
+    if ids.dim() != 2 or ids.shape[1] != top_k:
+        raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
+    return {"topk_weights": chosen, "topk_ids": ids}
+
+
+def local_experts(function: str, num_experts: int, local_expert_offset: int, local_num_experts: int) -> dict[str, int]:
+    """Options of `moe` that say which of all experts are held here."""
+    if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
+        raise ValueError(
+            f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "
+            f"(local_num_experts {local_num_experts}) are not among num_experts {num_experts}"
+        )
+    if num_experts % local_num_experts or local_expert_offset % local_num_experts:
+        raise NotImplementedError(
+            f"{function}: no kernel for local_expert_offset {local_expert_offset} and local_num_experts "
+            f"{local_num_experts} of {num_experts}; served are equal parts of the experts"
+        )
+    return {"ep_size": num_experts // local_num_experts, "ep_rank": local_expert_offset // local_num_experts}
+
+
+def check_experts(operand: str, held: int, expected: int) -> None:
+    if held != expected:
+        raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
