@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 UPSTREAM = Path(__file__).parents[1] / "upstream"
@@ -37,6 +38,8 @@ def test_own_skip():
 def test_mxfp8_grouped_quantize_of_skips_txt():
     raise AssertionError
 """
+# The package that a checkout has beside its tests, which must not come before the stand-in.
+OWN_PACKAGE = "raise AssertionError('flashinfer itself was imported')"
 WRONG = "\n\ndef test_wrong():\n    assert mxfp8_quantize(torch.ones(1, 32, device='cuda'))[0].shape == (2, 32)\n"
 
 
@@ -48,6 +51,8 @@ def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
 
 def write(checkout: Path, tests: str) -> None:
     (checkout / "tests" / "utils").mkdir(parents=True, exist_ok=True)
+    (checkout / "flashinfer").mkdir(exist_ok=True)
+    (checkout / "flashinfer" / "__init__.py").write_text(OWN_PACKAGE)
     (checkout / "tests" / "conftest.py").write_text(CONFTEST)
     (checkout / "tests" / "utils" / "test_fp8_quantize.py").write_text(tests)
 
@@ -61,6 +66,35 @@ def test_counts(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "test_fp8_quantize.log").read_text()
     assert "not served: something_else" in log and "not served: vllm_all_reduce" in log
     assert "expected: not served: oxmoe quantises rows in expert order" in log
+    lines = (tmp_path / "out" / "test_fp8_quantize.tsv").read_text().splitlines()
+    of_tests = {line.split("\t")[1].rpartition("::")[2]: line.split("\t")[::2] for line in lines}
+    assert of_tests["test_served[32]"] == ["passed", ""] and of_tests["test_own_skip"] == ["its own skips", "a reason"]
+    assert of_tests["test_not_served"] == ["not served", "not served: something_else"] and len(lines) == 6
+
+
+SLOW = """
+import pathlib, subprocess
+
+def test_slow():
+    pathlib.Path(__file__).with_name("started").touch()
+    subprocess.run(["sleep", "600"])
+"""
+
+
+def test_limit(tmp_path: Path) -> None:
+    """A file that takes too long is ended, with the processes that its tests started."""
+    write(tmp_path, SLOW)
+    start = time.monotonic()
+    code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu", "--limit", "20")
+    assert code == 1 and "ended after 20 s" in said and "test_fp8_quantize.py: 1 error in 2" in said, said
+    assert time.monotonic() - start < 200
+
+
+def test_order(tmp_path: Path) -> None:
+    write(tmp_path, TESTS)
+    _, said = upstream(tmp_path, "--on-cpu", "test_mm_mxfp8", "test_fp4_quantize.py", "tests/gemm", "test_monomoe")
+    names = [line.partition(":")[0].rpartition("/")[2] for line in said.splitlines()]
+    assert names == ["test_mm_mxfp8.py", "test_fp4_quantize.py", "test_monomoe.py", "all"]
 
 
 def test_a_failure_is_one(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Runs flashinfer's own tests of the calls that oxmoe has, on oxmoe, and prints the counts of each file.
 
-usage: run.py CHECKOUT [--on-cpu] [--out FOLDER] [FILE ...] [-- PYTEST_ARGUMENT ...]
+usage: run.py CHECKOUT [--on-cpu] [--out FOLDER] [--limit SECONDS] [FILE ...] [-- PYTEST_ARGUMENT ...]
 
 CHECKOUT is a clone of flashinfer; nothing of it is copied. Each file is a pytest process of its own. With FILE, only
-those of the list whose path contains it. --on-cpu: tensors are made on the CPU, where no file of the all-reduce runs.
+those of the list whose path contains it, in the order in which FILEs are given. --on-cpu: tensors are made on the CPU,
+where no file of the all-reduce runs. --limit ends a file after so many seconds, which counts as an error; what its
+tests had said until then is counted. FOLDER has for each file a log and a .tsv with a line for each test (outcome,
+id, reason), both written as the tests run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +49,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "tests/comm/test_allreduce_unified_api.py": ("ranks",),
     "tests/comm/test_allreduce_negative.py": ("ranks",),
 }
-COUNTS = re.compile(r"^upstream: (.*)$", re.M)
+# The order of the counts in what is printed.
+KINDS = ("passed", "failed", "error", "not served", "its own skips", "expected")
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -58,32 +62,61 @@ def environment(checkout: Path) -> dict[str, str]:
     return own | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(checkout: Path, file: str, ranks: int, arguments: list[str], log: Path) -> Counter[str]:
+def counted(results: Path) -> Counter[str]:
+    """How often each outcome stands in a file that upstream_plugin.py writes."""
+    lines = results.read_text(errors="replace").splitlines() if results.exists() else []
+    return Counter(line.partition("\t")[0] for line in lines)
+
+
+def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, limit: float | None) -> Counter[str]:
     """Counts of one file; of one with ranks those of rank 0, and failures of any."""
+    stem = out.resolve() / Path(file).stem
     command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-q", "-rfEs"]
-    command += ["--import-mode=importlib", "--tb=short", file, *arguments]
+    command += ["--import-mode=importlib", "--tb=short", f"--rootdir={checkout}", str(checkout / file), *arguments]
     processes = []
+    late = False
+    # `python -m` puts the folder that it starts in before PYTHONPATH. In the checkout that would bring the checkout's
+    # own package before the stand-in, so pytest starts in an empty folder.
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"rank{rank}.log" for rank in range(ranks)]
-        for rank, output in enumerate(outputs):
+        for rank in range(ranks):
+            results = stem.with_suffix(".tsv" if rank == 0 else f".rank{rank}.tsv")
+            results.unlink(missing_ok=True)
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": "29731"}
             of_rank["MASTER_ADDR"] = "127.0.0.1"
             env = environment(checkout) | (of_rank if ranks > 1 else {})
-            with output.open("w") as stream:
-                processes.append(subprocess.Popen(command, cwd=checkout, env=env, stdout=stream, stderr=stream))
-        codes = [process.wait() for process in processes]
-        log.write_text("".join(output.read_text(errors="replace") for output in outputs))
-        first = outputs[0].read_text(errors="replace")
-    found = COUNTS.search(first)
-    counts: Counter[str] = Counter()
-    for part in found.group(1).split(", ") if found else ():
-        number, _, name = part.partition(" ")
-        counts[name] = int(number)
-    if not counts["error"] and (not found or any(code not in (0, 1, 5) for code in codes)):
+            with stem.with_suffix(".log" if rank == 0 else f".rank{rank}.log").open("w") as stream:
+                process = subprocess.Popen(
+                    [*command, f"--results={results}"], cwd=folder, env=env, stdout=stream, stderr=stream,
+                    start_new_session=True,
+                )  # fmt: skip
+            processes.append(process)
+        end = None if limit is None else time.monotonic() + limit
+        for process in processes:
+            try:
+                process.wait(None if end is None else max(0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late = True
+                # The session's group has the processes that pytest and its tests started, too.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    counts = counted(stem.with_suffix(".tsv"))
+    codes = [process.returncode for process in processes]
+    if not counts["error"] and any(code not in (0, 1, 5) for code in codes):
         counts["error"] += 1
     if any(codes) and not (counts["failed"] or counts["error"]) and codes != [5] * ranks:
         counts["failed"] += 1
+    if late:
+        print(f"{file}: ended after {limit:.0f} s", flush=True)
     return counts
+
+
+def chosen(parts: list[str]) -> list[str]:
+    """Files of the list whose path contains one of the parts, in the order of the parts; without parts all."""
+    return list(dict.fromkeys(file for part in parts or [""] for file in FILES if part in file))
+
+
+def words(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
 
 
 def main() -> int:
@@ -92,6 +125,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*")
     parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("target/upstream"), help="folder of the logs")
+    parser.add_argument("--limit", type=float, help="seconds after which a file's run is ended")
     own = sys.argv[1:]
     extra = own[own.index("--") + 1 :] if "--" in own else []
     given = parser.parse_intermixed_args(own[: own.index("--")] if "--" in own else own)
@@ -101,22 +135,19 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     given.out.mkdir(parents=True, exist_ok=True)
     total: Counter[str] = Counter()
-    for file, needs in FILES.items():
+    for file in chosen(given.files):
         comm = file.startswith("tests/comm/")
-        if given.files and not any(part in file for part in given.files):
-            continue
         if not (checkout / file).is_file() or (comm and (given.on_cpu or gpus < 2)):
             why = "needs two GPUs" if comm and (checkout / file).is_file() else "is not in this checkout"
             print(f"{file}: {why}", flush=True)
             continue
-        ranks = min(gpus, 2) if "ranks" in needs else 1
+        ranks = min(gpus, 2) if "ranks" in FILES[file] else 1
         arguments = extra + (["--on-cpu"] if given.on_cpu else [])
         start = time.monotonic()
-        counts = run(checkout, file, ranks, arguments, given.out / f"{Path(file).stem}.log")
+        counts = run(checkout, file, ranks, arguments, given.out, given.limit)
         total += counts
-        words = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-        print(f"{file}: {words or 'nothing ran'} in {time.monotonic() - start:.0f} s", flush=True)
-    print("all: " + ", ".join(f"{number} {name}" for name, number in total.items() if number))
+        print(f"{file}: {words(counts) or 'nothing ran'} in {time.monotonic() - start:.0f} s", flush=True)
+    print("all: " + words(total))
     return 1 if total["failed"] or total["error"] else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,13 @@ class OnCpu(torch.overrides.TorchFunctionMode):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-cpu", action="store_true", help="run what needs no GPU of its own on the CPU")
+    parser.addoption("--results", help="file that gets a line for each test: outcome, id, reason")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist send their reports to the process that has no workerinput.
+    if (path := config.getoption("--results")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(path))
     if not config.getoption("--on-cpu"):
         return
     config.stash[_MODE] = mode = OnCpu()
@@ -107,13 +110,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     served.capability = (10, 0) if anywhere else torch.cuda.get_device_capability()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    counts: Counter[str] = Counter()
-    for kind in ("passed", "failed", "error"):
-        counts[kind] = len(terminalreporter.stats.get(kind, ()))
-    for report in terminalreporter.stats.get("skipped", ()):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reason = reason.removeprefix("Skipped: ")
-        kind = reason.split(":")[0] if reason.startswith(("expected: ", "not served: ")) else "its own skips"
-        counts[kind] += 1
-    terminalreporter.write_line("upstream: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+class Results:
+    """Writes a line for each test as it ends: outcome, id and reason, with tabs between them."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def _write(self, kind: str, name: str, reason: str = "") -> None:
+        with self._path.open("a") as lines:
+            lines.write(f"{kind}\t{name}\t{' '.join(reason.split())[:300]}\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write("error", report.nodeid, str(report.longrepr)[-300:])
+        elif report.skipped:
+            self._write(*skip(report))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self._write(*skip(report))
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._write("failed" if report.when == "call" else "error", report.nodeid, getattr(crash, "message", ""))
+        elif report.when == "call":
+            self._write("passed", report.nodeid)
+
+
+def skip(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str]:
+    """Outcome, id and reason of a test that was skipped."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    named = reason.startswith(("expected: ", "not served: "))
+    return (reason.split(":")[0] if named else "its own skips"), report.nodeid, reason

@@ -88,7 +88,7 @@ def mxfp4_quantize(
 
 def nvfp4_quantize(
     a: torch.Tensor,
-    a_global_sf: torch.Tensor,
+    a_global_sf: torch.Tensor | float,
     sfLayout: Any = 0,
     do_shuffle: bool = False,
     sf_vec_size: int = 16,
@@ -100,6 +100,8 @@ def nvfp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if do_shuffle or per_token_activation or any(value is not None for value in others.values()):
         pytest.skip("not served: nvfp4_quantize with do_shuffle, per_token_activation or nvfp4_4over6")
+    if not isinstance(a_global_sf, torch.Tensor):
+        a_global_sf = torch.tensor([a_global_sf], dtype=torch.float32, device=a.device)
     return oxmoe.nvfp4.fp4_quantize(a, a_global_sf, sf_vec_size, backend=backend, **_scale_layout(sfLayout))
 
 
