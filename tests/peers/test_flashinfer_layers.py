@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from flashinfer_call import peer, require
+from cases import tie_free_groups
+from flashinfer_call import peer, require, require_blackwell
 from oxmoe import quantize
 from oxmoe.testing import relative_norm, same_bits
 
@@ -130,7 +131,7 @@ def test_mono_moe(tokens: int, rng: torch.Generator, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mxfp4_quantiser(dtype: torch.dtype, swizzled: bool, rng: torch.Generator, tmp_path: Path) -> None:
     """Scales are powers of two, so nothing is approximate: bit for bit."""
-    require("fp4_quantization_90")
+    require_blackwell("fp4_quantize")
     x = torch.randn(130, 512, generator=rng).to(dtype)
     options = {"sf_vec_size": 32, "sf_use_ue8m0": True, "is_sf_swizzled_layout": swizzled}
     theirs = peer("fp4", {"x": x, "scale": None, **options}, tmp_path)
@@ -141,7 +142,7 @@ def test_mxfp4_quantiser(dtype: torch.dtype, swizzled: bool, rng: torch.Generato
 
 def test_nvfp4_quantiser(rng: torch.Generator, tmp_path: Path) -> None:
     """flashinfer's kernels take approximate reciprocals: scales are the same, few codes beside a tie differ by one."""
-    require("fp4_quantization_90")
+    require_blackwell("fp4_quantize")
     x = torch.randn(130, 512, generator=rng).bfloat16()
     scale = 448 * 6 / x.float().abs().amax().reshape(1)
     theirs = peer("fp4", {"x": x, "scale": scale}, tmp_path)
@@ -149,3 +150,75 @@ def test_nvfp4_quantiser(rng: torch.Generator, tmp_path: Path) -> None:
     of_scales = (scales.cpu().reshape(-1) != theirs["scales"].reshape(-1)).float().mean()
     of_codes = (codes.cpu() != theirs["codes"].view(codes.shape)).float().mean()
     assert of_scales <= 1e-3 and of_codes <= 1e-2, f"scales {of_scales:.1e}, codes {of_codes:.1e} differ"
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mxfp8_quantiser(dtype: torch.dtype, swizzled: bool, rng: torch.Generator, tmp_path: Path) -> None:
+    """Scales are powers of two, so nothing is approximate: bit for bit."""
+    require_blackwell("mxfp8_quantize")
+    x = torch.randn(130, 512, generator=rng).to(dtype)
+    theirs = peer("mxfp8", {"x": x, "is_sf_swizzled_layout": swizzled}, tmp_path)
+    codes, scales = oxmoe.mxfp8_quantize(x.cuda(), swizzled)
+    assert same_bits(codes.cpu().view(torch.uint8), theirs["codes"].view(codes.shape))
+    assert same_bits(scales.cpu().view(torch.uint8).reshape(-1), theirs["scales"].reshape(-1))
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+def test_per_token_group_quantiser(column_major: bool, rng: torch.Generator, tmp_path: Path) -> None:
+    """Scales are amax / 448 rounded to fp32; a code may be the other neighbour where a quotient is rounded first."""
+    require()
+    pytest.importorskip("cuda.tile", reason="flashinfer's per_token_group_quant_8bit needs cuda.tile")
+    x = torch.randn(130, 512, generator=rng).bfloat16()
+    theirs = peer("group8", {"x": x, "column_major_scales": column_major}, tmp_path)
+    codes, scales = quantize.per_token_group_quant_fp8(x.cuda(), 128, column_major_scales=column_major)
+    assert torch.allclose(scales.cpu(), theirs["scales"], rtol=2e-7, atol=0)
+    of_codes = (codes.cpu().view(torch.uint8) != theirs["codes"]).float().mean()
+    assert of_codes <= 1e-3, f"codes: {of_codes:.1e} differ"
+
+
+@pytest.mark.parametrize("rows", [256, 512])
+def test_interleaved_mxfp4(rows: int, rng: torch.Generator, tmp_path: Path) -> None:
+    """The bytes of MXFP4 weights and scales as flashinfer's Hopper kernels read them."""
+    require("fused_moe_90")
+    codes = torch.randint(256, (E, rows, H // 2), dtype=torch.uint8, generator=rng)
+    scales = torch.randint(120, 130, (E, rows, H // 32), dtype=torch.uint8, generator=rng)
+    theirs = peer("interleave", {"codes": codes, "scales": scales}, tmp_path)
+    ours = quantize.interleave_sm90_mxfp4(codes, scales, flashinfer="0.7")
+    for name, part in zip(("codes", "scales"), ours, strict=True):
+        assert same_bits(part.view(torch.uint8).reshape(-1), theirs[name].reshape(-1)), name
+
+
+@pytest.mark.parametrize(("experts", "groups", "best", "k"), [(256, 8, 4, 8), (64, 8, 3, 6), (128, 1, 1, 8)])
+def test_routing_of_deepseek(
+    experts: int, groups: int, best: int, k: int, rng: torch.Generator, tmp_path: Path
+) -> None:
+    """flashinfer's kernel takes an approximate tanh, so two experts whose scores are near may change places there."""
+    require("dsv3_fused_routing")
+    tokens, factor = 200, 2.5
+    logits = tie_free_groups(tokens, experts, rng).float()
+    bias = torch.randint(-8, 8, (experts,), generator=rng).float() / 64
+    scores = logits.double().sigmoid()
+    choice = scores + bias.double()
+    if groups > 1:
+        of_groups = choice.unflatten(1, (groups, -1)).topk(2).values.sum(-1)
+        kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, of_groups.topk(best).indices, True)
+        choice = choice.masked_fill(~kept.repeat_interleave(experts // groups, 1), -torch.inf)
+    exact_ids = choice.topk(k).indices.sort(-1).values
+    exact_weights = scores.gather(1, exact_ids)
+    exact_weights = factor * exact_weights / exact_weights.sum(-1, keepdim=True)
+    options = {"n_group": groups, "topk_group": best, "topk": k, "routed_scaling_factor": factor}
+    theirs = peer("deepseek", {"logits": logits, "bias": bias, **options}, tmp_path)
+    grouped = {"num_expert_group": groups, "topk_group": best} if groups > 1 else {}
+    weights, ids = oxmoe.topk(
+        logits.cuda(), k, scoring_func="sigmoid", correction_bias=bias.cuda(), routed_scaling_factor=factor,
+        apply_routed_scaling_factor_on_output=True, **grouped,
+    )  # fmt: skip
+    for name, given_weights, given_ids, differ, apart in (
+        ("oxmoe", weights, ids, 0.01, 1e-5), ("flashinfer", theirs["weights"], theirs["ids"], 0.05, 1e-2),
+    ):  # fmt: skip
+        order = given_ids.cpu().long().sort(-1)
+        same = (order.values == exact_ids).all(-1)
+        assert float((~same).float().mean()) <= differ, f"{name}: {int((~same).sum())} tokens have other experts"
+        near = relative_norm(given_weights.cpu().double().gather(1, order.indices)[same], exact_weights[same])
+        assert near <= apart, f"{name}: {near:.1e} from fp64"

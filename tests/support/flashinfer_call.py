@@ -30,6 +30,13 @@ def require(*modules: str) -> None:
             pytest.skip(f"flashinfer's module {module} is not prebuilt (data/aot/{module}/{module}.so)")
 
 
+def require_blackwell(call: str) -> None:
+    """Skips, by name, a kernel whose body flashinfer compiles from compute capability 10.0 on: below, it writes
+    nothing."""
+    if torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip(f"flashinfer's kernel of {call} has no code below compute capability 10.0")
+
+
 def peer(call: str, operands: Operands, folder: Path) -> dict[str, torch.Tensor]:
     """Outputs of flashinfer's call on a GPU, on the CPU."""
     given, made = folder / f"{call}.in.pt", folder / f"{call}.out.pt"
@@ -83,7 +90,40 @@ def _fp4(x: torch.Tensor, scale: torch.Tensor | None, **options: Any) -> dict[st
     return {"codes": codes, "scales": scales.view(torch.uint8)}
 
 
-_CALLS = {"cutlass": _cutlass, "mono": _mono, "fp4": _fp4}
+def _mxfp8(x: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    from flashinfer import mxfp8_quantize
+
+    codes, scales = mxfp8_quantize(x, **options)
+    return {"codes": codes.view(torch.uint8), "scales": scales.view(torch.uint8)}
+
+
+def _group8(x: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    from flashinfer.quantization import per_token_group_quant_8bit
+
+    codes, scales = per_token_group_quant_8bit(x, 128, **options)
+    return {"codes": codes.view(torch.uint8), "scales": scales}
+
+
+def _interleave(codes: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    from flashinfer.fused_moe import core
+
+    made = core.interleave_moe_weights_for_sm90_mixed_gemm(codes)
+    of_scales = core.interleave_moe_scales_for_sm90_mixed_gemm(scales)
+    return {"codes": made.view(torch.uint8), "scales": of_scales.view(torch.uint8)}
+
+
+def _deepseek(logits: torch.Tensor, bias: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+    from flashinfer.fused_moe import fused_topk_deepseek
+
+    size = logits.shape[0], options["topk"]
+    weights = torch.empty(size, dtype=logits.dtype, device=logits.device)
+    ids = torch.empty(size, dtype=torch.int32, device=logits.device)
+    fused_topk_deepseek(logits, bias, topk_values=weights, topk_indices=ids, **options)
+    return {"weights": weights.float(), "ids": ids}
+
+
+_CALLS = {"cutlass": _cutlass, "mono": _mono, "fp4": _fp4, "mxfp8": _mxfp8, "group8": _group8}
+_CALLS |= {"interleave": _interleave, "deepseek": _deepseek}
 
 
 def _on(value: Any, device: str) -> Any:
