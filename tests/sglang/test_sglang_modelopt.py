@@ -233,7 +233,7 @@ def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
 def test_updates(device: str, name: str, options: dict[str, Any], rng: torch.Generator) -> None:
     """A second checkpoint is what the layer runs on then; on GPUs, and of fp8, every tensor stays where it was."""
     checkpoint, make, bar = MAKE[name]
-    x, (weights, ids, topk) = drawn_x(9, H, device, rng), routed(9, device, rng)
+    x, (weights, ids, topk) = drawn_x(96, H, device, rng), routed(96, device, rng)
     with server():
         module = empty_layer(quant_config(name, checkpoint), device, **options)
         addresses = []

@@ -344,6 +344,37 @@ print("fine")
     assert run.returncode == 0 and "fine" in run.stdout, run.stderr[-2000:]
 
 
+def test_the_triton_kernels_around_humming_compile_for_hopper(tmp_path: Path) -> None:
+    """Triton's compiler refuses what its interpreter runs, such as annotations of other types than tl.constexpr."""
+    pytest.importorskip("triton")
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from oxmoe.tools.bench import humming_kernels as kernels
+pointers = dict.fromkeys(("slot_of_place", "offsets", "sorted_ids", "expert_ids", "padded"), "*i32")
+align = pointers | {"slots": "i32", "experts": "i32"}
+total = {"rows": "*bf16", "weights": "*fp32", "places": "*i32", "out": "*bf16"}
+for kernel, types, numbers in (
+    (kernels._align, align, {"BLOCK": 16, "BLOCK2": 16, "EXPERTS2": 512}),
+    (kernels._sum, total, {"TOP_K": 8, "SIZE": 7168, "PLACED": True, "BLOCK": 1024}),
+    (kernels._sum, total, {"TOP_K": 8, "SIZE": 7168, "PLACED": False, "BLOCK": 1024}),
+):
+    source = ASTSource(kernel, types | dict.fromkeys(numbers, "constexpr"), numbers)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+print("fine")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0 and "fine" in run.stdout, run.stderr[-2000:]
+
+
 # Marlin and SGLang's Triton
 
 

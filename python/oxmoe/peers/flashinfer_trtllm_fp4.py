@@ -290,7 +290,8 @@ def _fp4(
     check_tensor("hidden_states", hidden_states, "T", "H")
     if weights is not None and not isinstance(weights, ExpertWeights):
         raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
-    format = _BLOCKS[_block(gemms[0], gemms[1])] if weights is None else weights.format
+    # Prepared NVFP4 experts round their tokens: their format is "nvfp4-a4" on CUDA.
+    format = _BLOCKS[_block(gemms[0], gemms[1])] if weights is None else weights.format.removesuffix("-a4")
     tokens = name_of(hidden_states.dtype)
     served = {"mxfp4": "bfloat16", "nvfp4": "uint8"}
     if format not in served:

@@ -135,7 +135,7 @@ def e2m1_to_float(
     if is_sf_swizzled_layout:
         scales = oxmoe.quantize.unswizzle_scales(scales, rows, blocks, "8x4" if is_sf_8x4_layout else "128x4")
     number = torch.exp2(scales.float() - 127) if ufp8_type == 0 else scales.view(torch.float8_e4m3fn).float()
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device="cpu")
     values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(rows, blocks, sf_vec_size)
     values = values * number.reshape(rows, blocks, 1)
     if global_scale is not None:

@@ -1,12 +1,12 @@
 """Triton kernels around Humming's GEMMs, in place of sgl_kernel's moe_align_block_size and of SGLang's weighted sum.
 
-Triton is imported here, so only a peer that runs imports this module.
+Triton is imported here, so only a peer that runs imports this module. Kernels annotate nothing but tl.constexpr: Triton
+takes any other annotation as a global variable of the kernel, and refuses it.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @triton.jit
 def _align(
-    slot_of_place: Any,
-    offsets: Any,
-    sorted_ids: Any,
-    expert_ids: Any,
-    padded: Any,
-    slots: Any,
-    experts: Any,
+    slot_of_place,
+    offsets,
+    sorted_ids,
+    expert_ids,
+    padded,
+    slots,
+    experts,
     BLOCK: tl.constexpr,
     BLOCK2: tl.constexpr,
     EXPERTS2: tl.constexpr,
@@ -52,7 +52,7 @@ def _align(
 
 @triton.jit
 def _sum(
-    rows: Any, weights: Any, places: Any, out: Any, TOP_K: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
+    rows, weights, places, out, TOP_K: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for some columns of a token. PLACED: slot s lies in row places[s], else in row s."""
