@@ -336,7 +336,9 @@ def _moved(call: Call, rng: random.Random) -> str | None:
         elif kind == "resize_":
             tensor.untyped_storage().resize_(0)
         elif kind == "set_":
-            tensor.set_(torch.zeros_like(tensor))
+            # PyTorch refuses it for inference tensors elsewhere.
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.set_(torch.zeros_like(tensor))
         else:
             tensor.share_memory_()
 
