@@ -107,6 +107,12 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // Makes st.shared and cp.async writes that this thread made or observed visible to wgmma and to the copy engine.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Returns when so many cycles of this multiprocessor have passed.
+__device__ __forceinline__ void wait_cycles(int cycles) {
+    for (const long long start = clock64(); clock64() - start < cycles;) {
+    }
+}
+
 // Moves registers between warpgroups: all threads of one, a multiple of 8; an increase waits for the decreases it needs.
 template <int Registers>
 __device__ __forceinline__ void registers_increase() {

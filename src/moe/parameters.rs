@@ -268,8 +268,8 @@ impl Parameters<'_> {
         }
     }
 
-    /// Both GEMMs with a schedule.
-    pub fn gemm_pair(&self) -> GemmPairParams {
+    /// Both GEMMs with a schedule, on a GPU of so many multiprocessors.
+    pub fn gemm_pair(&self, multiprocessors: u32) -> GemmPairParams {
         let (up, down) = (self.gemm(Side::Up), self.gemm(Side::Down));
         GemmPairParams {
             up,
@@ -281,12 +281,13 @@ impl Parameters<'_> {
             tile_tokens: 1,
             tile_step: 1,
             counters: null_mut(),
+            wave: multiprocessors as i32,
         }
     }
 
     /// Both GEMMs of rows that lie expert by expert, whose schedule nobody has made. `counters`: as `Counts::Pair` has them.
-    pub fn gemm_pair_of_rows(&self, counters: *mut i32) -> GemmPairParams {
-        let (mut pair, schedule) = (self.gemm_pair(), self.schedule());
+    pub fn gemm_pair_of_rows(&self, multiprocessors: u32, counters: *mut i32) -> GemmPairParams {
+        let (mut pair, schedule) = (self.gemm_pair(multiprocessors), self.schedule());
         pair.up.next_unit = counters;
         GemmPairParams {
             tiles: null_mut(),

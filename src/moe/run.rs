@@ -72,10 +72,10 @@ impl Runner<'_> {
             Task::RoundHidden => rounds(Side::Down),
             Task::Gemm1 => self.launch_gemm(name, launch, Side::Up),
             Task::Gemm2 => self.launch_gemm(name, launch, Side::Down),
-            Task::BothGemms => self.stream.launch(name, launch, &p.gemm_pair()),
+            Task::BothGemms => self.stream.launch(name, launch, &p.gemm_pair(self.stream.device().multiprocessors)),
             Task::BothGemmsOfRows => {
                 let counters = self.own_counters(name, Counts::Pair { experts: p.layer.desc.experts })?;
-                self.stream.launch(name, launch, &p.gemm_pair_of_rows(counters))
+                self.stream.launch(name, launch, &p.gemm_pair_of_rows(self.stream.device().multiprocessors, counters))
             }
             Task::Layer => {
                 let (up, down) = self.layer_maps(name)?;

@@ -273,6 +273,9 @@ pub mod ffi {
         tile_step: i32,
         /// With `row_counts`: `PairCounters`, 0 before the launch and after it; `up.next_unit` is the first of them.
         counters: *mut i32,
+        /// The GPU's multiprocessors. So many CTAs come to rest on one each; the next ones, which share theirs, take their first unit
+        /// later.
+        wave: i32,
     }
 
     /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those

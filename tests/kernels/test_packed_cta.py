@@ -210,7 +210,8 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
             pair["counters"] = pair["up"].next_unit = counters.data_ptr()
         else:
             pair["tiles"] = table.data_ptr()
-        p = STRUCTS["GemmPairParams"](**pair, tile_tokens=tokens, tile_step=min(tokens, 16))
+        wave = int(torch.randint(1, case.grid + 2, (), generator=rng))
+        p = STRUCTS["GemmPairParams"](**pair, tile_tokens=tokens, tile_step=min(tokens, 16), wave=wave)
         seed = int(torch.randint(1 << 32, (), generator=rng))
         probes.run(name, [up.given, down.given], case.grid, seed, p)
         up.check(rows.tiles[:count] if has_up else [])

@@ -158,6 +158,7 @@ def check_one_launch(
     assert f"_t{pair.tile_tokens}_" in both["kernel"] and both["kernel"].startswith("grouped_gemm_mxfp4_sm90_gated")
     assert (pair.row_counts, pair.experts, pair.rows_each) == (call["addresses"]["counts"], layer["experts"], m)
     assert (pair.tiles, pair.tile_step) == (0, 16) and pair.up.next_unit == pair.counters != 0
+    assert pair.wave == 132
     up, down = pair.up, pair.down
     assert (up.x, up.out, down.out) == (call["addresses"]["x"], down.x, call["addresses"]["out"])
     assert (up.rows, down.rows) == (2 * layer["intermediate"], layer["hidden"]) == (2 * down.k, up.k)

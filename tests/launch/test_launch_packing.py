@@ -220,6 +220,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             (pair,), (c,) = (parameters_of(launch) for launch in (both, combine))
             p, q = pair.up, pair.down
             assert (pair.tiles, pair.row_counts, p.schedule_is_older) == (p.tiles, 0, False) and p.next_unit
+            assert pair.wave == 132
             assert combine["kernel"] == "combine_bf16"
         else:
             *routing, up, down, combine = made

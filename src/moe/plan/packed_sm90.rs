@@ -149,6 +149,15 @@ fn tile_tokens(gemm: &GemmDesc) -> i32 {
     (choice(packing(gemm.format).borders).of_mean)(mean, tiles::takes_fours(gemm))
 }
 
+/// Where both GEMMs share a launch, GEMM2's K is not short, and GEMM1 has more work units than a grid of one CTA less a multiprocessor, up to
+/// this many for each of those, that smaller grid is better: CTAs of a multiprocessor share what decodes weights, and GEMM2's units, which
+/// wait for all of GEMM1's of their tile, wait for the slowest. us of a layer on an H100, whole grid and smaller one (units a CTA of that):
+///   NVFP4   qwen3-30b-a3b  M 2 (1.5)  33.3 29.6;  M 3 (2.2)  40.4 35.0;  M 4 (2.9)  41.6 39.0;  M 6 (4.4)  52.5 51.5;  M 8 (5.8)  57.9 59.0
+///           gpt-oss-120b   M 1 (1.4)  40.2 42.0;  M 2 (2.7)  57.1 50.8;  M 3 (4.1)  69.8 71.4;  M 4 (5.5)  85.8 84.6
+///   MXFP4   qwen3-30b-a3b  M 3 (2.2)  34.9 33.3;  deepseek-v4  M 2 (2.9)  67.2 65.0;  glm-4.5-air-tp2  M 3 (2.0)  51.0 48.9, M 4 (2.7)  55.3 55.9
+///   int4    qwen3-30b-a3b  M 2 (1.5)  32.4 29.3;  M 3 (2.2)  36.4 34.2;  M 4 (2.9)  38.9 38.5;  M 6 (4.4)  49.5 50.6
+const FEWER_CTAS_UNITS: u32 = 3;
+
 /// GEMM1 and, where its launch has not both, GEMM2. A launch between them quantises e4m3 activations.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
@@ -157,7 +166,15 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
         let is_short = gemms_of.last().is_some_and(|last| last.k <= SHORT_K);
         let few_units = if is_short { few_units.min(SHORT_FEW_UNITS) } else { few_units };
         let tile = tiles::narrowest_by_k((tiles, fours), few_units, of, tile_tokens, gemms.device);
-        tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device)
+        let launch = tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device);
+        let fewer = gemms.device.multiprocessors * (launch.variant.ctas_per_multiprocessor() - 1);
+        let units = tiles::likely_units(of, launch.variant.unit_rows());
+        match gemms_of {
+            [_, down] if down.k > SHORT_K && units > fewer && units <= FEWER_CTAS_UNITS * fewer => {
+                Launch { grid: launch.grid.min(fewer), ..launch }
+            }
+            _ => launch,
+        }
     };
     let (up, down) = (&gemms.up, &gemms.down);
     match up.format.activations() {
@@ -251,6 +268,29 @@ mod tests {
             all.dedup();
             assert_eq!(all, packing(format).tiles.iter().map(|t| t.gated(true)).collect::<Vec<_>>(), "{format:?}");
         }
+    }
+
+    #[test]
+    fn a_grid_of_one_cta_less_a_multiprocessor_between_two_borders() {
+        let device = Device::typical(Arch::SM90);
+        let grid = |format, (experts, top_k, hidden, intermediate): (i64, i64, i64, i64), tokens: i64| {
+            let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype: Dtype::Bf16, format };
+            let rows = super::super::kernels::Rows::Gathered { tokens, plain_x: true };
+            let gemms = Gemms::new(&layer, tokens * top_k, rows, &device);
+            let (launch, other) = launches(&gemms, tile_tokens(&gemms.likely[0]));
+            assert!(other.is_none());
+            (launch.grid, launch.variant.ctas_per_multiprocessor())
+        };
+        let (qwen3, kimi) = ((128, 8, 2048, 768), (384, 8, 7168, 256));
+        // Units of 128 weight rows: 96 a token, and 128 of GEMM2.
+        let nvfp4 = [1, 2, 4, 5].map(|tokens| grid(Format::Nvfp4, qwen3, tokens));
+        assert_eq!(nvfp4, [(224, 2), (132, 2), (132, 2), (264, 2)]);
+        // Units of 64: 192 a token.
+        let mxfp4 = [1, 2, 4, 5].map(|tokens| grid(Format::Mxfp4, qwen3, tokens));
+        assert_eq!(mxfp4, [(396, 3), (264, 3), (264, 3), (396, 3)]);
+        // GEMM2's K is short.
+        assert_eq!([1, 2, 4, 6].map(|tokens| grid(Format::Nvfp4, kimi, tokens)), [(264, 2); 4]);
+        assert_eq!([1, 2, 4, 6].map(|tokens| grid(Format::Mxfp4, kimi, tokens)), [(396, 3); 4]);
     }
 
     #[test]

@@ -10,6 +10,11 @@ pub fn resident(variant: Variant, device: &Device) -> u32 {
     device.multiprocessors * variant.ctas_per_multiprocessor()
 }
 
+/// Work units of `unit_rows` weight rows, one tile an expert, which is what the schedule's tile was chosen for.
+pub fn likely_units(gemm: &GemmDesc, unit_rows: u32) -> u32 {
+    gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows)
+}
+
 /// The narrowest of `tiles`, which are sorted by tokens, that takes so many. Of two that take as many, the first is for up to `few` work units
 /// of the second for each CTA of it that fits.
 pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
@@ -17,9 +22,7 @@ pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, devi
     let narrow = tiles[first];
     match tiles.get(first + 1) {
         Some(wide) if wide.tokens == narrow.tokens => {
-            // One tile an expert is what the schedule's tile was chosen for.
-            let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(wide.unit_rows());
-            if units <= few * resident(wide.gated(gemm.gated), device) {
+            if likely_units(gemm, wide.unit_rows()) <= few * resident(wide.gated(gemm.gated), device) {
                 narrow
             } else {
                 *wide
