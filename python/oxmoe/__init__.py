@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# First: it may replace functions of the extension.
+from oxmoe import profiling as profiling
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, stats, workspace_bytes
 from oxmoe.allreduce import (

@@ -21,6 +21,7 @@ FACE = "oxmoe"
 PYTHON_ROOMS: Rooms = (
     ("oxmoe._oxmoe",),
     ("oxmoe.tracing", "oxmoe.operands", "oxmoe.hopper", "oxmoe.reference", "oxmoe.testing"),
+    ("oxmoe.profiling",),
     ("oxmoe.weights", "oxmoe.ops", "oxmoe.ops_rows"),
     ("oxmoe.functions",),
     ("oxmoe.rows", "oxmoe.quantize", "oxmoe.dense"),

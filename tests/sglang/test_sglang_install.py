@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import oxmoe.sglang
+from oxmoe import profiling
 from oxmoe.sglang import capabilities, layers, setting, sources
 
 pytest.importorskip("sglang")
@@ -292,6 +293,14 @@ def test_command_line(changes: dict[str, set[str]]) -> None:
     args = parser.parse_args(arguments)
     assert args.quantization == "oxmoe"
     assert args.moe_runner_backend == ("oxmoe" if NEW else "auto")
+
+
+def test_an_unknown_profiler_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiling.ranges.cache_clear()
+    monkeypatch.setenv(setting.SETTING, "moe")
+    monkeypatch.setenv(profiling.SETTING, "nvt")
+    with pytest.raises(SystemExit, match="oxmoe: OXMOE_PROFILE: unknown 'nvt'"):
+        oxmoe.sglang.plugin()
 
 
 def test_other_layers_stay(changes: dict[str, set[str]]) -> None:

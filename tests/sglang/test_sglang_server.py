@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,19 @@ def assert_runs_on_oxmoe(server: Server) -> None:
     assert not any("not yet: " in line for line in lines)
 
 
+def assert_counts_calls(server: Server, ranks: int) -> None:
+    """The server's metrics have the calls of each rank, a few seconds after they were made."""
+    until = time.monotonic() + 60
+    while True:
+        counts = dict(
+            re.findall(r'^oxmoe_calls_total\{function="moe",rank="(\d+)"\} (\S+)$', server.get("/metrics"), re.M)
+        )
+        if len(counts) == ranks and all(float(count) >= LAYERS for count in counts.values()):
+            return
+        assert time.monotonic() < until, f"{counts}\n{server.tail()}"
+        time.sleep(0.5)
+
+
 # bf16: SGLang alone, with oxmoe, with two ranks
 
 
@@ -135,9 +149,10 @@ class TestBf16:
         assert on.generate(PROMPTS) == before
 
     def test_two_ranks(self, on: Server, start: Start, checkpoint: Checkpoints) -> None:
-        two = start(checkpoint("qwen", 0), "--quantization", "oxmoe", ranks=2)
+        two = start(checkpoint("qwen", 0), "--quantization", "oxmoe", "--enable-metrics", ranks=2)
         assert tokens(two.generate(PROMPTS)) == tokens(on.generate(PROMPTS))
         assert_runs_on_oxmoe(two)
+        assert_counts_calls(two, 2)
 
     def test_text_and_chat(self, on: Server) -> None:
         prompt = "<bos>user: hi\n<bos>assistant: "

@@ -13,8 +13,9 @@ import logging
 import multiprocessing
 from dataclasses import dataclass
 
+from oxmoe import profiling
 from oxmoe.hopper import untried
-from oxmoe.sglang import capabilities, setting
+from oxmoe.sglang import capabilities, server, setting
 from oxmoe.sglang.dispatch import Dispatch, dispatch_dtype
 from oxmoe.sglang.setting import SETTING
 
@@ -72,10 +73,12 @@ def install() -> None:
     """Registers what OXMOE_SGLANG asks for. It does nothing if the variable is empty, and registers nothing twice.
 
     Raises an error if a part that the variable asks for is not available: ValueError or RuntimeError for the setting
-    (`setting.read`), RuntimeError if SGLang has no free place for it. What was registered before stays.
+    (`setting.read`), RuntimeError if SGLang has no free place for it. What was registered before stays. An unknown
+    word in OXMOE_PROFILE is an error here, too, and not first in the middle of a model.
     """
     if not setting.text():
         return
+    profiling.ranges()
     version = sglang_version()
     swaps = setting.read(version)
     names = [f"{swap.name}={part}" for swap in swaps for part in swap.parts] + [
@@ -103,7 +106,9 @@ def install() -> None:
 
 def _model() -> None:
     """Runs when a process begins to build a model. By then the process has its GPU, which this plugin must not
-    choose."""
+    choose, and its rank."""
+    if server.exports_metrics():
+        importlib.import_module("oxmoe.sglang.metrics").start()
     if (remark := untried_gpu()) is not None:
         logger.warning("oxmoe: %s", remark)
 

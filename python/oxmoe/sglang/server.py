@@ -35,6 +35,16 @@ def compiles() -> bool:
     )
 
 
+def exports_metrics() -> bool:
+    """Whether the server has --enable-metrics."""
+    return bool(
+        read(
+            lambda context: context.get_observability().enable_metrics,
+            lambda arguments: arguments.enable_metrics,
+        )
+    )
+
+
 def speculates() -> bool:
     """Whether the server has --speculative-algorithm."""
     algorithm = read(

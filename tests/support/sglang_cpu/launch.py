@@ -219,6 +219,10 @@ class Server:
             raise AssertionError(f"{path}: {error}\n{self.tail()}") from error
         return json.loads(text) if text else None
 
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_LIMIT) as answer:
+            return str(answer.read().decode())
+
     def first_line(self, path: str, body: dict[str, Any]) -> bytes:
         """The first line of an answer, whose connection is then closed."""
         with urllib.request.urlopen(self._request(path, body), timeout=ANSWER_LIMIT) as answer:
