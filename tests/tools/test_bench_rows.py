@@ -215,10 +215,10 @@ def test_recorded_results_are_still_read() -> None:
 
 
 def test_recorded_results_name_their_run() -> None:
-    """One file for each GPU and topic: a row's run, with its date, stands in one file only."""
+    """One file for each GPU and topic, or a topic on CPUs: a row's run, with its date, stands in one file only."""
     runs: dict[str, str] = {}
     for path in sorted(RESULTS.iterdir()):
-        assert re.fullmatch(r"h\d00_[a-z0-9_]+\.jsonl", path.name), path.name
+        assert re.fullmatch(r"(h\d00_[a-z0-9_]+|[a-z0-9]+_cpu)\.jsonl", path.name), path.name
         for line in path.read_text(encoding="utf-8").splitlines():
             run = json.loads(line)["run"]
             assert re.fullmatch(r"[a-z0-9_]+_\d{4}-\d\d-\d\d(_[a-z0-9_]+)?", run), (path.name, run)
