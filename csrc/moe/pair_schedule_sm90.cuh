@@ -91,7 +91,8 @@ struct PairProducers {
     using Base = typename Pipeline::Base;
     using Shared = typename Pipeline::Shared;
     static constexpr int kConsumers = Base::kRows / Pipeline::kBlockRows;
-    // What the CTAs of one wave need to take their first units. Of 300, 700, 1500 and 3000 the first is too short for some layers.
+    // What the CTAs of one wave need to take their first units. Of 300, 700, 1500 and 3000 the first is too short for some
+    // layers.
     static constexpr int kWaveCycles = 1000;
 
     static __device__ __forceinline__ int row_tiles(const GroupedGemmParams& p) {
@@ -106,7 +107,7 @@ struct PairProducers {
             if (threadIdx.x % 32 == 0) unit = atomicAdd(p.up.next_unit, 1);
             return __shfl_sync(0xFFFFFFFF, unit, 0);
         };
-        // NOTE: GEMM1's units of few tokens come to CTAs on different multiprocessors so: an SM's CTAs share what decodes weights.
+        // NOTE: so units of few tokens come to CTAs on different multiprocessors: those on one share what decodes weights.
         sm90::wait_cycles(int(blockIdx.x) / p.wave * kWaveCycles);
         const int first = next(0);
         const RowTiles counted(p);
